@@ -24,8 +24,8 @@ from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import deal, join_step, spread_joined, tokens_of_joined
-from torchtune_adaptive.tune.culprits import NamedSamples
-from torchtune_adaptive.tune.sample_exchange import READ_AHEAD, Dealer
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.dealing import READ_AHEAD, Dealer
 
 RANKS = (2, 8, 64, 512)
 BUDGET = TokenLimit(8 * LONGEST)
@@ -90,7 +90,7 @@ def time_exchange(lengths: Lengths) -> tuple[float, float, float]:
     count, ranks, rank = lengths.samples_per_step, dist.get_world_size(), dist.get_rank()
     dataset = NamedSamples(RandomTokens(lengths, STEPS * count * ranks, seed=0))
     steps = [[dataset[(step * count + at) * ranks + rank] for at in range(count)] for step in range(STEPS)]
-    dealer = Dealer(dataset, cost=float)
+    dealer = Dealer(dataset.kind, cost=float)
     # what is timed is not counted, and what is counted is not timed
     turns = [(time.perf_counter(), time.process_time()) for _ in dealer.deal(steps)]
     took = [

@@ -26,13 +26,13 @@ class AdaptiveLoraDPODistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        settings, self.lora = read_lora_dpo_settings(cfg)
-        self.run = Run(settings, LoraContents(self.lora, settings.save_adapter_weights_only, recipe="lora_dpo"))
+        settings, lora = read_lora_dpo_settings(cfg)
+        self.run = Run(settings, LoraContents(lora, settings.save_adapter_weights_only, recipe="lora_dpo"))
 
     def setup(self) -> None:
         run, settings, place = self.run, self.run.settings, self.run.place
         weights = run.checkpoints.load()
-        self.model = build_lora_model(settings, self.lora, place, weights)
+        self.model = build_lora_model(settings, place, weights)
         self.optimization = build_optimization(settings, self.model, weights, place.device)
         run.resume(weights, self.model, self.optimization)
         loss_fn = build_preference_loss(settings.config)

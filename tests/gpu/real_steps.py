@@ -133,7 +133,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     if lora is None:
         model = build_full_model(settings, place, checkpoint)
     else:
-        model = build_lora_model(settings, lora, place, checkpoint)
+        model = build_lora_model(settings, place, checkpoint)
     _fill(model)
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)

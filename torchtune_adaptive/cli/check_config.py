@@ -49,11 +49,11 @@ from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_
 from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import place
 from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
+from torchtune_adaptive.tune.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.finetuning import check_cuts, check_sequence_length, checked_loss, obstacle_to_recovery
 from torchtune_adaptive.tune.metrics import profiler_is_enabled
 from torchtune_adaptive.tune.model import META, built_on, check_replicas_of
 from torchtune_adaptive.tune.preference import build_preference_loss
-from torchtune_adaptive.tune.sample_exchange import obstacle_to_dealing
 from torchtune_adaptive.tune.schedule import build_increase_function, check_growth
 from torchtune_adaptive.tune.unpadded import is_padded
 

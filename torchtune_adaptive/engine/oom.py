@@ -30,6 +30,7 @@ _OOM_TEXTS = re.compile(
             # place of ALLOC_FAILED. The same stands for a context that is broken; then release() meets the error that
             # broke it, which is no matter of memory and ends the run. From any other call it is not about memory.
             r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create\b",
+            r"\bstd::bad_alloc\b",  # the host's, wherever C++ code of torch allocates
             r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",  # c10/core/impl/alloc_cpu.cpp
         )
     )
@@ -37,7 +38,7 @@ _OOM_TEXTS = re.compile(
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an exception says that device memory ran out, so that a smaller microbatch may fit.
+    """Whether an exception says that memory ran out, the device's or the host's, so that a smaller microbatch may fit.
 
     That may be hidden in what the exception was raised from: torch.compile and DTensor wrap it. Our own errors never
     count: the code that raised them has already decided to end the run.
@@ -57,7 +58,7 @@ def fatal_where_memory_runs_out(explain: Callable[[Exception], AdaptiveError]) -
 
 
 def _says_oom(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _OOM_TEXTS.search(str(error)) is not None
 

@@ -21,7 +21,7 @@ def plan_iterations(trainer: Trainer, stages: RolloutStages, ppo: PPOSettings) -
     epochs = _plot_epochs(trainer, ppo, total)
     run.progress = replace(progress, total_epochs=len(epochs), ranks=run.place.ranks)
     run.journal.start(progress.step)
-    with trainer.limited_memory() as memory, trainer.data.naming_bad_samples(stages.policy.model, last=1):
+    with trainer.limited_memory() as memory:
         limits, admission = LimitFinder(trainer, stages, ppo.max_generated_tokens).find(memory)
     stages.runners.use_limits(limits)
     run.checkpoints.make_room()

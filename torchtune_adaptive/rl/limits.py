@@ -32,7 +32,7 @@ from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 from torchtune_adaptive.text import format_bytes, in_columns
 from torchtune_adaptive.tune import fit
-from torchtune_adaptive.tune.culprits import longest_taken
+from torchtune_adaptive.tune.bad_samples import longest_taken
 from torchtune_adaptive.tune.longest_sample import worst_sample
 from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, Admission, admission_of, ways_to_make_room
 from torchtune_adaptive.tune.trainer import Trainer
@@ -118,7 +118,7 @@ class LimitFinder:
         if searched and data.max_seq_len is None and adaptive.sequence_length is None:
             strict = replace(self._settings, adaptive=replace(adaptive, oversize="error"))
             return limits, admission_of(strict, data, data.kind, longest, remedy)
-        return limits, Admission(data.dataset, data.kind, longest, "error", remedy)
+        return limits, Admission(data.kind, longest, "error", remedy)
 
     def _what_models_take(self, most: int) -> tuple[str, list[str]]:
         """The fact, and what makes rollouts shorter."""

@@ -25,7 +25,7 @@ from torchtune_adaptive.rl.settings import (
     VALUE_FILES,
     VALUE_SECTION,
 )
-from torchtune_adaptive.tune.culprits import vocabulary_of
+from torchtune_adaptive.tune.bad_samples import vocabulary_of
 from torchtune_adaptive.tune.model import (
     META,
     Checkpoint,

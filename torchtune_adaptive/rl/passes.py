@@ -25,7 +25,7 @@ from torchtune_adaptive.rl.rollouts import (
     sequences_of,
     store,
 )
-from torchtune_adaptive.tune.culprits import longest_taken
+from torchtune_adaptive.tune.bad_samples import longest_taken
 from torchtune_adaptive.tune.finetuning import scoring_only
 
 RolloutPass: TypeAlias = Callable[[Sequence[Rollout]], Totals]

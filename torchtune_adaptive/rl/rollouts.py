@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.errors import SampleError
-from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, check_samples, data_of
 from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import TEXT, Sample
@@ -163,7 +163,7 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
         raise NotImplementedError("rollouts make their own batches")
 
     dataset, packed = build_dataset(settings.config, tokenizer)
-    samples = NamedSamples(dataset, TEXT)
+    samples = NamedSamples(dataset, TEXT, labelled=False)
     samples.complete = some_tokens
     check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
     return data_of(samples, collate, settings, tokenizer, mesh, packed=packed)

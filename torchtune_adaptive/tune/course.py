@@ -17,12 +17,12 @@ from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Sample
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune import fit
-from torchtune_adaptive.tune.culprits import check_length, longest_taken
+from torchtune_adaptive.tune.bad_samples import longest_taken
+from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.longest_sample import longest_sample, worst_sample
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
-from torchtune_adaptive.tune.sample_exchange import dealer_of
 from torchtune_adaptive.tune.samples import Kind, Sample
 from torchtune_adaptive.tune.schedule import (
     announce,
@@ -48,7 +48,7 @@ def plan_course(trainer: Trainer) -> None:
     """Collective: searches where the config asks for it, sizes every epoch, and sets schedules to where the run is."""
     run, data, stages = trainer.run, trainer.data, trainer.stages
     settings, ranks, training = run.settings, run.place.ranks, [*stages][-1]
-    with trainer.limited_memory() as memory, data.naming_bad_samples(trainer.model, last=1):
+    with trainer.limited_memory() as memory:
         before = replace(run.progress, dataset_samples=len(data.dataset))
         if before.begun is not None and run.progress.dataset_samples not in (None, before.dataset_samples):
             raise ConfigError(
@@ -182,11 +182,7 @@ def _tell_of_short_samples(trainer: Trainer, longest: int) -> None:
 def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
     """Collective: the step that a search of this stage measures."""
     settings, kind, runner = trainer.run.settings, trainer.kind, trainer.stages.training
-    data, wanted = trainer.data, settings.adaptive.sequence_length
-    sample = worst_sample(settings.config, data, kind, wanted)
-    if not (wanted or data.max_seq_len or data.packed):  # the longest of the dataset, which an error has to name
-        at = longest_sample(settings.config, data.dataset, kind).at
-        check_length(trainer.model, max(kind.lengths_of(data.dataset[at])), f"sample {at} of the dataset")
+    sample = worst_sample(settings.config, trainer.data, kind, settings.adaptive.sequence_length)
     if runner.stage == POLICY:
         sample = {**sample, KEPT: torch.zeros(2)}
     training = training_step(runner, trainer.optimization, trainer.loss_fn, kind, sample)

@@ -1,18 +1,31 @@
-"""Datasets and collate functions as the config names them."""
+"""The dataset, the collate function and the loader that the config names.
+
+    dataset -> sampler (this rank's share, shuffled by epoch) -> batches of samples_per_step samples, uncollated
+
+The plan cuts a step into microbatches, so nothing is collated on the way. The order is that of torchtune's loaders: a
+step holds exactly the samples that `gradient_accumulation_steps` batches of `batch_size` would hold, and an incomplete
+last step is dropped.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
+import torch
 from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset
 
@@ -22,18 +35,18 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
-from torchtune_adaptive.tune.loader import StepLoader
+from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.unpadded import Batch
 
+Item = TypeVar("Item")
 Collate = Callable[[Sequence[Sample]], Batch]
 PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"
 
 
 class Tokenizer(Protocol):
-    """What is asked of the config's; its datasets may ask for more."""
+    """The tokenizer as it is needed here; the config's datasets may need more of it."""
 
     pad_id: int
 
@@ -44,9 +57,7 @@ class Batching(NamedTuple):
     kind: Kind
     """Their kind as this run plans it: padded or not."""
     collate: Collate
-
-    def batch_of(self, samples: Sequence[Sample]) -> Batch:
-        return self.collate(self.kind.rows_of(samples))
+    """Makes a batch of `kind.rows_of(samples)`."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +71,14 @@ class Data:
     loader: StepLoader[Sample]
     max_seq_len: int | None
     """The length at which the tokenizer cuts samples; None if it does not."""
-    kind: Kind
 
-    def naming_bad_samples(self, model: nn.Module, *, last: int) -> AbstractContextManager[None]:
-        """Where what is done in it fails, and one of so many last samples is why, the error names that."""
-        return naming_bad_samples(model, self.dataset, last=last)
+    @property
+    def kind(self) -> Kind:
+        return self.dataset.kind
 
 
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
-    """Samples of text, for finetuning."""
+    """Collective: samples of text, for finetuning."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
@@ -76,12 +86,12 @@ def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mes
 
 
 def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
-    """Pairs of answers, for preference training."""
+    """Collective: pairs of answers, for preference training."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
-    samples = NamedSamples(dataset, PAIR)
     needed = [key for fields in PAIR.sequences for key in (fields.tokens, fields.labels)]
+    samples = NamedSamples(dataset, PAIR)
     check_samples(samples, needed, settings.config, "pairs", "preference_dataset")
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
     return data_of(samples, collate, settings, tokenizer, mesh, packed=False)
@@ -90,23 +100,18 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
 def data_of(
     samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
-    return Data(
-        dataset=samples,
-        packed=packed,
-        collate=collate,
-        loader=build_step_loader(samples, settings, mesh),
-        max_seq_len=getattr(tokenizer, "max_seq_len", None),
-        kind=samples.kind,
-    )
+    """Collective: with a loader that reads the samples."""
+    loader = build_step_loader(samples, settings, mesh)
+    return Data(samples, packed, collate, loader, max_seq_len=getattr(tokenizer, "max_seq_len", None))
 
 
 def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:
     """Refuses a dataset of another kind, by its first sample."""
     if len(samples) == 0:
         return  # build_step_loader reports an empty dataset
-    found = samples[0]
-    if not isinstance(found, Mapping) or not set(needed) <= found.keys():
-        keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+    first = samples.read(0)
+    if not isinstance(first, Mapping) or not set(needed) <= first.keys():
+        keys = ", ".join(map(str, first)) if isinstance(first, Mapping) else type(first).__name__
         component = cfg.dataset.get(COMPONENT) if isinstance(cfg.dataset, DictConfig) else cfg.dataset
         raise ConfigError(
             f"dataset is {component}, which does not return {what}: its first sample has {keys}, but needs "
@@ -118,13 +123,46 @@ def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample
     """The dataset of `cfg.dataset`, several of them joined; and whether its rows are packed."""
     section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
-        return components.build_section("dataset", section, tokenizer), is_packed(cfg)
-    parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
+        return _built("dataset", section, tokenizer), is_packed(cfg)
+    parts = [_built(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
     try:
         joined = ConcatDataset(datasets=parts)
     except Exception as error:
         raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {components.in_a_line(error)}") from error
     return joined, bool(getattr(joined, "packed", False))
+
+
+def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
+    try:
+        return components.build_section(key, section, tokenizer)
+    except ConfigError as error:
+        if isinstance(section, DictConfig) and (flaw := _flaw_of_files(section.get("data_files"))):
+            raise ConfigError(f"{key}.data_files: {flaw}") from error
+        raise
+
+
+def _flaw_of_files(data_files: Any) -> str | None:
+    """The first file without content, or the first line of a JSONL file that is no JSON; None where all can be read.
+
+    The library that reads them names neither file nor line.
+    """
+    files = [data_files] if isinstance(data_files, str) else data_files if isinstance(data_files, ListConfig) else []
+    for path in (Path(str(file)) for file in files):
+        if not path.is_file():
+            continue
+        if path.stat().st_size == 0:
+            return f"{path} is empty"
+        if path.suffix not in (".jsonl", ".json"):
+            continue
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if number == 1 and line.lstrip().startswith("["):
+                    break  # one array, whose lines are no objects
+                try:
+                    json.loads(line.strip() or "null")
+                except ValueError as error:
+                    return f"{path}, line {number}, is not JSON ({error}): fix it or remove it"
+    return None
 
 
 def is_packed(cfg: DictConfig) -> bool:
@@ -136,20 +174,14 @@ def is_packed(cfg: DictConfig) -> bool:
 def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, *, packed: bool) -> Collate:
     """Samples -> batch, padded to the longest of them; packed rows are of one length already."""
     if packed:
-        collate: Collate = padded_collate_packed
-        return collate
-    if "left_pad_sequence" in settings.collate_fn:
-        raise ConfigError(f"collate_fn is {settings.collate_fn!r}, which is for inference only")
+        return cast(Collate, padded_collate_packed)
+    path = settings.collate_fn
+    if "left_pad_sequence" in path:
+        raise ConfigError(f"collate_fn is {path!r}, which is for inference only")
     try:
-        function = pkgutil.resolve_name(settings.collate_fn)
+        function = pkgutil.resolve_name(path)
     except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(f"collate_fn is {settings.collate_fn!r}, which cannot be imported: {error}") from error
-    _check_callable(function, settings.collate_fn)
-    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
-
-
-def _check_callable(function: Callable[..., object], path: str) -> None:
-    """Refuses what no collate function is, by its signature where it has one."""
+        raise ConfigError(f"collate_fn is {path!r}, which cannot be imported: {error}") from error
     try:
         inspect.signature(function).bind([], padding_idx=0, ignore_idx=0)
     except TypeError as error:
@@ -157,41 +189,91 @@ def _check_callable(function: Callable[..., object], path: str) -> None:
             f"collate_fn is {path!r}, which cannot be called with samples, padding_idx and ignore_idx ({error}): use "
             "a function such as torchtune.data.padded_collate_sft"
         ) from error
-    except ValueError:  # it has none
+    except ValueError:  # it has no signature
         pass
-
-
-def _check_alike(samples_by_rank: Sequence[int]) -> None:
-    first = samples_by_rank[0]
-    for rank, samples in enumerate(samples_by_rank):
-        if samples != first:
-            raise ConfigError(
-                f"dataset has {count_of(first, 'sample')} on rank 0 and {samples} on rank {rank}, but all ranks must "
-                "read the same dataset: check that its files and filters are the same on every node"
-            )
+    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
 
 
 def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
     """Collective: the loader of this data-parallel rank; a dataset that does not fill one configured step is an error,
     as is one that is another on another rank."""
     ranks, samples = mesh["dp"].size(), len(dataset)
-    _check_alike(from_all_ranks(samples))
+    first, *others = from_all_ranks(samples)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise ConfigError(
+                f"dataset has {count_of(first, 'sample')} on rank 0 and {other} on rank {rank}, but all ranks must "
+                "read the same dataset: check that its files and filters are the same on every node"
+            )
     if not samples:
         raise ConfigError("dataset is empty: check its source, split and filter")
     loader = StepLoader(dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle)
     if loader.samples_per_rank < settings.samples_per_step:
+        accumulated = settings.gradient_accumulation_steps
+        factors = f"batch_size {settings.batch_size}"
+        if accumulated > 1:
+            factors += f" × gradient_accumulation_steps {accumulated}"
         raise ConfigError(
             f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "
-            + _factors_of_step(settings, ranks)
+            f"{factors} × {count_of(ranks, 'rank')}; lower {'one of them' if accumulated * ranks > 1 else 'batch_size'}"
         )
     return loader
 
 
-def _factors_of_step(settings: Settings, ranks: int) -> str:
-    """What the samples of a step are the product of, and what to lower."""
-    accumulated = settings.gradient_accumulation_steps
-    rows = f"batch_size {settings.batch_size}" + (
-        f" × gradient_accumulation_steps {accumulated}" if accumulated > 1 else ""
-    )
-    lower = "one of them" if accumulated * ranks > 1 else "batch_size"
-    return f"{rows} × {count_of(ranks, 'rank')}; lower {lower}"
+class StepLoader(Generic[Item]):
+    """Yields this rank's samples of each step; how many a step has may change from epoch to epoch."""
+
+    def __init__(self, dataset: Dataset[Item], *, rank: int, world_size: int, shuffle: bool) -> None:
+        self._dataset = dataset
+        self._sampler = Sampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+        self._loader: StatefulDataLoader | None = None
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of this rank in an epoch, the same for all ranks."""
+        return len(self._sampler)
+
+    def samples_left_per_rank(self, samples_done: int) -> int:
+        """Samples left in an epoch for each rank after all ranks together have trained on so many."""
+        return (int(self._sampler.total_size) - samples_done) // int(self._sampler.num_replicas)
+
+    def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Item]]:
+        """The first `steps` whole steps of an epoch, or of the rest that `samples_done` samples of all ranks leave.
+
+        Ranks take turns through one order of all samples, so the samples that any number of ranks has done are its
+        beginning, and any other number can share the rest.
+        """
+        self._sampler.set_epoch(epoch)
+        sampler: Any = self._sampler.share(samples_done) if samples_done else self._sampler
+        self._loader = StatefulDataLoader(
+            self._dataset, batch_size=samples_per_step, sampler=sampler, collate_fn=list, drop_last=True
+        )
+        return islice(iter(self._loader), steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the last epoch, for torchtune's recipes; ours do not read it."""
+        return {} if self._loader is None else dict(self._loader.state_dict())
+
+
+class Sampler(StatefulDistributedSampler):
+    """torchtune's sampler, with its order in an array: 8 bytes a sample, where lists of numbers take 40."""
+
+    def share(self, samples_done: int = 0) -> np.ndarray[Any, Any]:
+        """This rank's indices of the epoch, after so many samples of all ranks."""
+        samples, generator = len(self.dataset), torch.Generator().manual_seed(self.seed + self.epoch)
+        order = (torch.randperm(samples, generator=generator) if self.shuffle else torch.arange(samples)).numpy()
+        places = np.arange(samples_done + self.rank, self.total_size, self.num_replicas)
+        share: np.ndarray[Any, Any] = order[places % samples]  # the first come again, for equal shares
+        return share
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded = 0  # no state of it is ever loaded
+        for index in self.share():
+            self.yielded += 1
+            yield int(index)
+
+
+def looking_ahead(steps: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
+    """Each step with the one that follows it; None follows the last."""
+    nothing: list[Item | None] = [None]
+    return pairwise(chain(steps, nothing))  # type: ignore[arg-type]

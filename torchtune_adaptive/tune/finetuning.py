@@ -26,7 +26,7 @@ from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.this_run import THIS_RUN
-from torchtune_adaptive.tune.culprits import check_length, longest_taken
+from torchtune_adaptive.tune.bad_samples import check_lengths, longest_taken
 from torchtune_adaptive.tune.data import Batching, Data
 from torchtune_adaptive.tune.place import Place
 from torchtune_adaptive.tune.samples import Sample
@@ -34,7 +34,6 @@ from torchtune_adaptive.tune.unpadded import (
     batch_to_device,
     is_padded,
     joined,
-    longest_of,
     taking_long_rows,
     targets_of,
 )
@@ -85,13 +84,13 @@ class ForwardBackward:
     weighs_every_split_alike: bool = False
     """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
     torchtune counts them before: the same, but for samples whose first token is a label."""
-    loss_scale: Callable[[int], float] | None = None
-    """Factor of the loss by this rank's target tokens, for an optimizer that steps inside the backward."""
+    updates_in_backward: bool = False
+    """Whether the optimizer steps inside the backward, so that nothing can scale gradients after it."""
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         ignored = self.batching.kind.ignored_label
-        batch = self.batching.batch_of(samples)
-        check_length(self.model, longest_of(batch))
+        check_lengths(self.model, self.batching.kind, samples)
+        batch = self.batching.collate(self.batching.kind.rows_of(samples))
         tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
@@ -116,8 +115,10 @@ class ForwardBackward:
                 loss = self.loss_fn(logits, labels) * target_tokens
             del logits, chunks  # or they would live through the backward
             total = loss.detach()
-            if self.loss_scale is not None:
-                loss = loss * self.loss_scale(target_tokens)
+            if self.updates_in_backward:
+                # a sum over this rank's tokens -> FSDP's share of the mean over all tokens; without any, both are zero
+                tokens_of_all = sum_over_ranks(torch.tensor(target_tokens, device=self.device))
+                loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
             loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
 
@@ -167,14 +168,8 @@ def build_forward_backward(
         device=device,
         activations=training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading),
         weighs_every_split_alike=settings.adaptive.token_budget is not None,
-        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
+        updates_in_backward=settings.optimizer_in_bwd,
     )
-
-
-def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
-    """Collective: the factor that makes a sum over this rank's tokens FSDP's share of the mean over all tokens."""
-    # Where there is none, the loss is zero, and so is its gradient.
-    return dist.get_world_size() / max(1, int(sum_over_ranks(torch.tensor(target_tokens, device=device))))
 
 
 def build_step_runner(

@@ -16,9 +16,9 @@ from torchtune_adaptive.config.keys import MOST_TOKENS
 from torchtune_adaptive.engine.ranks import Agreement
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import progress_bar, say
-from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.samples import Kind, Sample
+from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,12 @@ def worst_sample(cfg: DictConfig, data: Data, kind: Kind, sequence_length: int |
         )
         sequence_length = longest
     known = sequence_length or longest
-    length = kind.length_at(known) if known else longest_sample(cfg, data.dataset, kind).length
     tokens = sample[kind.sequences[0].tokens]
-    return kind.uniform(int(tokens[0]) if len(tokens) else 0, max(1, length))
+    token = int(tokens[0]) if len(tokens) else 0
+    if known:
+        return kind.uniform(token, kind.length_at(known))
+    longest_read = longest_sample(cfg, data.dataset, kind)
+    return {**kind.uniform(token, max(1, longest_read.length)), INDEX: longest_read.at}  # named where it is too long
 
 
 class Longest(NamedTuple):

@@ -6,7 +6,7 @@ sharded, then filled from the checkpoint shard by shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.modules.module import _IncompatibleKeys
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import peft
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import quantized_replicas, refuse
-from torchtune_adaptive.config.keys import LoraSettings, Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
@@ -36,31 +34,37 @@ from torchtune_adaptive.tune.unpadded import take_documents
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"
 """The section that names the files of weights, where a recipe has no other for them."""
-
 Checkpoint = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
 """A model's, by name."""
 
 
 class Unfilled(dict[str, torch.Tensor]):
-    """Stands for a model's weights where only their memory counts: it keeps what that holds."""
+    """Stands for a model's weights where only their memory counts: what that holds stays as it is."""
 
 
 def build_full_model(
     settings: Settings, place: Place, checkpoint: Checkpoint, key: str = "model", files: str = CHECKPOINTER
 ) -> nn.Module:
-    """Collective: the model that a section describes with every parameter trainable, filled from the checkpoint."""
-    dtype = dtype_of(settings, place.device)
+    """Collective: the model of a section with every parameter trainable, filled from the checkpoint."""
+    device, mesh = place
+    dtype, tensor_parallel = dtype_of(settings, device), mesh["tp"]
     model = built_on(META, settings.config, dtype, key)
-    _compile(model, settings)
+    if settings.compile:
+        training.compile_model(model, verbose=False)
     if settings.tensor_parallel_dim > 1:
-        model = _parallelize_tensors(model, settings.config, place.mesh["tp"])
+        plan = components.build("tensor_parallel_plan", settings.config)
+        try:
+            model = training.prepare_mha_for_tp(model, tensor_parallel)
+        except ValueError as error:
+            raise ConfigError(f"tensor_parallel_dim is {tensor_parallel.size()}: {error}") from error
+        model = parallelize_module(model, tensor_parallel, parallelize_plan=plan)
     _checkpoint_activations(model, settings)
-    _shard(model, settings, place.mesh)
-    _init_rope(model, place.device, dtype)
+    _shard(model, settings, mesh)
+    _init_rope(model, device, dtype)
     weights = checkpoint[training.MODEL_KEY]
-    _check_weights(model, weights, files, strict=True)
-    _load(model, weights, settings, place.device, strict=True)
+    _check_weights(model, weights, files, needed=model.state_dict().keys())
+    _load(model, weights, settings, device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
 
@@ -68,7 +72,7 @@ def build_full_model(
 def build_frozen_model(
     settings: Settings, place: Place, weights: Weights, key: str = "model", files: str = "ref_checkpointer"
 ) -> nn.Module:
-    """Collective: the model of a section that is only asked, without dropout: a reference, by default."""
+    """Collective: the model of a section without gradients and dropout, by default a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
     model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights}, key, files)
     drop_nothing(model)
@@ -82,7 +86,7 @@ def drop_nothing(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def build_lora_model(settings: Settings, lora: LoraSettings, place: Place, checkpoint: Checkpoint) -> nn.Module:
+def build_lora_model(settings: Settings, place: Place, checkpoint: Checkpoint) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
     device, mesh = place
     dtype = dtype_of(settings, device)
@@ -90,23 +94,29 @@ def build_lora_model(settings: Settings, lora: LoraSettings, place: Place, check
     if _is_quantized(model) and not is_sharded(settings, mesh):
         # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
         model = built_on(device, settings.config, dtype)
-    peft.set_trainable_params(model, peft.get_adapter_params(model))
-    _compile(model, settings)
+    adapter_params = peft.get_adapter_params(model)
+    adapters = {*adapter_params}
+    peft.set_trainable_params(model, adapter_params)
+    if settings.compile:
+        training.compile_model(model, verbose=False)
     _checkpoint_activations(model, settings)
     _shard(model, settings, mesh)
-    adapter_keys = None
     if training.ADAPTER_KEY in checkpoint:
-        _check_weights(model, checkpoint[training.ADAPTER_KEY], CHECKPOINTER, strict=False)
-        adapter_keys = _load(model, checkpoint[training.ADAPTER_KEY], settings, device, strict=False)
+        _check_weights(model, checkpoint[training.ADAPTER_KEY], CHECKPOINTER, needed=adapters)
+        _load(model, checkpoint[training.ADAPTER_KEY], settings, device, strict=False)
     else:
-        _init_adapters(model, settings, device, dtype)
+        target = torch.device("cpu") if settings.fsdp_cpu_offload else device
+        with training.set_default_dtype(dtype), device:
+            for module in model.modules():
+                if isinstance(module, (peft.LoRALinear, peft.DoRALinear)):
+                    module.to_empty(device=target)
+                    module.initialize_parameters()
         make_replicas_alike(each for each in model.parameters() if each.requires_grad)
     _init_rope(model, device, dtype)
-    _check_weights(model, checkpoint[training.MODEL_KEY], CHECKPOINTER, strict=False)
-    base_keys = _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=False)
+    weights = checkpoint[training.MODEL_KEY]
+    _check_weights(model, weights, CHECKPOINTER, needed=model.state_dict().keys() - adapters)
+    _load(model, weights, settings, device, strict=False)
     _call_where_present(model, "initialize_dora_magnitude")
-    if not isinstance(checkpoint[training.MODEL_KEY], Unfilled):
-        _check_lora_keys(lora, base_keys, adapter_keys)
     training.validate_no_params_on_meta_device(model)
     return model
 
@@ -125,21 +135,6 @@ def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str 
 
 def _is_quantized(model: nn.Module) -> bool:
     return any(isinstance(parameter, NF4Tensor) for parameter in model.parameters())
-
-
-def _compile(model: nn.Module, settings: Settings) -> None:
-    if settings.compile:
-        training.compile_model(model, verbose=False)
-
-
-def _parallelize_tensors(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, source: int | None = 0) -> nn.Module:
-    """Collective, if the weights are those of a `source`, a rank of the mesh."""
-    plan = components.build("tensor_parallel_plan", cfg)
-    try:
-        model = training.prepare_mha_for_tp(model, mesh)
-    except ValueError as error:
-        raise ConfigError(f"tensor_parallel_dim is {mesh.size()}: {error}") from error
-    return parallelize_module(model, mesh, parallelize_plan=plan, src_data_rank=source)
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
@@ -203,36 +198,24 @@ def _call_where_present(model: nn.Module, method: str) -> None:
             getattr(module, method)()
 
 
-def _init_adapters(model: nn.Module, settings: Settings, device: torch.device, dtype: torch.dtype) -> None:
-    target = torch.device("cpu") if settings.fsdp_cpu_offload else device
-    with training.set_default_dtype(dtype), device:
-        for module in model.modules():
-            if isinstance(module, (peft.LoRALinear, peft.DoRALinear)):
-                module.to_empty(device=target)
-                module.initialize_parameters()
-
-
-def _load(
-    model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool
-) -> _IncompatibleKeys:
+def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool) -> None:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
     if isinstance(weights, Unfilled):
-        return _fill_with_nothing(model, settings, device)
+        _fill_with_nothing(model, settings, device)
+        return
     out_of_memory = f"out of memory while loading the weights on rank {dist.get_rank()}"
     with fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
     ):
-        keys: _IncompatibleKeys = (
+        if _is_quantized(model):
             model.load_state_dict(weights, strict=strict)
-            if _is_quantized(model)
-            else training.load_from_full_model_state_dict(
+        else:
+            training.load_from_full_model_state_dict(
                 model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
             )
-        )
-        return keys
 
 
-def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.device) -> _IncompatibleKeys:
+def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.device) -> None:
     """Shards of quantized weights are made of whole ones, as torchtune makes them; all others are taken as they are."""
     quantized = {
         name: torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
@@ -247,50 +230,28 @@ def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.devic
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             target = "cpu" if settings.fsdp_cpu_offload else device
             nn.Module.to_empty(module, device=target, recurse=False)  # torchtune's own leaves an adapter's base out
-    return _IncompatibleKeys([], [])
 
 
-def _check_weights(model: nn.Module, weights: Weights, files: str, *, strict: bool) -> None:
-    """Refuses wrong weights before any rank communicates: what fails from then on is not the files' fault."""
+def _check_weights(model: nn.Module, weights: Weights, files: str, *, needed: Collection[str]) -> None:
+    """Refuses wrong weights before any rank communicates: an error from then on is not the files' fault."""
     if isinstance(weights, Unfilled):
         return
     places = model.state_dict()
-    unknown = sorted(weights.keys() - places.keys())
-    if unknown:
-        raise _mismatch(files, f"{count_of(len(unknown), 'unexpected key')}, first: {unknown[0]}")
-    missing = sorted(places.keys() - weights.keys()) if strict else []
-    if missing:
-        raise _mismatch(files, f"{count_of(len(missing), 'missing key')}, first: {missing[0]}")
-    for name, weight in weights.items():
-        if weight.shape != (shape := places[name].shape):
-            raise _mismatch(
-                files, f"size mismatch for {name}: {tuple(weight.shape)} in the file, {tuple(shape)} in the model"
-            )
-
-
-def _mismatch(files: str, why: str) -> ConfigError:
-    return ConfigError(f"{files}: the weights do not match the model ({why}); use the files that belong to it")
+    if unknown := sorted(weights.keys() - places.keys()):
+        why = f"{count_of(len(unknown), 'unexpected key')}, first: {unknown[0]}"
+    elif missing := sorted({*needed} - weights.keys()):
+        why = f"{count_of(len(missing), 'missing key')}, first: {missing[0]}"
+    elif other := [name for name, weight in weights.items() if weight.shape != places[name].shape]:
+        shapes = [tuple(each[other[0]].shape) for each in (weights, places)]
+        why = f"size mismatch for {other[0]}: {shapes[0]} in the file, {shapes[1]} in the model"
+    else:
+        return
+    raise ConfigError(f"{files}: the weights do not match the model ({why}); use the files that belong to it")
 
 
 def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, nn.Module]:
-    """What cuts a step into phases, or a pass that has no loss; nothing for models whose parts are not known."""
+    """The modules that cut a step into phases, or a pass without loss; none for models whose parts are not known."""
     decoder: Any = getattr(model, "decoder", model)
     if not hasattr(decoder, "norm"):
         return {}
     return {"layers": decoder.norm, **({} if loss_fn is None else {"head": loss_fn})}
-
-
-def _check_lora_keys(lora: LoraSettings, base_keys: _IncompatibleKeys, adapter_keys: _IncompatibleKeys | None) -> None:
-    missing, unexpected = adapter_keys if adapter_keys is not None else (None, None)
-    try:
-        peft.validate_missing_and_unexpected_for_lora(
-            lora_attn_modules=list(lora.lora_attn_modules),
-            apply_lora_to_mlp=lora.apply_lora_to_mlp,
-            apply_lora_to_output=lora.apply_lora_to_output,
-            base_missing=base_keys.missing_keys,
-            base_unexpected=base_keys.unexpected_keys,
-            lora_missing=missing,
-            lora_unexpected=unexpected,
-        )
-    except AssertionError as error:
-        raise _mismatch(CHECKPOINTER, components.in_a_line(error)) from error

@@ -1,16 +1,15 @@
-"""The optimizer, its learning-rate schedule and the update at the end of a step."""
+"""The optimizer, its learning-rate schedule, clipping and the update at the end of a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 
@@ -19,7 +18,6 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.clipping import clip
 
 SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
 """Target tokens, or pairs; where several models are updated at once, of each by its name."""
@@ -29,17 +27,13 @@ class Optimization:
     """One optimizer, or one for each parameter, with the config's schedule times a factor as learning rate."""
 
     def __init__(
-        self,
-        cfg: DictConfig,
-        checkpointed: AnyOptimizer,
-        optimizers: Sequence[torch.optim.Optimizer],
-        apply: Callable[[SummedOver], float | None],
+        self, settings: Settings, model: nn.Module, checkpointed: AnyOptimizer, *optimizers: torch.optim.Optimizer
     ) -> None:
         self.checkpointed = checkpointed
-        """What torchtune's checkpointing takes as the optimizer."""
+        """The optimizer as torchtune's checkpointing takes it."""
         self.optimizers = optimizers
-        self._cfg = cfg
-        self._apply = apply
+        self._cfg, self._model = settings.config, model
+        self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
         self._factor = 1.0
         # torchtune's wrapper of several optimizers hands the rate of the first on to the others at every step
         self._scheduler: LRScheduler | None = None
@@ -47,7 +41,7 @@ class Optimization:
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
     def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
-        """`lr_factor` is what a resumed run has already multiplied its learning rate with."""
+        """`lr_factor`: by which a resumed run has already multiplied its learning rate."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
             return
@@ -70,13 +64,24 @@ class Optimization:
             self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
     def update(self, summed_over: SummedOver) -> float | None:
-        """Collective where it clips: one update, from gradients that are summed over so many target tokens, or pairs;
-        where several models are updated at once, of each by its name.
+        """Collective: one update, from gradients that are summed over target tokens, or pairs, and averaged over ranks.
 
         Returns the gradients' norm, or None where they are used up inside the backward. Gradients that are NaN or
         infinite update nothing; the schedule moves on.
         """
-        norm = self._apply(summed_over)
+        norm = None
+        if not isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
+            # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
+            # A step without any has no gradients but zeros.
+            ranks = dist.get_world_size()
+            for name, count in (summed_over if isinstance(summed_over, Mapping) else {"": summed_over}).items():
+                # a tensor is on the device, where nothing waits for it
+                scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
+                training.scale_grads(self._model.get_submodule(name), scale)
+            norm = clip(self._model, self._max_norm)
+            if math.isfinite(norm):  # else the weights stay as they are, on all ranks
+                self.checkpointed.step()
+            self.checkpointed.zero_grad(set_to_none=True)
         if self._scheduler is not None:
             self._scheduler.step()
         return norm
@@ -88,6 +93,31 @@ class Optimization:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
+def clip(model: nn.Module, max_norm: float | None) -> float:
+    """Collective: the norm of all gradients, which are scaled so that it is at most `max_norm`, if there is one.
+
+    Under tensor parallelism some are spread over more ranks than others, and torch takes no norm over both: it is
+    taken of each kind, then of these norms.
+    """
+    kinds: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            kinds.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [nn.utils.get_total_norm([each.grad for each in kind if each.grad is not None]) for kind in kinds.values()]
+    if len(norms) < 2:
+        norm = norms[0] if norms else torch.tensor(0.0)
+    else:
+        norm = torch.linalg.vector_norm(torch.stack([_whole(each) for each in norms]))
+    if max_norm is not None:
+        for kind in kinds.values():
+            nn.utils.clip_grads_with_norm_(kind, max_norm, norm, foreach=False if len(norms) > 1 else None)
+    return float(_whole(norm))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def build_optimization(
     settings: Settings, model: nn.Module, checkpoint: Mapping[str, Any], device: torch.device
 ) -> Optimization:
@@ -95,9 +125,21 @@ def build_optimization(
     state = checkpoint.get(training.OPT_KEY)
     if state:
         _check_state(settings, state, device)
-    if settings.optimizer_in_bwd:
-        return _in_backward(settings.config, model, state, device)
-    return one_optimizer(settings, model, state, device)
+    if not settings.optimizer_in_bwd:
+        return one_optimizer(settings, model, state, device)
+    # one for each parameter, which steps as soon as the gradient is there
+    optimizers = {p: components.build("optimizer", settings.config, [p]) for p in model.parameters()}
+    training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
+    wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
+    optimization = Optimization(settings, model, wrapper, *wrapper.optim_map.values())
+    for name, one_state in (state or {}).items():
+        if name not in wrapper.optim_map:
+            raise ConfigError(
+                f"optimizer_in_bwd is True, but the checkpoint's optimizer state ({name!r}) was not saved that way: "
+                "resume with the optimizer_in_bwd of the run that saved it"
+            )
+        load_state(model, wrapper.optim_map[name], one_state, device)
+    return optimization
 
 
 def one_optimizer(
@@ -105,8 +147,7 @@ def one_optimizer(
 ) -> Optimization:
     """One optimizer for all parameters, with its state where there is one."""
     optimizer = components.build("optimizer", settings.config, list(model.parameters()))
-    max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
-    optimization = Optimization(settings.config, optimizer, [optimizer], partial(_update, model, optimizer, max_norm))
+    optimization = Optimization(settings, model, optimizer, optimizer)
     if state:
         load_state(model, optimizer, state, device)
     return optimization
@@ -116,61 +157,17 @@ def _check_state(settings: Settings, state: Mapping[str, Any], device: torch.dev
     """Refuses another optimizer's state, which torch would load without a word and never use."""
     one_state = next(iter(state.values())) if settings.optimizer_in_bwd else state
     if not isinstance(one_state, Mapping) or "state" not in one_state:
-        return  # not saved that way: told by its name where it is loaded
-    found = {key for values in one_state["state"].values() for key in values}
+        return  # not saved that way, which the error says where it is loaded
+    saved = {key for values in one_state["state"].values() for key in values}
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = components.build("optimizer", settings.config, [parameter])
     optimizer.step()
     needed = {str(key) for key in optimizer.state[parameter]}
-    if found != needed:
+    if saved != needed:
         name = settings.config.optimizer.get(COMPONENT)
+        kept, there = (", ".join(sorted(keys)) or "nothing" for keys in (needed, saved))
         raise ConfigError(
-            f"optimizer is {name}, which keeps {_names(needed)}, but the checkpoint's "
-            f"state has {_names(found)}: resume with the optimizer of the run that saved it"
+            f"optimizer is {name}, which keeps {kept}, but the checkpoint's state has {there}: resume with the "
+            "optimizer of the run that saved it"
         )
-
-
-def _names(keys: set[str]) -> str:
-    return ", ".join(sorted(keys)) or "nothing"
-
-
-def _update(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    max_norm: float | None,
-    summed_over: SummedOver,
-) -> float:
-    """One update, from gradients that are summed over target tokens, or pairs, and averaged over ranks; their norm."""
-    # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
-    # A step without any has no gradients but zeros.
-    ranks = dist.get_world_size()
-    parts = summed_over if isinstance(summed_over, Mapping) else {"": summed_over}
-    for name, count in parts.items():
-        # a tensor is on the device, where nothing waits for it
-        scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
-        training.scale_grads(model.get_submodule(name), scale)
-    norm = clip(model.parameters(), max_norm)
-    if math.isfinite(norm):  # else the weights stay as they are, on all ranks
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
-
-
-def _in_backward(
-    cfg: DictConfig, model: nn.Module, states: Mapping[str, Mapping[str, Any]] | None, device: torch.device
-) -> Optimization:
-    """One optimizer for each parameter, which steps as soon as the gradient is there (`optimizer_in_bwd`)."""
-    optimizers = {p: components.build("optimizer", cfg, [p]) for p in model.parameters()}
-    training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
-    wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
-    # at the end of the step the weights are updated already: only the schedule moves on
-    optimization = Optimization(cfg, wrapper, list(wrapper.optim_map.values()), lambda summed_over: None)
-    for name, state in (states or {}).items():
-        if name not in wrapper.optim_map:
-            raise ConfigError(
-                f"optimizer_in_bwd is True, but the checkpoint's optimizer state ({name!r}) was not saved that way: "
-                "resume with the optimizer_in_bwd of the run that saved it"
-            )
-        load_state(model, wrapper.optim_map[name], state, device)
-    return optimization

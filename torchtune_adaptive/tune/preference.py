@@ -32,11 +32,11 @@ from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.text import count_of, shown
-from torchtune_adaptive.tune.culprits import check_length
+from torchtune_adaptive.tune.bad_samples import check_lengths
 from torchtune_adaptive.tune.data import Batching, Data
 from torchtune_adaptive.tune.finetuning import batching_of, build_recovery, forgetting_after_errors
-from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.unpadded import batch_to_device, longest_of, taking_long_rows
+from torchtune_adaptive.tune.samples import FILLER, Sample
+from torchtune_adaptive.tune.unpadded import batch_to_device, taking_long_rows
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +69,10 @@ class Scores(NamedTuple):
 
 def score(model: nn.Module, pairs: Sequence[Sample], batching: Batching, device: torch.device) -> Scores:
     """Scores pairs, in the same way whichever of them share a microbatch."""
+    check_lengths(model, batching.kind, pairs)
     rows, ignored = batching.kind.rows_of(pairs), batching.kind.ignored_label
     lengths = [len(row["tokens"]) for row in rows]
     batch = batching.collate(rows)
-    check_length(model, longest_of(batch))
     # the token at a position is the label of the position before it
     labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
     target_tokens = int(labels.ne(ignored).sum())
@@ -137,8 +137,8 @@ def passes_of(
     def train(pairs: Sequence[Sample]) -> Totals:
         """Adds the gradients of pairs, summed over them, to the policy's."""
         asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
-        own = [pair for pair in pairs if kind.counts(pair)]
-        counted = torch.tensor([kind.counts(pair) for pair in pairs], device=device).float()
+        own = [pair for pair in pairs if FILLER not in pair]
+        counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
         flaws = sum(0 in kind.learned_tokens(pair) for pair in own), sum(map(kind.repeats_itself, own))
         with forgetting_after_errors(activations):
             with activations:

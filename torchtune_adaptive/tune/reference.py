@@ -31,8 +31,8 @@ from torchtune_adaptive.engine.ranks import from_rank_0, sum_over_ranks
 from torchtune_adaptive.errors import RunStopped, SampleError
 from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.course import reference_limit
-from torchtune_adaptive.tune.culprits import NamedSamples, check_sample
 from torchtune_adaptive.tune.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.samples import PAIR, Sample
 from torchtune_adaptive.tune.trainer import Trainer
@@ -57,7 +57,6 @@ class ReferenceTable:
     def complete(self, index: int, pair: Sample) -> Sample:
         """The pair with its reference log-probabilities."""
         if not self.knows(index, pair):
-            check_sample(index, pair, PAIR)
             raise SampleError(
                 f"sample {index} of the dataset has changed since {self.path} was written: remove that file, or, if "
                 "the dataset returns a different sample on each read, set adaptive.precompute_reference: False"
@@ -66,10 +65,7 @@ class ReferenceTable:
 
     def knows(self, index: int, pair: Sample) -> bool:
         """Whether the pair is the one that the reference has seen."""
-        try:
-            return mark_of(pair) == int(self.marks[index])
-        except (LookupError, TypeError, ValueError, OverflowError):  # no pair at all, which no reference has seen
-            return False
+        return mark_of(pair) == int(self.marks[index])
 
 
 def is_known(settings: Settings, dataset: NamedSamples) -> bool:
@@ -115,7 +111,7 @@ def precompute_reference(trainer: Trainer) -> None:
     trainer.run.open_record()
     pairs, began_s = count_of(len(dataset), "pair"), time.monotonic()
     say(f"{REFERENCE} · computing them for {pairs}, once before training")
-    with trainer.limited_memory() as memory, trainer.data.naming_bad_samples(trainer.model, last=CHUNK):
+    with trainer.limited_memory() as memory:
         table = _computed(trainer, memory, path)
     if dist.get_rank() == 0:
         content = packed(table, made_of(settings.config, len(dataset)))
@@ -131,12 +127,8 @@ def precompute_reference(trainer: Trainer) -> None:
 
 def _computed(trainer: Trainer, memory: MemorySource | None, path: Path) -> ReferenceTable:
     """Collective: each rank runs its share of the pairs. All run equally many, so a rank's last one may come twice."""
-    runner, dataset, rank, ranks = (
-        trainer.stages[REFERENCE],
-        trainer.data.dataset,
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    runner, dataset = trainer.stages[REFERENCE], trainer.data.dataset
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     runner.use_limit(reference_limit(trainer, memory, CHUNK) or RowLimit(trainer.run.settings.batch_size))
     runner.watch(memory)
     total, share = len(dataset), -(-len(dataset) // ranks)

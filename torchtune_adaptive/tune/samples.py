@@ -1,4 +1,4 @@
-"""Kinds of sample: what a dataset gives, and what is never split. Everything that looks into a sample asks its kind.
+"""Kinds of sample: a dataset returns them, and nothing splits them. Everything that looks into a sample asks its kind.
 
 In finetuning a sample is one sequence of tokens with a label for each. In preference training it is a pair: two
 sequences, the chosen and the rejected answer, each with its prompt.
@@ -6,18 +6,25 @@ sequences, the chosen and the rejected answer, each with its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from torchtune_adaptive.engine.step import SampleKind
-from torchtune_adaptive.tune.cost import cost_of
 
 Sample = dict[str, Any]
+Cost: TypeAlias = Callable[[int], float]
+"""The cost of a sequence of so many tokens."""
+
+INDEX = "index in the dataset"
+"""The key under which a sample carries its index; no collate function sees it."""
+FILLER = "filler"
+"""A key of samples that stand where a rank has none: a loss may not be zero where there is no label."""
 
 
 class Fields(NamedTuple):
@@ -44,8 +51,6 @@ class Kind:
     """The label that the loss ignores."""
     padded: bool = True
     """Whether the rows of a microbatch are padded to the longest, or its sequences follow each other in one row."""
-    uncounted: str | None = None
-    """The key of fillers of a kind whose loss is not zero where there is no label."""
 
     @property
     def rows(self) -> int:
@@ -63,7 +68,7 @@ class Kind:
         return self.rows if self.padded else 1
 
     def for_steps(self, model: nn.Module) -> SampleKind[Sample]:
-        """What a step of this model asks of it."""
+        """As a step of this model takes it."""
         return SampleKind(
             length_of=self.length_of,
             row_lengths_of=self.lengths_of if self.rows > 1 else None,
@@ -78,7 +83,7 @@ class Kind:
         return tuple(len(sample[fields.tokens]) for fields in self.sequences)
 
     def length_of(self, sample: Sample) -> int:
-        """What a limit by length goes by."""
+        """The length for limits by length."""
         lengths = self.lengths_of(sample)
         return max(lengths) if self.padded else sum(lengths)
 
@@ -87,12 +92,12 @@ class Kind:
         return longest if self.padded else longest * self.rows
 
     def longest_at(self, length: int) -> int:
-        """The sequences of which a sample may have all that long, so that its length is no more than this."""
+        """The longest sequences of which a sample may have all, so that its length is no more than this."""
         return length if self.padded else length // self.rows
 
     @property
     def length_suffix(self) -> str:
-        """What to add to a length, where it is that of several sequences."""
+        """Ends a length that is that of several sequences."""
         return "" if self.padded or self.rows == 1 else " in both answers together"
 
     def uniform(self, token: int, length: int) -> Sample:
@@ -117,17 +122,14 @@ class Kind:
 
     def filler(self, sample: Sample) -> Sample:
         """A stand-in without any label: it goes through the model and counts nothing."""
-        short = self.stand_in(sample)
-        masked = {fields.labels: self._masked(short[fields.labels]) for fields in self.sequences}
-        mark = {} if self.uncounted is None else {self.uncounted: True}
-        return {**short, **masked, **mark}
-
-    def counts(self, sample: Sample) -> bool:
-        """Whether a sample is one of the step's own, and not a filler."""
-        return self.uncounted is None or self.uncounted not in sample
+        short = {**self.stand_in(sample), FILLER: True}
+        for key in (fields.labels for fields in self.sequences):
+            labels, ignored = short[key], self.ignored_label
+            short[key] = torch.full_like(labels, ignored) if isinstance(labels, Tensor) else [ignored] * len(labels)
+        return short
 
     def learned_tokens(self, sample: Sample) -> tuple[int, ...]:
-        """Labels of each sequence that the loss counts; the first is nobody's next token."""
+        """Labels of each sequence that the loss counts; no token comes before the first."""
         return tuple(
             sum(label != self.ignored_label for label in list(sample[fields.labels])[1:]) for fields in self.sequences
         )
@@ -142,32 +144,22 @@ class Kind:
 
         A sequence without tokens, which no model can run alone, is one token that is not learned.
         """
-        if self.rows == 1:
-            fields = self.sequences[0]
-            return [s if len(s[fields.tokens]) else self._nothing(fields) for s in samples]
-        return [
-            {"tokens": sample[fields.tokens], "labels": sample[fields.labels]}
-            if len(sample[fields.tokens])
-            else self._nothing(TEXT.sequences[0])
-            for fields in self.sequences
-            for sample in samples
-        ]
+        rows: list[Sample] = []
+        for tokens, labels, _ in self.sequences:
+            for sample in samples:
+                if not len(sample[tokens]):
+                    rows.append({"tokens": [0], "labels": [self.ignored_label]})
+                elif self.rows == 1:  # with masks and images
+                    rows.append({key: value for key, value in sample.items() if key not in (INDEX, FILLER)})
+                else:
+                    rows.append({"tokens": sample[tokens], "labels": sample[labels]})
+        return rows
 
     def _beginnings(self, sample: Sample, shares: Sequence[int]) -> Sample:
-        share_of = {key: share for fields, share in zip(self.sequences, shares, strict=True) for key in _keys(fields)}
-        return {key: value[: share_of[key]] if key in share_of else value for key, value in sample.items()}
-
-    def _masked(self, labels: Tensor | list[int]) -> Tensor | list[int]:
-        if isinstance(labels, Tensor):
-            return torch.full_like(labels, self.ignored_label)
-        return [self.ignored_label] * len(labels)
-
-    def _nothing(self, fields: Fields) -> Sample:
-        return {fields.tokens: [0], fields.labels: [self.ignored_label]}
-
-
-def _keys(fields: Fields) -> tuple[str, ...]:
-    return (fields.tokens, fields.labels, *fields.others)
+        short = dict(sample)
+        for (tokens, labels, others), share in zip(self.sequences, shares, strict=True):
+            short |= {key: sample[key][:share] for key in (tokens, labels, *others) if key in sample}
+        return short
 
 
 def _shares(lengths: Sequence[int], total: int) -> list[int]:
@@ -183,8 +175,20 @@ def _shares(lengths: Sequence[int], total: int) -> list[int]:
 TEXT = Kind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))
 """One sequence; the samples of torchtune's finetuning datasets."""
 
-PAIR = Kind(
-    sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("rejected_input_ids", "rejected_labels")),
-    uncounted="filler",
-)
+PAIR = Kind(sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("rejected_input_ids", "rejected_labels")))
 """A better and a worse answer; the samples of torchtune's preference datasets."""
+
+
+def cost_of(model: nn.Module) -> Cost:
+    """The cost of a sequence in tokens: the products of the layers, and the attention's.
+
+    The latter is left out where it is not known: where a model takes more than text, or has an attention of its own.
+    """
+    layer = next(iter(model.layers), None) if isinstance(model, TransformerDecoder) else None
+    attention = getattr(layer, "attn", None)
+    if layer is None or not isinstance(attention, MultiHeadAttention):
+        return float
+    # a token meets each parameter once; and, on average, half of the tokens of its sample in two products
+    width = attention.num_heads * attention.head_dim
+    per_pair = width / sum(parameter.numel() for parameter in layer.parameters())
+    return lambda length: length * (1 + per_pair * length)

@@ -14,10 +14,9 @@ from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.errors import ConfigError, Remedy, SampleTooLargeError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.longest_sample import longest_sample
-from torchtune_adaptive.tune.samples import Kind, Sample
+from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
 
 LONGEST_SAMPLE = 2**20
 """The longest sample that is compared with the limit, where nothing says less."""
@@ -28,26 +27,25 @@ Item = TypeVar("Item")
 class Admission:
     """Admits the samples of a run to its microbatches, and counts those that had to be changed for that."""
 
-    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str, remedy: str) -> None:
+    def __init__(self, kind: Kind, longest: int, oversize: str, remedy: str) -> None:
         """`remedy` ends the error about a sample of more than `longest` tokens."""
         self.done = "truncated" if oversize == "truncate" else "skipped"
-        self._dataset, self._kind, self._longest, self._oversize = dataset, kind, longest, oversize
+        self._kind, self._longest, self._oversize = kind, longest, oversize
         self._remedy = remedy
         self._seen = self._changed = 0
 
     def admit(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples that were read last, each if it fits; else its beginning, or a stand-in without labels: no rank
-        may be a sample short."""
-        indices = reversed(self._dataset.last(len(samples)))
-        return [self._admitted(sample, index) for sample, index in zip(samples, indices, strict=True)]
+        """The samples, each if it fits; else its beginning, or a stand-in without labels: no rank may be a sample
+        short."""
+        return [self._admitted(sample) for sample in samples]
 
-    def _admitted(self, sample: Sample, index: int) -> Sample:
+    def _admitted(self, sample: Sample) -> Sample:
         length = self._kind.length_of(sample)
         self._seen += 1
         if length <= self._longest:
             return sample
         if self._oversize == "error" or "encoder_input" in sample:
-            raise self.too_large(index, length)
+            raise self.too_large(sample[INDEX], length)
         self._changed += 1
         return self._kind.cut(sample, self._longest) if self._oversize == "truncate" else self._kind.filler(sample)
 
@@ -76,9 +74,7 @@ class Admission:
 def admission_of(settings: Settings, data: Data, kind: Kind, longest: int, remedy: str | None = None) -> Admission:
     """Collective: what sees to it that no sample is longer than a microbatch has room for. `remedy` ends the error."""
     oversize = settings.adaptive.oversize
-    admission = Admission(
-        data.dataset, kind, longest, oversize, remedy or remedy_for(settings, kind.longest_at(longest))
-    )
+    admission = Admission(kind, longest, oversize, remedy or remedy_for(settings, kind.longest_at(longest)))
     # The tokenizer says how long samples are to be; a dataset may know nothing of it, and each sample is looked at.
     if data.max_seq_len is not None and kind.length_at(data.max_seq_len) <= longest:
         return admission

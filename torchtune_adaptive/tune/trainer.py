@@ -23,12 +23,12 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.loader import StepLoader, looking_ahead
+from torchtune_adaptive.tune.bad_samples import vocabulary_of
+from torchtune_adaptive.tune.data import Data, StepLoader, looking_ahead
+from torchtune_adaptive.tune.dealing import Dealer, FullestRank
 from torchtune_adaptive.tune.metrics import LossWatch, Metrics, RunJournal, StepProfiler
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, limited_memory, prepare, resident_tensors, start_clean
-from torchtune_adaptive.tune.sample_exchange import Dealer, FullestRank
 from torchtune_adaptive.tune.samples import Kind, Sample
 from torchtune_adaptive.tune.schedule import total_steps
 from torchtune_adaptive.tune.token_budget import Admission
@@ -148,6 +148,7 @@ class Trainer:
         `weights`."""
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn = loss_fn
+        data.dataset.vocabulary = vocabulary_of(stages.training.model)
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
@@ -166,13 +167,11 @@ class Trainer:
 
     @contextmanager
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
-        """Collective: yields the steps that are left of the run, for as long as it is open: memory is limited and
-        measured, and the sample that a step fails on is named. A progress bar calls the steps that."""
+        """Collective: yields the steps that are left of the run; while it is open, memory is limited and measured. A
+        progress bar calls the steps `called`."""
         start_clean(self.run.place.device)
         self._profiler.start()
-        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
-        suspects = 5 * max(sizes.samples_per_step for sizes in self.course.epochs)
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.stages.training.model, last=suspects):
+        with self.limited_memory() as memory:
             self.stages.watch(memory)
             self.run.metrics.watch(memory)
             yield self._steps(called)

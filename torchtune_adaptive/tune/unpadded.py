@@ -71,12 +71,6 @@ def joined(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
     }
 
 
-def longest_of(batch: Batch) -> int:
-    """Tokens of the longest sample of a batch, padding included."""
-    mask = batch.get("mask")
-    return mask.longest if isinstance(mask, Documents) else int(batch["tokens"].size(1))
-
-
 def batch_to_device(batch: Batch, device: torch.device) -> None:
     """torchtune's function, which knows only its own masks."""
     documents = batch.pop("mask") if isinstance(batch.get("mask"), Documents) else None

@@ -95,9 +95,8 @@ def models_of(config: ModelConfig) -> Models:
     return Models(policy, policy if config.lora else frozen(build(replace(config, layers=config.layers + 1))))
 
 
-DATA: Any = SimpleNamespace(
-    kind=PAIR, collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=-100), packed=False
-)
+COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=-100)
+DATA: Any = SimpleNamespace(kind=PAIR, collate=COLLATE, packed=False)
 JOINED = AdaptiveConfig(token_budget=1000, padding=False)
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from tests.distributed.counting import CountCollectives
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.tune.culprits import NamedSamples
-from torchtune_adaptive.tune.sample_exchange import Dealer
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.dealing import Dealer
+from torchtune_adaptive.tune.samples import INDEX, TEXT
 
 EACH = 6
 STEPS = 4
@@ -48,9 +49,9 @@ def steps_here(dataset: NamedSamples) -> Iterator[list[Any]]:
 def dealt() -> list[list[tuple[int, int, int]]]:
     """Of each step that this rank runs: number, tokens and first label of every sample."""
     dataset = NamedSamples(Numbered())
-    dealer = Dealer(dataset, cost=float)
+    dealer = Dealer(TEXT, cost=float)
     steps = list(dealer.deal(steps_here(dataset)))
-    assert set(dataset.last(EACH)) == {sample["number"] for sample in steps[-1]}, "the dataset knows whom it is about"
+    assert all(sample[INDEX] == sample["number"] for step in steps for sample in step)
     return [[(s["number"], len(s["tokens"]), int(s["labels"][0])) for s in step] for step in steps]
 
 
@@ -93,7 +94,7 @@ def test_a_deal_is_the_same_whenever_it_is_made() -> None:
 
 def collectives_of_an_epoch() -> dict[str, int]:
     dataset = NamedSamples(Numbered())
-    dealer = Dealer(dataset, cost=float)
+    dealer = Dealer(TEXT, cost=float)
     with CountCollectives() as counted:
         list(dealer.deal(steps_here(dataset)))
     return dict(counted.seen)
@@ -114,7 +115,7 @@ def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int
             read += 1
             yield step
 
-    dealer = Dealer(dataset, float, lambda: dist.get_rank() == 1 and read >= before_step)
+    dealer = Dealer(TEXT, float, lambda: dist.get_rank() == 1 and read >= before_step)
     return [len(step) for step in dealer.deal(reading())], read
 
 
@@ -128,7 +129,7 @@ def test_a_rank_that_is_asked_to_stop_keeps_all_from_reading_on(before_step: int
 
 def deal_with(numbered: Numbered) -> None:
     dataset = NamedSamples(numbered)
-    list(Dealer(dataset, cost=float).deal(steps_here(dataset)))
+    list(Dealer(TEXT, cost=float).deal(steps_here(dataset)))
 
 
 BAD = 2 * EACH + 5  # which rank 1 reads, in the second step
@@ -138,7 +139,10 @@ BAD = 2 * EACH + 5  # which rank 1 reads, in the second step
     ("numbered", "message"),
     [
         (Numbered(broken=BAD), rf"sample {BAD} of the dataset cannot be read on rank 1 .*bad sector"),
-        (Numbered(stuck=BAD), rf"sample {BAD} of the dataset cannot be sent .*[Pp]ickle.*adaptive\.deal: False"),
+        (
+            Numbered(stuck=BAD),
+            rf"sample {BAD} of the dataset .* cannot be sent .*[Pp]ickle.*adaptive\.deal: False",
+        ),
     ],
 )
 def test_a_sample_that_one_rank_cannot_read_or_send_is_named_and_ends_all(numbered: Numbered, message: str) -> None:

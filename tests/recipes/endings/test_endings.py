@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchtune.data import padded_collate_sft
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.commands import tune_run_here
@@ -248,14 +249,35 @@ def test_what_only_rank_1_meets_ends_both_with_its_message(
     assert "Traceback" not in before_the_launcher, ended.output
 
 
-def test_the_update_out_of_memory_on_one_rank_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [as_dtensor_does("out of memory"), MemoryError()], ids=["device", "host"])
+def test_the_update_out_of_memory_on_one_rank_is_said_too(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def out_of_memory(optimizer: Any, *_: Any) -> None:
-        raise as_dtensor_does("out of memory")
+        raise error
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
     with pytest.raises(UnrecoverableError, match="out of memory in the optimizer step on rank 0"):
         start_here("full", "--config", "adaptive/demo/full", *CHEAP, train=True)
+
+
+def test_a_host_out_of_memory_in_a_microbatch_costs_a_repeated_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [MemoryError(), RuntimeError("std::bad_alloc")]
+
+    def collate(samples: Any, **keys: int) -> Any:
+        if errors and len(samples) > 1:
+            raise errors.pop()
+        return padded_collate_sft(samples, **keys)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torchtune.data.padded_collate_sft", collate)
+    with listening() as lines:
+        start_here("full", "--config", "adaptive/demo/full", *CHEAP, "batch_size=4", train=True)
+    assert not errors
+    assert len([line for line in lines if "out of memory on rank 0" in line and "step repeated" in line]) == 2
 
 
 @pytest.mark.parametrize(
@@ -269,7 +291,7 @@ def test_the_update_out_of_memory_on_one_rank_is_said_too(tmp_path: Path, monkey
             "label",
             r"\(on rank 0\) has label -7, but the model's vocabulary has \d+ tokens, .* loss ignores -100: use",
         ),
-        ("short", r"has \d+ tokens and \d+ labels \(on rank 0\): every token needs a label"),
+        ("short", r"\(on rank 0\) has \d+ tokens and \d+ labels: every token needs a label"),
         ("text", r"\(on rank 0\) has tokens that are not a list of integers \('aa"),
         ("none", r"\(on rank 0\) has tokens that are not a list of integers \(null\): check that"),
         ("nested", r"\(on rank 0\) has tokens that are not a list of integers \(\[\["),

@@ -76,13 +76,6 @@ def train(kind: str, folder: Path, *overrides: str) -> None:
     run_ours(kind, demo_config(kind, folder, *BASE, *overrides))
 
 
-def test_three_ranks_train_as_one_does(tmp_path: Path) -> None:
-    for ranks, batch in ((1, 12), (3, 4)):
-        at, samples = tmp_path / str(ranks), "dataset.samples=72"
-        run_on_ranks(ranks, train, "full_dpo", at, samples, f"batch_size={batch}", timeout_s=60, in_group=False)
-    check_same_figures(tmp_path / "3", tmp_path / "1")
-
-
 def test_quantized_weights_are_reference_and_policy(tmp_path: Path) -> None:
     """The figures of one split are those of another, but for what bf16 rounds."""
     for case, overrides in {"plain": (), "tokens": ("adaptive.token_budget=300",)}.items():
@@ -116,14 +109,3 @@ def test_a_run_that_is_asked_to_stop_in_a_stage_goes_on_to_the_same_weights(
     resumed = saved_weights(tmp_path / "stopped", epoch=1)
     for name, weight in saved_weights(tmp_path / "whole", epoch=1).items():
         assert torch.equal(weight, resumed[name]), name
-
-
-def test_another_number_of_ranks_goes_on_with_the_pairs_that_are_left(tmp_path: Path) -> None:
-    """Of 48 pairs, two ranks take 16 a step: after two steps 16 are left, of which one rank takes 8 a step."""
-    overrides = (*RESUMED, "epochs=2")
-    live_on_ranks(2, "full_dpo", tmp_path / "run", *overrides, blow=Blow(2))
-    (ended,) = live_on_ranks(1, "full_dpo", tmp_path / "run", *overrides)
-    assert ended.status == 0, ended.lines
-    steps = read_log(tmp_path / "run" / "log.jsonl")
-    assert [step["step"] for step in steps] == list(range(1, 5 + 6))
-    assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]

@@ -13,6 +13,7 @@ from torchtune_adaptive.errors import UnrecoverableError
 
 # What backends raise where they have no type for it, word for word, and what only sounds like it.
 OOM_TEXTS = [
+    "std::bad_alloc",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
     "CUDA driver error: out of memory",
     "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 6.00 GiB total capacity; 5.18 GiB already allocated)",
@@ -53,8 +54,9 @@ OTHER_TEXTS = [
 ]
 
 
-def test_the_type_is_enough():
-    assert is_oom(torch.OutOfMemoryError("any text"))
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_the_type_is_enough(error: type[Exception]):
+    assert is_oom(error("any text"))
 
 
 @pytest.mark.parametrize("text", OOM_TEXTS)

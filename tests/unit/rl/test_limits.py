@@ -13,7 +13,7 @@ from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.rl.limits import LimitFinder, check_room
 from torchtune_adaptive.rl.passes import check_whole_length
 from torchtune_adaptive.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.samples import TEXT
 
 UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len": 20}, {"max_seq_len": 99}))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.config.keys import Settings
@@ -19,11 +18,10 @@ from torchtune_adaptive.rl.rollouts import (
     Rollout,
     answer_tokens,
     build_prompts,
-    rollouts_of,
     sequences_of,
     worst_rollout,
 )
-from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
+from torchtune_adaptive.tune.bad_samples import NamedSamples
 
 PROMPT, NEW = 16, 12
 WORST = worst_rollout(torch.arange(PROMPT), NEW)
@@ -62,10 +60,11 @@ def test_the_tokens_of_a_filler_count_nothing() -> None:
 
 
 def test_a_prompt_of_fractions_is_named_and_not_cut_to_whole_numbers() -> None:
-    prompts = NamedSamples([{"tokens": tokens, "labels": tokens} for tokens in ([1, 2], [1.5, 2.5])])
+    prompts = NamedSamples([{"tokens": [1, 2]}, {"tokens": [1.5, 2.5]}], labelled=False)
+    assert prompts[0]["tokens"] == [1, 2]
     told = r"sample 1 of the dataset \(on rank 0\) has tokens that are not a list of integers \(\[1.5, 2.5\]\)"
-    with pytest.raises(SampleError, match=told), naming_bad_samples(nn.Identity(), prompts, last=2):
-        rollouts_of([prompts[0], prompts[1]], 1, NEW)
+    with pytest.raises(SampleError, match=told):
+        prompts[1]
 
 
 MESH: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}

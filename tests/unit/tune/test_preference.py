@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, training_of, trains_on_pairs
 from torchtune_adaptive.tune import preference
-from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import check_samples
 from torchtune_adaptive.tune.preference import POLICY, PreferenceFigures, build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.samples import PAIR
@@ -54,12 +54,6 @@ def test_what_is_not_supported_is_refused(key: str, value: object) -> None:
     read_full_dpo_settings(OmegaConf.create(KEYS))
     with pytest.raises(ConfigError, match=f"{key} is .*, which preference training does not support: allowed is"):
         read_full_dpo_settings(OmegaConf.create({**KEYS, key: value}))
-
-
-@pytest.mark.parametrize("function", ["padded_collate_dpo", "padded_collate_sft"])
-def test_a_collate_fn_is_refused_whichever_it_is(function: str) -> None:
-    with pytest.raises(ConfigError, match=f"collate_fn is torchtune.data.{function}, .*: remove the key"):
-        read_full_dpo_settings(OmegaConf.create({**KEYS, "collate_fn": f"torchtune.data.{function}"}))
 
 
 def test_a_dataset_for_finetuning_is_refused() -> None:
@@ -162,14 +156,7 @@ def test_a_recipe_is_known_by_the_reference_or_the_loss(name: str) -> None:
     assert trains_on_pairs(cfg) == ("lora" not in name)
 
 
-def test_what_a_reference_says_of_a_whole_pair_does_not_hold_for_its_beginning() -> None:
-    adaptive = {"precompute_reference": True, "oversize": "skip"}
-    read_full_dpo_settings(OmegaConf.create({**KEYS, "adaptive": adaptive}))
-    with pytest.raises(ConfigError, match=r"precompute_reference is True and adaptive.oversize is truncate"):
-        read_full_dpo_settings(OmegaConf.create({**KEYS, "adaptive": {**adaptive, "oversize": "truncate"}}))
-
-
-def testsums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:
+def test_sums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:
     lengths, weights = [3, 1, 4], torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64)
     ours, theirs = (torch.linspace(0, 1, 8, dtype=torch.float64)[None].requires_grad_() for _ in range(2))
     sums = sums_of_rows(ours, lengths)

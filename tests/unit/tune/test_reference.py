@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from torchtune_adaptive.errors import SampleError
-from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.preference import KEPT
 from torchtune_adaptive.tune.reference import ReferenceTable, mark_of, packed, unpacked
 from torchtune_adaptive.tune.samples import PAIR
@@ -76,26 +74,6 @@ def test_a_pair_comes_with_what_was_found_for_it() -> None:
     pair = table_of(SAMPLE).complete(0, SAMPLE)
     assert torch.equal(pair.pop(KEPT), torch.ones(2))
     assert pair == SAMPLE
-
-
-NO_PAIRS = {
-    "no labels": ({key: SAMPLE[key] for key in list(SAMPLE)[:3]}, "no rejected_input_ids or no rejected_labels: check"),
-    "no pair": (None, "no chosen_input_ids or no chosen_labels: check"),
-    "words": ({**SAMPLE, "chosen_labels": ["a"] * 3}, "chosen_labels that are not a list of integers"),
-    "large": ({**SAMPLE, "rejected_input_ids": [10**30, 4]}, "rejected_input_ids that are not a list of integers"),
-}
-
-
-@pytest.mark.parametrize("case", NO_PAIRS)
-def test_what_is_no_pair_beside_a_table_is_named_as_without_one(case: str) -> None:
-    sample, flaw = NO_PAIRS[case]
-    dataset = NamedSamples([SAMPLE, sample], PAIR)
-    dataset.complete = table_of(SAMPLE, SAMPLE).complete
-    with pytest.raises(SampleError, match=rf"^sample 1 of the dataset \(on rank 0\) has {flaw}"):
-        dataset[1]
-    with pytest.raises(SampleError, match=r"^sample 1 "), naming_bad_samples(nn.Linear(1, 1), dataset, last=2):
-        raise KeyError("rejected_labels")
-    assert not table_of(SAMPLE, SAMPLE).knows(1, sample)
 
 
 def test_a_pair_that_has_changed_is_named() -> None:

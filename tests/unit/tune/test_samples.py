@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torchtune.data import padded_collate_dpo, padded_collate_sft
 
+from tests.unit.tune.models import build
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import Load, load_of, plan_step
-from torchtune_adaptive.errors import SampleError
-from torchtune_adaptive.tune.culprits import NamedSamples
-from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind
+from torchtune_adaptive.tune.samples import FILLER, INDEX, PAIR, TEXT, Kind, cost_of
 
 JOINED = replace(PAIR, padded=False)
 
@@ -78,10 +78,18 @@ def test_the_worst_sample_has_the_length_asked_for_and_is_all_targets(kind: Kind
 def test_a_filler_pair_has_no_label_and_is_known_as_one() -> None:
     sample = pair(5, 6)
     filler = PAIR.filler(sample)
-    assert (PAIR.counts(sample), PAIR.counts(filler)) == (True, False)
+    assert filler[FILLER]
     assert filler["chosen_labels"] == filler["rejected_labels"] == [-100, -100]
     assert sample == pair(5, 6)
-    assert TEXT.filler({"tokens": [1, 2, 3], "labels": [1, 2, 3]}) == {"tokens": [1, 2], "labels": [-100, -100]}
+    sample = {INDEX: 7, "tokens": [1, 2, 3], "labels": [1, 2, 3]}
+    assert TEXT.filler(sample) == {INDEX: 7, FILLER: True, "tokens": [1, 2], "labels": [-100, -100]}
+
+
+def test_no_collate_function_sees_what_a_sample_carries_besides() -> None:
+    sample = {INDEX: 7, "tokens": [1, 2, 3], "labels": [1, 2, 3], "encoder_input": "an image"}
+    (row,) = TEXT.rows_of([TEXT.filler(sample)])
+    assert row.keys() == {"tokens", "labels", "encoder_input"}
+    assert all(row.keys() == {"tokens", "labels"} for row in PAIR.rows_of([{**pair(2, 3), INDEX: 7, FILLER: True}]))
 
 
 def test_an_answer_without_tokens_becomes_one_that_is_not_learned() -> None:
@@ -114,7 +122,14 @@ def test_each_row_of_a_pair_costs_what_it_costs_alone() -> None:
     assert load_of(((0, 1),), [10, 8], rows=rows, cost=squares, padded=False).cost == 49 + 9 + 4 + 36
 
 
-def test_an_answer_with_too_few_labels_is_named() -> None:
-    samples = NamedSamples([{**pair(4, 5), "rejected_labels": [1]}], PAIR)
-    with pytest.raises(SampleError, match=r"sample 0 .* has 5 rejected_input_ids and 1 rejected_labels"):
-        samples[0]
+def test_attention_makes_long_samples_cost_more_than_their_tokens() -> None:
+    model = build()
+    cost, parameters = cost_of(model), sum(each.numel() for each in model.layers[0].parameters())
+    assert cost(1) == pytest.approx(1, rel=0.01)
+    assert cost(100) == pytest.approx(100 * (1 + 100 * 32 / parameters))
+
+
+def test_where_nobody_knows_what_attention_costs_a_sample_costs_its_tokens() -> None:
+    strange = build()
+    strange.layers[0].attn = nn.Linear(1, 1)
+    assert cost_of(strange)(100) == cost_of(nn.Linear(1, 1))(100) == 100

@@ -1,5 +1,6 @@
 """What a token budget refuses, and what it makes of samples that are too long."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +10,14 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.config.keys import Settings, read_adaptive
 from torchtune_adaptive.errors import SampleTooLargeError
-from torchtune_adaptive.tune.culprits import NamedSamples
-from torchtune_adaptive.tune.samples import PAIR, TEXT
+from torchtune_adaptive.tune.samples import FILLER, INDEX, PAIR, TEXT
 from torchtune_adaptive.tune.token_budget import Admission, remedy_for
 
 SETTINGS = Settings(
     device="cpu", dtype="fp32", output_dir="out", batch_size=2, gradient_accumulation_steps=1, epochs=1, shuffle=True
 )
 JOINED = dataclasses.replace(PAIR, padded=False)
-SAMPLE: dict[str, Any] = {"tokens": list(range(9)), "labels": [-100, -100, *range(2, 9)]}
+SAMPLE: dict[str, Any] = {INDEX: 7, "tokens": list(range(9)), "labels": [-100, -100, *range(2, 9)]}
 
 
 def adaptive(**values: Any) -> Any:
@@ -29,16 +29,9 @@ def having(settings: Settings = SETTINGS, **values: Any) -> Settings:
     return dataclasses.replace(settings, adaptive=adaptive(**values))
 
 
-def read(indices: Sequence[int]) -> NamedSamples:
-    """A dataset of which these samples were read last."""
-    dataset = NamedSamples([{}] * 100)
-    dataset.remember([0, *indices])
-    return dataset
-
-
 def admitted(longest: int, oversize: str) -> dict[str, Any]:
     remedy = remedy_for(having(token_budget=64), longest)
-    [sample] = Admission(read([7]), TEXT, longest, oversize, remedy).admit([SAMPLE])
+    [sample] = Admission(TEXT, longest, oversize, remedy).admit([SAMPLE])
     return sample
 
 
@@ -57,14 +50,14 @@ def test_a_sample_that_is_too_long_is_an_error_by_default() -> None:
 
 
 def test_a_pair_without_padding_is_told_in_the_tokens_of_both_answers() -> None:
-    pair = JOINED.uniform(1, 984)
+    pair = {**JOINED.uniform(1, 984), INDEX: 7}
     remedy = remedy_for(having(token_budget=887), JOINED.longest_at(887))
     with pytest.raises(
         SampleTooLargeError,
         match=r"sample 7 of the dataset has 984 tokens in both answers together, but .* room for 887; "
         r"raise adaptive.token_budget, lower tokenizer.max_seq_len to 443, or",
     ):
-        Admission(read([7]), JOINED, 887, "error", remedy).admit([pair])
+        Admission(JOINED, 887, "error", remedy).admit([pair])
     assert JOINED.length_at(443) <= 887 < JOINED.length_at(444)
 
 
@@ -86,18 +79,18 @@ def test_a_dataset_that_does_not_heed_the_tokenizer_is_not_answered_by_a_larger_
 
 
 def test_truncate_keeps_the_beginning() -> None:
-    assert admitted(4, "truncate") == {"tokens": [0, 1, 2, 3], "labels": [-100, -100, 2, 3]}
+    assert admitted(4, "truncate") == {INDEX: 7, "tokens": [0, 1, 2, 3], "labels": [-100, -100, 2, 3]}
 
 
 def test_skip_leaves_a_sample_that_counts_nothing_in_its_place() -> None:
-    assert admitted(4, "skip") == {"tokens": [0, 1], "labels": [-100, -100]}
+    assert admitted(4, "skip") == {INDEX: 7, FILLER: True, "tokens": [0, 1], "labels": [-100, -100]}
 
 
 def test_a_sample_with_images_is_never_cut() -> None:
     image = {**SAMPLE, "encoder_input": {}}
-    short = {"tokens": [0], "labels": [0]}
-    admission = Admission(read([1, 2, 3]), TEXT, 4, "truncate", "")
-    with pytest.raises(SampleTooLargeError, match="sample 2 of the dataset has 9 tokens"):
+    short = {INDEX: 6, "tokens": [0], "labels": [0]}
+    admission = Admission(TEXT, 4, "truncate", "")
+    with pytest.raises(SampleTooLargeError, match="sample 7 of the dataset has 9 tokens"):
         admission.admit([short, image, short])
 
 
@@ -113,7 +106,7 @@ def test_how_many_were_changed_is_told_when_the_epoch_is_over(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("torchtune_adaptive.tune.token_budget.say", said.append)
-    admission = Admission(read([1, 2, 3]), TEXT, 8, oversize, "")
+    admission = Admission(TEXT, 8, oversize, "")
     for _ in range(2):
         assert samples_of_an_epoch(admission, [9, 8, 3]) == 2 * [length, 8, 3]
     assert said == [f"token budget · epoch 0: 2 of 6 samples (33.3 %) were longer than 8 tokens and {done}"] * 2
@@ -122,7 +115,7 @@ def test_how_many_were_changed_is_told_when_the_epoch_is_over(
 
 
 def test_a_filler_has_no_label_and_leaves_its_sample_as_it_was() -> None:
-    before = {key: list(value) for key, value in SAMPLE.items()}
+    before = copy.deepcopy(SAMPLE)
     assert set(dataclasses.replace(TEXT, ignored_label=-1).filler(SAMPLE)["labels"]) == {-1}
     assert before == SAMPLE
     assert TEXT.cut(SAMPLE, 100) == SAMPLE

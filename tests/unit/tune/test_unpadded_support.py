@@ -32,29 +32,24 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BUDGET = AdaptiveConfig(token_budget=4096)
 
 
-def own_attention() -> nn.Module:
-    model = without_seam()
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module._attention_call = windowed
-    take_documents(model)
-    return model
+def attentions(model: nn.Module) -> list[MultiHeadAttention]:
+    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
 def windowed(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError
 
 
-def without_seam() -> nn.Module:
+def own_attention() -> nn.Module:
     model = build()
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module._attention_call = module._attention_call.stock
+    for attention in attentions(model):
+        attention._attention_call = windowed
+    take_documents(model)
     return model
 
 
 class OwnAttention(MultiHeadAttention):
-    """As torchtune's, but for whoever overrides `forward`."""
+    """torchtune's, with a `forward` of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -62,17 +57,15 @@ class OwnAttention(MultiHeadAttention):
 
 def own_class() -> nn.Module:
     model = build()
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module.__class__ = OwnAttention
+    for attention in attentions(model):
+        attention.__class__ = OwnAttention
     return model
 
 
 def own_forward() -> nn.Module:
     model = build()
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module.forward = partial(MultiHeadAttention.forward, module)  # type: ignore[method-assign]
+    for attention in attentions(model):
+        attention.forward = partial(MultiHeadAttention.forward, attention)  # type: ignore[method-assign]
     return model
 
 
@@ -86,18 +79,6 @@ def shifting_tokens(share: float = 0.5) -> nn.Module:
     for layer in model.layers:
         layer.mlp.register_forward_pre_hook(shifted)
     return model
-
-
-class ByPlace(nn.Module):
-    """Positions that are counted by place in the row."""
-
-    def __init__(self, positions: nn.Module) -> None:
-        super().__init__()
-        self.positions = positions
-
-    def forward(self, states: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
-        found: Tensor = self.positions(states)
-        return found
 
 
 class Learned(nn.Embedding):

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,72 +30,62 @@ from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN
 from torchtune_adaptive.rehearsal import REHEARSAL
-from torchtune_adaptive.tune.cost import Cost, cost_of
-from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.bad_samples import NamedSamples, name_of
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.samples import INDEX, Cost, Kind, Sample, cost_of
 
 READ_AHEAD = 2
 """Steps that are on their way between the ranks."""
 
 
 def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | FullestRank | None:
-    """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
-    dealt = settings.adaptive.deal is not False and world_size() > 1 and _is_dealt(model, settings, data, limit)
+    """Collective: the dealer of this run's steps; None where samples stay as the loader gives them."""
+    stay = "token budget · samples stay on the ranks that read them"
+    dealt = settings.adaptive.deal is not False and world_size() > 1
+    if dealt:
+        obstacle = obstacle_to_dealing(model, settings, packed=data.packed)
+        dealt = limit is not None and limit.by_length and obstacle is None
+        if limit is None or not limit.by_length:
+            if settings.adaptive.deal:
+                say(f"{stay}: rows limit microbatches, as in torchtune")
+        elif obstacle is not None:
+            say(f"{stay}: {obstacle}")
     if REHEARSAL.on:
         alike = world_size() == 1 or settings.shuffle  # or nothing tells what others have
         return None if alike else FullestRank(data.dataset, cost_of(model) if dealt else None)
-    return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop) if dealt else None
-
-
-def _is_dealt(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> bool:
-    obstacle = obstacle_to_dealing(model, settings, packed=data.packed)
-    if limit is None or not limit.by_length:
-        if settings.adaptive.deal:
-            say("token budget · samples stay on the ranks that read them: rows limit microbatches, as in torchtune")
-        return False
-    if obstacle is not None:
-        say(f"token budget · samples stay on the ranks that read them: {obstacle}")
-    return obstacle is None
+    return Dealer(data.kind, cost_of(model), THIS_RUN.asked_to_stop) if dealt else None
 
 
 def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
     """Why samples have to stay on the ranks that read them; an error where they are to be dealt all the same."""
-    obstacle = _obstacle(model, settings, packed=packed)
+    obstacle = None
+    if packed:
+        obstacle = "the dataset is packed, so all samples have the same length"
+    elif (ranks := settings.tensor_parallel_dim) > 1:
+        obstacle = f"tensor_parallel_dim is {ranks}, and ranks that share a model share samples"
+    elif not isinstance(model, TransformerDecoder):
+        obstacle = "the model takes more than text, and images are too large to exchange"
     if obstacle is not None and settings.adaptive.deal:
         raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
     return obstacle
 
 
-def _obstacle(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
-    if packed:
-        return "the dataset is packed, so all samples have the same length"
-    if settings.tensor_parallel_dim > 1:
-        return f"tensor_parallel_dim is {settings.tensor_parallel_dim}, and ranks that share a model share samples"
-    if not isinstance(model, TransformerDecoder):
-        return "the model takes more than text, and images are too large to exchange"
-    return None
-
-
-@dataclass(frozen=True)
-class _Weighed:
+class _Weighed(NamedTuple):
     """A step whose sizes travel."""
 
     packets: list[bytes]
     sizes: Tensor
-    """[ranks, samples + 1, 2 or more]: bytes and index of every sample, and the tokens of each of its sequences; last
-    whether the rank is to end the run."""
+    """[ranks, samples + 1, 2 or more]: bytes of every sample, and the tokens of each of its sequences; last whether the
+    rank is to end the run."""
     arrival: dist.Work
 
 
-@dataclass(frozen=True)
-class _Travelling:
+class _Travelling(NamedTuple):
     """A step whose samples travel."""
 
     received: Tensor
     """Bytes of the samples for this rank, in the order of the ranks that have read them."""
     packet_bytes: list[int]
-    indices: list[int]
     arrival: dist.Work
     sent: Tensor
     """Kept until it has arrived."""
@@ -104,9 +94,9 @@ class _Travelling:
 class Dealer:
     """Deals steps to the ranks of a group of its own, where its collectives cannot meet those of training."""
 
-    def __init__(self, dataset: NamedSamples, cost: Cost, asked_to_stop: Callable[[], bool] = bool) -> None:
+    def __init__(self, kind: Kind, cost: Cost, asked_to_stop: Callable[[], bool] = bool) -> None:
         """Collective: creates a gloo group. `asked_to_stop`: whether this rank is to end the run."""
-        self._dataset = dataset
+        self._kind = kind
         self._cost = cost
         self._asked_to_stop = asked_to_stop
         self._stopping = False  # some rank is to, and all know it
@@ -117,28 +107,29 @@ class Dealer:
         """Collective: the steps of all ranks, each with as many samples on every one, dealt anew."""
         weighed: _Weighed | None = None
         sent: _Travelling | None = None
-        # and so many times nothing that the last of them arrives
-        for samples in chain(self._until_asked(steps), [None] * READ_AHEAD):
+        reading, ended = iter(steps), 0
+        while ended < READ_AHEAD:  # so long that the last one arrives
+            # once a rank is to end the run, nothing more is read: what is on its way is trained first
+            samples = None if self._stopping else next(reading, None)
+            ended += samples is None
             ready, sent = sent, None if weighed is None else self._send(weighed)
             weighed = None if samples is None or self._stopping else self._weigh(samples)
             if ready is not None:
                 yield self._receive(ready)
 
-    def _until_asked(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
-        """Once the run is to end, nothing more is read: what is on its way is trained first, and then it ends."""
-        for samples in steps:
-            yield samples
-            if self._stopping:
-                return
-
     def _weigh(self, samples: Sequence[Sample]) -> _Weighed:
         """Collective: begins to tell the other ranks about this rank's share."""
-        indices = [*reversed(self._dataset.last(len(samples)))]
-        packets = [_packet(sample, index) for sample, index in zip(samples, indices, strict=True)]
-        kind = self._dataset.kind
-        sizes = torch.zeros(self._ranks, len(samples) + 1, 2 + kind.rows, dtype=torch.int64)
-        lengths = map(kind.lengths_of, samples)
-        rows = [(len(packet), index, *each) for packet, index, each in zip(packets, indices, lengths, strict=True)]
+        packets = []
+        for sample in samples:
+            try:
+                packets.append(pickle.dumps(sample, pickle.HIGHEST_PROTOCOL))
+            except Exception as error:
+                raise SampleError(
+                    f"{name_of(sample)} cannot be sent to another rank ({in_a_line(error)}): remove the fields that "
+                    "cannot be pickled, or set adaptive.deal: False"
+                ) from error
+        sizes = torch.zeros(self._ranks, len(samples) + 1, 1 + self._kind.rows, dtype=torch.int64)
+        rows = [(len(packet), *self._kind.lengths_of(each)) for packet, each in zip(packets, samples, strict=True)]
         sizes[self._rank, :-1] = torch.tensor(rows, dtype=torch.int64)
         sizes[self._rank, -1, 0] = self._asked_to_stop()
         with explaining_failures("the exchange of sample lengths"):
@@ -149,7 +140,7 @@ class Dealer:
         with explaining_failures("the exchange of sample lengths"):
             step.arrival.wait()
         self._stopping |= bool(step.sizes[:, -1, 0].any())
-        sizes, indices, *lengths = (column.tolist() for column in step.sizes[:, :-1].flatten(0, 1).unbind(1))
+        sizes, *lengths = (column.tolist() for column in step.sizes[:, :-1].flatten(0, 1).unbind(1))
         rank_of = deal([sum(map(self._cost, each)) for each in zip(*lengths, strict=True)], self._ranks)
         count, mine = len(step.packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
         own = [*enumerate(rank_of[self._rank * count : (self._rank + 1) * count])]
@@ -162,13 +153,12 @@ class Dealer:
                 received, sent, incoming, [*map(len, outgoing)], group=self._group, async_op=True
             )
             assert arrival is not None, "an asynchronous collective returns its work"
-        return _Travelling(received, [sizes[at] for at in mine], [indices[at] for at in mine], arrival, sent)
+        return _Travelling(received, [sizes[at] for at in mine], arrival, sent)
 
     def _receive(self, step: _Travelling) -> list[Sample]:
         """Collective: the samples that this rank runs, in the order in which the epoch has them."""
         with explaining_failures("the exchange of samples"):
             step.arrival.wait()
-        self._dataset.remember(step.indices)
         content = step.received.numpy().tobytes()
         bounds = pairwise([0, *accumulate(step.packet_bytes)])
         return [pickle.loads(content[start:end]) for start, end in bounds]
@@ -184,20 +174,10 @@ class FullestRank:
     def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
         ranks, lengths_of = range(dist.get_world_size()), self._dataset.kind.lengths_of
         for samples in steps:
-            own = [index - dist.get_rank() for index in reversed(self._dataset.last(len(samples)))]
+            own = [sample[INDEX] - dist.get_rank() for sample in samples]
             everybodys = [self._dataset[index + rank] for rank in ranks for index in own]
             rank_of: Sequence[int] = [rank for rank in ranks for _ in own]
             if self._cost is not None:
                 rank_of = deal([sum(map(self._cost, lengths_of(each))) for each in everybodys], len(ranks))
             shares = [[each for each, of in zip(everybodys, rank_of, strict=True) if of == rank] for rank in ranks]
             yield max(shares, key=lambda share: sorted((max(lengths_of(each)) for each in share), reverse=True))
-
-
-def _packet(sample: Sample, index: int) -> bytes:
-    try:
-        return pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise SampleError(
-            f"sample {index} of the dataset cannot be sent to another rank ({in_a_line(error)}): remove the fields "
-            "that cannot be pickled, or set adaptive.deal: False"
-        ) from error

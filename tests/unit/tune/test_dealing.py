@@ -14,10 +14,10 @@ from tests.unit.tune.test_unpadded_support import BUDGET, SETTINGS
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune import sample_exchange as dealer_module
-from torchtune_adaptive.tune.sample_exchange import dealer_of
+from torchtune_adaptive.tune import dealing
+from torchtune_adaptive.tune.dealing import dealer_of
 
-DATA: Any = SimpleNamespace(dataset="the dataset", packed=False)
+DATA: Any = SimpleNamespace(kind="of samples", dataset=None, packed=False)
 LIMIT = TokenLimit(4096)
 
 
@@ -25,9 +25,9 @@ LIMIT = TokenLimit(4096)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """That do not exist; what rank 0 says."""
     said: list[str] = []
-    monkeypatch.setattr(dealer_module, "world_size", lambda: 2)
-    monkeypatch.setattr(dealer_module, "say", said.append)
-    monkeypatch.setattr(dealer_module, "Dealer", lambda dataset, *_: dataset)
+    monkeypatch.setattr(dealing, "world_size", lambda: 2)
+    monkeypatch.setattr(dealing, "say", said.append)
+    monkeypatch.setattr(dealing, "Dealer", lambda kind, *_: kind)
     return said
 
 
@@ -43,14 +43,14 @@ def dealer(
 
 
 def test_steps_are_dealt_under_a_limit_by_length() -> None:
-    assert dealer(BUDGET) == "the dataset"
+    assert dealer(BUDGET) == "of samples"
     assert dealer(BUDGET, RowLimit(8)) is None
     assert dealer(AdaptiveConfig(), None) is None
     assert dealer(replace(BUDGET, deal=False)) is None
 
 
 def test_one_rank_has_nobody_to_deal_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealer_module, "world_size", lambda: 1)
+    monkeypatch.setattr(dealing, "world_size", lambda: 1)
     assert dealer(replace(BUDGET, deal=True)) is None
 
 

@@ -1,0 +1,111 @@
+"""Samples that no model can take are named, by the index that they carry."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.unit.tune.models import build
+from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLongError, UnrecoverableError
+from torchtune_adaptive.tune.bad_samples import NamedSamples, check_lengths, vocabulary_of
+from torchtune_adaptive.tune.samples import INDEX, PAIR, TEXT
+
+WRONG: list[tuple[Any, str]] = [
+    ({"text": "x"}, "no tokens or no labels"),
+    ({"tokens": [1]}, "no tokens or no labels"),
+    (None, "no tokens or no labels"),
+    ({"tokens": [1, 4], "labels": [1, 1]}, "token 4, but the model's vocabulary has 4 tokens, 0 to 3"),
+    ({"tokens": torch.tensor([1, -4]), "labels": torch.tensor([1, 1])}, "token -4, but"),
+    ({"tokens": [1, 1], "labels": [1, 4]}, "label 4, but the model's vocabulary has 4 tokens, 0 to 3: the loss"),
+    ({"tokens": [1, 1], "labels": [1, -7]}, "label -7, but"),
+    ({"tokens": [1, 2, 3], "labels": [1, 2]}, "3 tokens and 2 labels: every token needs a label"),
+    ({"tokens": None, "labels": [1]}, r"tokens that are not a list of integers \(null\)"),
+    ({"tokens": ["a", "b"], "labels": [1, 1]}, r"tokens that are not a list of integers \(\['a', 'b'\]\)"),
+    ({"tokens": [1], "labels": [None]}, "labels that are not a list of integers"),
+    ({"tokens": [[1], [2]], "labels": [1, 2]}, "tokens that are not a list of integers"),
+    ({"tokens": [[1], [2, 3]], "labels": [1, 2]}, "tokens that are not a list of integers"),
+    ({"tokens": [10**30], "labels": [1]}, "tokens that are not a list of integers"),
+    ({"tokens": [1.0, 2.0], "labels": [1, 2]}, "tokens that are not a list of integers"),
+    ({"tokens": [1, 2], "labels": torch.tensor([1.0, 2.0])}, "labels that are not a list of integers"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), WRONG, ids=str)
+def test_a_sample_that_no_model_can_take_is_named_when_it_is_read(wrong: Any, says: str) -> None:
+    samples = NamedSamples([{"tokens": [1], "labels": [1]}, wrong])
+    samples.vocabulary = 4
+    assert samples[0] == {"tokens": [1], "labels": [1], INDEX: 0}
+    with pytest.raises(SampleError, match=rf"^sample 1 of the dataset \(on rank 0\) has {says}"):
+        samples[1]
+
+
+def test_of_a_pair_both_answers_are_looked_at() -> None:
+    pair = {key: [1, 2] for fields in PAIR.sequences for key in fields[:2]}
+    samples = NamedSamples([pair, {**pair, "rejected_labels": [1]}], PAIR)
+    assert samples[0] == {**pair, INDEX: 0}
+    with pytest.raises(SampleError, match=r"^sample 1 .* has 2 rejected_input_ids and 1 rejected_labels"):
+        samples[1]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"tokens": [1, 2], "labels": [-100, 2]},
+        {"tokens": [1, 2], "labels": [-7, 2]},
+        {"tokens": [], "labels": []},
+        {"tokens": torch.tensor([1, 2], dtype=torch.int32), "labels": torch.tensor([-100, 2])},
+    ],
+    ids=["ignored", "before all tokens", "empty", "tensors"],
+)
+def test_what_stock_trains_on_is_no_flaw(sample: dict[str, Any]) -> None:
+    samples = NamedSamples([sample])
+    samples.vocabulary = 4
+    assert samples[0][INDEX] == 0
+
+
+def test_the_vocabulary_is_that_of_the_table_of_tokens() -> None:
+    assert vocabulary_of(build()) == 128
+    assert vocabulary_of(nn.Linear(1, 1)) is None
+
+
+class Broken:
+    def __init__(self, error: type[BaseException]) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        raise self._error("the index is gone")
+
+    def __getitem__(self, _: int) -> Any:
+        raise self._error("the index is gone")
+
+
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException]) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^dataset has no usable length \({error.__name__}: the index is gone\): use"
+    ):
+        len(NamedSamples(Broken(error)))
+    with pytest.raises(ConfigError, match=r"^dataset has no usable length .* has no len\(\)\): use"):
+        len(NamedSamples(iter([1])))
+
+
+def test_a_host_without_memory_is_no_matter_of_the_sample() -> None:
+    with pytest.raises(UnrecoverableError, match=r"^out of memory on rank 0 while sample 0 of the dataset was read \("):
+        NamedSamples(Broken(MemoryError))[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_is_too_long_is_named_whatever_has_been_read_since(workers: int) -> None:
+    samples = NamedSamples([{"tokens": [1] * count, "labels": [1] * count} for count in (2, 5, 3, 3)])
+    first, _ = DataLoader(samples, batch_size=2, num_workers=workers, collate_fn=list)
+    model: Any = SimpleNamespace(max_seq_len=4)
+    message = r"^sample 1 of the dataset \(on rank 0\) has 5 tokens, but the model takes at most 4 .* to 4 or less, whi"
+    with pytest.raises(SampleTooLongError, match=message):
+        check_lengths(model, TEXT, first)
+    with pytest.raises(SampleTooLongError, match=r"^a sample has 9 tokens"):
+        check_lengths(model, TEXT, [TEXT.uniform(1, 9)])
