@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.13.0 2.14.1
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-null published lint faults versions soak crash bench bench-gpu docs dist clean
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-null published lint faults versions soak crash bench bench-gpu docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -36,6 +36,10 @@ demo-hf: $(READY)
 	$(BIN)/torchrun --nproc_per_node 2 examples/transformers_trainer.py --memory_limit 5MiB
 	if $(BIN)/python -c 'import trl' 2>/dev/null; then \
 		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 6MiB; fi
+
+# GRPO: a tiny policy learns to sort two digits, in some three minutes
+demo-grpo: $(READY)
+	$(BIN)/tune run --nproc_per_node 2 adaptive_grpo_full_finetune_distributed --config adaptive/demo/grpo
 
 # Llama 3.1 8B as one of eight GPUs of 80 GB that are not there: 1 row fits, 2 do not
 demo-rehearse: $(READY)

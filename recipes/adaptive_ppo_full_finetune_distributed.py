@@ -23,9 +23,10 @@ from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.limits import check_room
 from torchtune_adaptive.rl.models import build_models
 from torchtune_adaptive.rl.ppo import build_ppo_loss, keep_advantages, ppo_stages
+from torchtune_adaptive.rl.rewards import build_rewards
 from torchtune_adaptive.rl.rollouts import build_prompts, gathered, rollouts_of, updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
-from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, RolloutStages
+from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, RolloutStages
 from torchtune_adaptive.tune.optimizer import one_optimizer
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.trainer import Run, Trainer
@@ -48,9 +49,9 @@ class AdaptivePPOFullFinetuneDistributed:
         run.resume(weights, trained, self.optimization, told={"seed": "seed"})
         loss, tokenizer = build_ppo_loss(settings), components.build("tokenizer", settings.config)
         self.data = build_prompts(settings, tokenizer, place.mesh)
-        stages = ppo_stages(
-            self.models, loss, sampling_of(tokenizer, ppo, run.progress.seed), settings, ppo, place.device
-        )
+        sampling = sampling_of(tokenizer, ppo, run.progress.seed)
+        self.rewards = build_rewards(settings.config, ppo.reward_timeout, tokenizer, sampling.stop_tokens)
+        stages = ppo_stages(self.models, loss, sampling, settings, ppo, place.device)
         self.stages, self.updates = RolloutStages(stages, settings, run.journal.event), Updates(loss)
         self.trainer = Trainer(
             run,
@@ -78,10 +79,13 @@ class AdaptivePPOFullFinetuneDistributed:
         ppo, stages = self._ppo, self.stages
         stages.begin_iteration()
         rollouts = rollouts_of(prompts, iteration, ppo.max_generated_tokens)
-        for stage in (GENERATE, *FORWARD):
+        for stage in stages.before_training:
             stages.run(stage, rollouts, iteration)  # each adds its results to the rollouts
+        self.rewards.score(prompts, rollouts)
         everyone = gathered(rollouts)
-        figures = keep_advantages(everyone, ppo)
+        if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
+            self.rewards.show(self.run.journal, everyone, 1, iteration)
+        figures = self.rewards.figures(everyone) | keep_advantages(everyone, ppo)
         for share in updates_of(everyone, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
             value = stages.run(TRAIN_VALUE, share, iteration)
             policy = stages.run(TRAIN_POLICY, share, iteration)

@@ -37,14 +37,16 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings, read_adaptive, value_at
-from torchtune_adaptive.config.registry import PLAN, PPO, Recipe
+from torchtune_adaptive.config.registry import GRPO, PLAN, PPO, Recipe
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
 from torchtune_adaptive.forecast.question import read_question
 from torchtune_adaptive.life.output_lock import holder, in_use, unwritable
+from torchtune_adaptive.rl.grpo import REFERENCE_FILES as GRPO_REFERENCE
 from torchtune_adaptive.rl.limits import check_room
 from torchtune_adaptive.rl.ppo import build_ppo_loss
+from torchtune_adaptive.rl.rewards import functions_of
 from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES, VALUE_SECTION, PPOSettings
 from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import place
@@ -125,6 +127,8 @@ def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bo
     model = _check_components(cfg, settings, findings)
     if recipe is PPO and settings is not None:
         _check_ppo(settings, own, ranks or 1, model, findings)
+    elif recipe is GRPO:
+        _check_grpo(cfg, settings, own, model, findings)
     else:
         findings.collect(_check_pairs if recipe.of_pairs else _check_loss, cfg, settings, model)
     if settings is not None:
@@ -258,6 +262,17 @@ def _check_ppo(settings: Settings, ppo: PPOSettings, ranks: int, policy: nn.Modu
     if policy is not None and value is not None:
         findings.collect(check_room, (policy, value), settings.adaptive, ppo.max_generated_tokens)
     findings.collect(ppo.iterations, ranks)
+
+
+def _check_grpo(
+    cfg: DictConfig, settings: Settings | None, own: Any, policy: nn.Module | None, findings: Findings
+) -> None:
+    """What GRPO has of its own, and whether there is room for a prompt beside an answer."""
+    findings.collect(functions_of, cfg)
+    if cfg.get(GRPO_REFERENCE) is not None:
+        findings.collect(check_fits, GRPO_REFERENCE, cfg.get(GRPO_REFERENCE), should_load_recipe_state=False)
+    if settings is not None and policy is not None:
+        findings.collect(check_room, [policy], settings.adaptive, own[0].max_generated_tokens)
 
 
 def _check_together(settings: Settings, model: nn.Module | None, ranks: int | None, findings: Findings) -> None:

@@ -205,6 +205,9 @@ class AdaptiveConfig:
     """a sample too long for any microbatch: `error` (names it), `truncate`, or `skip` (leave it out of the loss). The
     end of each epoch reports how many there were"""
 
+    show_answers: int | None = option(COUNT | NULL, None)
+    """reinforcement learning: every so many iterations, log the answers to one prompt (`adaptive_answers.jsonl`)"""
+
     precompute_reference: bool = option(BOOL, False)
     """preference training: run the reference once over the whole dataset before training, then free it. Its answers are
     kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer and dataset"""

@@ -93,8 +93,15 @@ PPO = Recipe(
     reader="torchtune_adaptive.rl.settings:read_ppo_settings",
     own_keys="torchtune_adaptive.rl.settings:PPO_KEYS",
 )
+GRPO = Recipe(
+    name="adaptive_grpo_full_finetune_distributed",
+    takes="grpo_full_finetune_distributed",
+    saved_as="full_grpo",
+    reader="torchtune_adaptive.rl.grpo:read_grpo_settings",
+    own_keys="torchtune_adaptive.rl.grpo:GRPO_KEYS",
+)
 PLAN = Recipe(name="adaptive_plan", takes=None, own_keys="torchtune_adaptive.forecast.question:PLAN_KEYS")
-RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, PLAN)}
+RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, PLAN)}
 
 
 @dataclass(frozen=True)

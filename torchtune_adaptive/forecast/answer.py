@@ -12,8 +12,9 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.measure import Found
 from torchtune_adaptive.forecast.question import Question
-from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_on_rollouts
 from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
+from torchtune_adaptive.rl.settings import POLICY_SECTION
 from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
 Row = dict[str, Any]
@@ -41,15 +42,15 @@ def text(found: Found) -> str:
 
 
 def _heading(question: Question) -> str:
-    cfg, ppo, length = question.cfg, trains_with_ppo(question.cfg), f"{question.length} tokens"
+    cfg, rolls_out, length = question.cfg, trains_on_rollouts(question.cfg), f"{question.length} tokens"
     usable = question.gpu.memory - question.overhead_bytes
     parts = [
-        str((cfg.policy_model if ppo else cfg.model).get(COMPONENT)).rpartition(".")[2],
-        "PPO" if ppo else "lora" if is_lora(cfg) else "full",
+        str((cfg.policy_model if POLICY_SECTION in cfg else cfg.model).get(COMPONENT)).rpartition(".")[2],
+        ("PPO" if POLICY_SECTION in cfg else "GRPO") if rolls_out else "lora" if is_lora(cfg) else "full",
         *["pairs"] * trains_on_pairs(cfg),
         count_of(question.ranks, "rank"),
         *["compiled"] * bool(cfg.get("compile")),
-        f"prompts of {length}, answers of {cfg.max_generated_tokens}" if ppo else length,
+        f"prompts of {length}, answers of {cfg.max_generated_tokens}" if rolls_out else length,
         f"{format_bytes(usable)} usable of {format_bytes(question.gpu.memory)}",
     ]
     return " · ".join(parts)
@@ -102,17 +103,17 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def notes(found: Found) -> list[str]:
     """What the answer assumes, and what it does not cover."""
-    question, cfg, ppo = found.question, found.question.cfg, trains_with_ppo(found.question.cfg)
+    question, cfg, rolls_out = found.question, found.question.cfg, trains_on_rollouts(found.question.cfg)
     given = question.plan.sequence_length or question.lengths or value_at(cfg, "tokenizer.max_seq_len")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
-    other_rows = found.fits and not ppo and found.rows not in (None, configured)
+    other_rows = found.fits and not rolls_out and found.rows not in (None, configured)
     overhead = format_bytes(question.overhead_bytes)
     said = {
         f"{overhead} are left to the CUDA context, NCCL and libraries (memory_overhead)": True,
         "reserved is for rows of one length; lengths that vary leave more holes in the cache": not question.lengths,
         "in each step, the rank with the longest samples is rehearsed": bool(question.lengths) and question.ranks > 1,
         f"no sequence_length is given: {question.length} tokens are assumed": not given,
-        "in the rehearsed steps, answers end at once: each stage's own row says what its longest need": ppo,
+        "in the rehearsed steps, answers end at once: each stage's own row says what its longest need": rolls_out,
         "rows are pairs, both answers of so many tokens": trains_on_pairs(cfg),
         "fsdp_cpu_offload is True: weights, gradients and optimizer state are on the host": cfg.get("fsdp_cpu_offload"),
         f"batch_size={found.rows} makes {(found.rows or 0) * microbatches} samples a step of each rank, where the "
@@ -128,7 +129,7 @@ def command(question: Question, rows: int | None) -> str:
     words = {word.partition("=")[0]: word for word in question.given if word.partition("=")[0] not in asked}
     cfg = question.cfg
     changes: dict[str, object] = {}
-    if trains_with_ppo(cfg):
+    if trains_on_rollouts(cfg):
         changes["use_maximum_batch_size"] = True
     elif rows is not None:
         changes["batch_size"] = rows

@@ -16,7 +16,7 @@ from torchtune_adaptive.config.keys import keys_of
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import Question
-from torchtune_adaptive.forecast.which_recipe import trains_with_ppo
+from torchtune_adaptive.forecast.which_recipe import trains_on_rollouts
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.process import rehearse
@@ -116,6 +116,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
                 "lengths": question.lengths or [question.length],
                 "samples": question.ranks * samples // a_step * a_step,
             },
+            **({"reward_functions": [{COMPONENT: f"{STAND_INS}.worth"}]} if "reward_functions" in cfg else {}),
             "output_dir": str(folder),
             "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},
             "profiler": None,
@@ -125,7 +126,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
             "resume_from_checkpoint": False,
             "batch_increase_function": None,
             "max_steps_per_epoch": None,
-            **({} if trains_with_ppo(question.cfg) else {"epochs": 1}),
+            **({} if trains_on_rollouts(question.cfg) else {"epochs": 1}),
             "use_maximum_batch_size": question.batch_size is None and not by_tokens,
             "adaptive": {
                 **adaptive,

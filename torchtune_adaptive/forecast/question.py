@@ -19,10 +19,11 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, keys_of, read, value_at
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.which_recipe import training_of, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.forecast.which_recipe import training_of, trains_on_pairs, trains_on_rollouts
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
-from torchtune_adaptive.rl.settings import PPO_KEYS
+from torchtune_adaptive.rl.grpo import GRPO_KEYS
+from torchtune_adaptive.rl.settings import POLICY_SECTION, PPO_KEYS
 from torchtune_adaptive.text import did_you_mean, format_bytes, parse_amount
 from torchtune_adaptive.tune.bad_samples import longest_taken
 from torchtune_adaptive.tune.data import build_dataset
@@ -36,8 +37,8 @@ LENGTHS = 4099
 """Lengths that are drawn: a prime, so that they come round in other steps."""
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
-PLAN_KEYS = (*PPO_KEYS, *keys_of(PlanSettings))
-"""Keys that a question may have beside those of finetuning: its own, and PPO's."""
+PLAN_KEYS = (*PPO_KEYS, *GRPO_KEYS, *keys_of(PlanSettings))
+"""Keys that a question may have beside those of finetuning: its own, and those of rollouts."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Question:
 
     @property
     def length(self) -> int:
-        """Tokens of a row, or of the longest; of a prompt, for PPO."""
+        """Tokens of a row, or of the longest; of a prompt, where answers follow."""
         if self.lengths and self.plan.sequence_length is None:
             return max(self.lengths)
         given: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
@@ -111,7 +112,7 @@ class Question:
     def most_tokens(self) -> int:
         """The longest sequence that the model takes."""
         with torch.device("meta"):
-            model = components.build("policy_model" if trains_with_ppo(self.cfg) else "model", self.cfg)
+            model = components.build(POLICY_SECTION if POLICY_SECTION in self.cfg else "model", self.cfg)
         return longest_taken([model]) or MOST_TOKENS
 
     @property
@@ -181,7 +182,7 @@ def _check(question: Question) -> None:
             "is left for tensors; raise memory_limit"
         )
     key = "lengths" if question.lengths else "sequence_length"
-    answer = int(question.cfg.max_generated_tokens) if trains_with_ppo(question.cfg) else 0
+    answer = int(question.cfg.max_generated_tokens) if trains_on_rollouts(question.cfg) else 0
     tokens, most = question.length + answer, question.most_tokens
     if tokens > most:
         plus = f" and max_generated_tokens {answer}" * bool(answer)

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings, value_at
-from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 from torchtune_adaptive.tune.preference import build_preference_loss
@@ -14,24 +14,24 @@ from torchtune_adaptive.tune.preference import build_preference_loss
 
 def training_of(cfg: DictConfig) -> Recipe:
     """The recipe that this config is for."""
-    if trains_with_ppo(cfg):
-        return PPO
+    if trains_on_rollouts(cfg):
+        return PPO if POLICY_SECTION in cfg else GRPO
     full, lora = (FULL_DPO, LORA_DPO) if trains_on_pairs(cfg) else (FULL, LORA)
     return lora if is_lora(cfg) else full
 
 
 def is_lora(cfg: DictConfig) -> bool:
-    return not trains_with_ppo(cfg) and "lora_attn_modules" in components.require(cfg, "model")
+    return not trains_on_rollouts(cfg) and "lora_attn_modules" in components.require(cfg, "model")
 
 
-def trains_with_ppo(cfg: DictConfig) -> bool:
-    return POLICY_SECTION in cfg
+def trains_on_rollouts(cfg: DictConfig) -> bool:
+    return POLICY_SECTION in cfg or "grpo_samples" in cfg
 
 
 def trains_on_pairs(cfg: DictConfig) -> bool:
     """Whether the recipe is one of preference training, of which only those configs speak that name a reference: else
     the loss tells, which is one of pairs."""
-    if trains_with_ppo(cfg):
+    if trains_on_rollouts(cfg):
         return False
     if cfg.get("ref_checkpointer") is not None:
         return True

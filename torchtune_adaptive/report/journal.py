@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "adaptive_events.jsonl"
 STEPS_FILE = "adaptive_steps.jsonl"
+ANSWERS_FILE = "adaptive_answers.jsonl"
 
 START = "start"
 SEARCH = "search"
@@ -79,6 +80,9 @@ class Journal:
 
     def step(self, step: int, figures: Mapping[str, object]) -> None:
         self._append(STEPS_FILE, {"step": step, **figures})
+
+    def answers(self, step: int, prompt: str, answers: Sequence[str], rewards: Sequence[float]) -> None:
+        self._append(ANSWERS_FILE, {"step": step, "prompt": prompt, "answers": answers, "rewards": rewards})
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
         try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.engine.reports import StepResult
-from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, RolloutStages
+from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, RolloutStages
 
 
 class Updates:
@@ -48,7 +48,8 @@ class Updates:
 def figures_of_stages(stages: RolloutStages) -> dict[str, float]:
     """Tokens a second, microbatches and recoveries, of each stage and of both halves of an iteration."""
     ranks = dist.get_world_size()
-    trajectory, training = (GENERATE, *FORWARD), (TRAIN_VALUE, TRAIN_POLICY)
+    trajectory = stages.before_training
+    training = [name for name in stages.stages if name not in trajectory]
     figures = {
         "tokens_per_second_per_gpu_trajectory": _rate(stages, GENERATE, trajectory) / ranks,
         "tokens_per_second_per_gpu_ppo": _rate(stages, TRAIN_POLICY, training) / ranks,

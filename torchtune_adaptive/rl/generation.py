@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.rl.settings import PPOSettings
+from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.tune.data import Tokenizer
 
 
@@ -35,13 +35,13 @@ class Sampling:
     """The seed of what is drawn, beside iteration and rollout."""
 
 
-def sampling_of(tokenizer: Tokenizer, ppo: PPOSettings, seed: int) -> Sampling:
+def sampling_of(tokenizer: Tokenizer, rl: RolloutSettings, seed: int) -> Sampling:
     """Sampling as the config says, with its stop tokens or else the tokenizer's."""
     return Sampling(
-        temperature=ppo.temperature,
-        top_k=ppo.top_k,
+        temperature=rl.temperature,
+        top_k=rl.top_k,
         pad_id=tokenizer.pad_id,
-        stop_tokens=ppo.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ())),
+        stop_tokens=rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ())),
         seed=seed,
     )
 
@@ -79,8 +79,12 @@ def generate(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    groups: Sequence[int | None] = (),
 ) -> Tensor:
-    """Collective: the new tokens. `drawn`, of the same rows and columns, has a number for each, as of `draws`."""
+    """Collective: the new tokens. `drawn`, of the same rows and columns, has a number for each, as of `draws`.
+
+    Rows of one group, by their numbers, have one prompt, which goes through the model once.
+    """
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
@@ -93,13 +97,23 @@ def generate(
     stops = torch.tensor(sorted(sampling.stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
-    with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
+    firsts: dict[int, int] = {}
+    same = []
+    for row, group in enumerate(groups or [None] * rows):
+        same.append(row if group is None else firsts.setdefault(group, row))
+    asked = sorted(set(same))
+    with torch.no_grad(), _caching(model, len(asked), longest + new, device, dtype):
         begin = 0
         for end in range(longest, longest + new):
             queries = places[begin:end]
             # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
             mask = (real[:, None] & (places <= queries[:, None])) | (places == queries[:, None])
-            logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1].float()
+            now = slice(None) if begin else asked
+            logits = model(tokens[now, begin:end], mask=mask[now], input_pos=positions[now, begin:end])[:, -1].float()
+            if not begin and len(asked) < rows:
+                of_rows = torch.tensor([asked.index(first) for first in same], device=device)
+                logits = logits[of_rows]
+                _repeat_caches(model, of_rows)
             if sampling.temperature == 0:
                 chosen = logits.argmax(-1)
             else:
@@ -111,6 +125,14 @@ def generate(
             ended |= torch.isin(chosen, stops)
             begin = end
     return tokens[:, longest:]
+
+
+def _repeat_caches(model: TransformerDecoder, rows: Tensor) -> None:
+    """Layer by layer, so that no more than one of the small caches is there beside the large ones."""
+    for module in model.modules():
+        cache = getattr(module, "kv_cache", None)
+        if cache is not None:
+            cache.k_cache, cache.v_cache = cache.k_cache[rows], cache.v_cache[rows]
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
+from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 from torchtune_adaptive.text import format_bytes, in_columns
 from torchtune_adaptive.tune import fit
@@ -60,8 +61,9 @@ def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) 
 class LimitFinder:
     """Finds what fits, once all that a run is made of is there."""
 
-    def __init__(self, trainer: Trainer, stages: RolloutStages, new_tokens: int) -> None:
-        self._trainer, self._stages, self._new = trainer, stages, new_tokens
+    def __init__(self, trainer: Trainer, stages: RolloutStages, rl: RolloutSettings) -> None:
+        self._trainer, self._stages = trainer, stages
+        self._new, self._answers = rl.max_generated_tokens, rl.answers
         self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
         self._most_tokens = longest_taken(stage.model for stage in stages.stages.values())
 
@@ -135,7 +137,7 @@ class LimitFinder:
                 "state"
             )
         )
-        trained = [stage.model for stage in self._stages.stages.values() if stage.trains]
+        trained = [stage.model for stage in self._stages.stages.values() if stage.trains is not None]
         with leaving_no_trace(trained, self._optimization.optimizers):
             # Not limited, so that it is the search that says by how much a rank has too little.
             with explained, memory.unlimited():
@@ -144,7 +146,7 @@ class LimitFinder:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                 # Those of this rank and those gathered from all ranks. On a CPU, they take room from every stage.
-                worst, count = self._worst_rollout(), self._settings.batch_size * (1 + dist.get_world_size())
+                worst, count = self._worst_rollout(), self._answers * (1 + dist.get_world_size())
                 rollouts = [deepcopy(worst) for _ in range(count)]
             yield
             del rollouts
@@ -171,7 +173,7 @@ class LimitFinder:
         """Collective: the longest prompt with the longest answer. The stage that trains last updates all models, and
         runs beside the gradients of the others."""
         stages, new = self._stages.stages, self._new
-        *earlier, last = (stage for stage in stages.values() if stage.trains)
+        *earlier, last = (stage for stage in stages.values() if stage.trains is not None)
         models = [stage.model for stage in earlier]
         generates, updates = name == GENERATE, stages[name] is last
 
@@ -187,7 +189,7 @@ class LimitFinder:
                 return whole.prompting(length) if generates else whole.answered(length)
 
         def update(result: StepResult) -> None:
-            self._optimization.update({stage.trains: result.target_tokens for stage in (*earlier, last)})
+            self._optimization.update({stage.trains or "": result.target_tokens for stage in (*earlier, last)})
             give_gradients(models)  # the next probe finds what this one did
 
         norm = getattr(stages[name].model, "norm", None)

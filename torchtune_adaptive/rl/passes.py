@@ -57,7 +57,7 @@ class Generate:
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
-        numbers = [rollout.number for rollout in rollouts]
+        numbers, groups = [rollout.number for rollout in rollouts], [rollout.group for rollout in rollouts]
         drawn = draws(self.sampling.seed, rollouts[0].iteration, numbers, width, stage="generate")
         check_whole_length(self.model, max(map(len, prompts)) + width)
         policy: Any = self.model
@@ -67,7 +67,9 @@ class Generate:
             policy.set_reshard_after_forward(False)
         try:
             with torch.compiler.set_stance("force_eager"):
-                answers = generate(policy, prompts, drawn, self.sampling, device=self.device, dtype=self.dtype).cpu()
+                answers = generate(
+                    policy, prompts, drawn, self.sampling, device=self.device, dtype=self.dtype, groups=groups
+                ).cpu()
         finally:
             if keeps:
                 policy.set_reshard_after_forward(True)

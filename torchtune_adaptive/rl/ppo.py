@@ -166,12 +166,12 @@ def ppo_stages(
     )
     scores_policy = Ask(model=policy, ask=scorer.log_probs, name=LOG_PROBS)
     scores_reference = Ask(model=reference, ask=scorer.log_probs, name=REFERENCE_LOG_PROBS)
-    passes: dict[str, tuple[nn.Module, RolloutPass, str]] = {
-        GENERATE: (policy, generate, ""),
-        SCORE_POLICY: (policy, scores_policy, ""),
-        SCORE_REFERENCE: (reference, scores_reference, ""),
-        FIND_VALUES: (value, Ask(model=value, ask=scorer.values, name=VALUES), ""),
-        FIND_REWARDS: (reward, Ask(model=reward, ask=scorer.scores, name=SCORE), ""),
+    passes: dict[str, tuple[nn.Module, RolloutPass, str | None]] = {
+        GENERATE: (policy, generate, None),
+        SCORE_POLICY: (policy, scores_policy, None),
+        SCORE_REFERENCE: (reference, scores_reference, None),
+        FIND_VALUES: (value, Ask(model=value, ask=scorer.values, name=VALUES), None),
+        FIND_REWARDS: (reward, Ask(model=reward, ask=scorer.scores, name=SCORE), None),
         TRAIN_VALUE: (value, TrainValue(value, scorer, loss), "value"),
         TRAIN_POLICY: (policy, TrainPolicy(policy, scorer, loss), "policy"),
     }

@@ -25,8 +25,8 @@ from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
-ADVANTAGES, RETURNS, COUNTS, VALUED = "advantages", "returns", "counts", "valued"
-"""Results of a rollout: a number for each token of its answer, except for the score.
+ADVANTAGES, RETURNS, COUNTS, VALUED, WEIGHT = "advantages", "returns", "counts", "valued", "weight"
+"""Results of a rollout: a number for each token of its answer, except for score and weight.
 
 COUNTS are the tokens that the policy has chosen, VALUED one more, where there is one: the complete answer has a value.
 """
@@ -44,6 +44,8 @@ class Rollout:
     length: int = 0
     """Tokens of the answer that count; 0 until there is one."""
     results: dict[str, Tensor] = field(default_factory=dict)
+    group: int | None = None
+    """The number of its prompt, where others answer it too."""
     fills: bool = False
     """Whether it is there only because other ranks have more microbatches."""
 
@@ -89,7 +91,7 @@ def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
     """A rollout that needs the most: all new tokens, all of them counting, with results of every stage."""
     answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
     results = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
-    results |= {COUNTS: everywhere, VALUED: everywhere, SCORE: torch.zeros(())}
+    results |= {COUNTS: everywhere, VALUED: everywhere, SCORE: torch.zeros(()), WEIGHT: torch.ones(())}
     return Rollout(0, 0, prompt, answer, length=new_tokens, results=results)
 
 
@@ -136,15 +138,17 @@ def answer_tokens(rollouts: Sequence[Rollout]) -> int:
     return sum(rollout.length for rollout in rollouts if not rollout.fills)
 
 
-def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> list[Rollout]:
-    """Rollouts of this rank, still without their answers."""
+def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answers: int = 1) -> list[Rollout]:
+    """Rollouts of this rank, so many to each prompt, still without their answers."""
     rollouts = []
     for place, sample in enumerate(prompts):
         tokens = torch.as_tensor(sample["tokens"])
         if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
             raise TypeError("the tokens of a prompt are not integers")
-        answer = torch.zeros(new_tokens, dtype=torch.long)
-        rollouts.append(Rollout(place * world_size() + rank(), iteration, tokens.long(), answer))
+        prompt, first = tokens.long(), (place * world_size() + rank()) * answers
+        for number in range(first, first + answers):
+            answer, group = torch.zeros(new_tokens, dtype=torch.long), first if answers > 1 else None
+            rollouts.append(Rollout(number, iteration, prompt, answer, group=group))
     return rollouts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,6 +30,7 @@ from torchtune_adaptive.text import count_of
 POLICY_SECTION, VALUE_SECTION = "policy_model", "reward_and_value_model"
 POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
 VALUE_FILES, REWARD_FILES = "value_checkpointer", "reward_checkpointer"
+REWARD_FUNCTIONS = "reward_functions"
 TRAINED_FILES = f"{POLICY_FILES}.checkpoint_files and {VALUE_FILES}.checkpoint_files"
 
 TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a list of tokens, as numbers")
@@ -49,6 +51,31 @@ NOT_FOR_PPO = (
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
 """Keys of finetuning that PPO has no use for: `num_steps` says how long it trains."""
+
+
+class RolloutSettings(Protocol):
+    """What iterations of any kind are planned from."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def max_generated_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...] | None: ...
+    @property
+    def answers(self) -> int:
+        """Answers of a rank in an iteration."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of an iteration."""
+
+    def iterations(self, ranks: int) -> int:
+        """Iterations of the whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +101,11 @@ class PPOSettings:
     kl_coeff: float = option(FINITE_OR_0)
 
     batch_size: int = option(COUNT)
+    reward_timeout: float | None = option(FINITE_ABOVE_0 | NULL, None)
+
+    @property
+    def answers(self) -> int:
+        return self.batch_size
 
     @property
     def updates(self) -> int:
@@ -101,7 +133,7 @@ class LossSettings:
 
 
 PPO_KEYS = (
-    *(POLICY_SECTION, VALUE_SECTION, REFERENCE_FILES, VALUE_FILES, REWARD_FILES),
+    *(POLICY_SECTION, VALUE_SECTION, REFERENCE_FILES, VALUE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
     *(field.name for field in fields(PPOSettings)),
 )
 """Sections and keys of the config besides those of finetuning."""
@@ -138,18 +170,26 @@ def _contradictions(settings: Settings, ppo: PPOSettings) -> Iterator[str]:
         )
     if not (0 <= ppo.gamma <= 1 and 0 <= ppo.lmbda <= 1):
         yield f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1"
-    parts = "a PPO checkpoint has several parts (two models, an optimizer and more), which are found only together"
+    if settings.resume_from_checkpoint is True:
+        yield (
+            "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
+            "more), which are found only together: set it to auto"
+        )
+    yield from of_rollouts(settings.config, "PPO")
+
+
+def of_rollouts(cfg: DictConfig, training: str) -> Iterator[str]:
+    """What no stage can do, whatever is trained."""
     for key, refused, reason, allowed in (
         ("enable_kv_cache", False, "answers are always generated with a cache", "True"),
-        ("resume_from_checkpoint", True, parts, "auto"),
         ("dataset.packed", True, "prompts cannot be packed", "False"),
         ("adaptive.padding", False, "rows of rollouts are padded to the longest", "null or True"),
         ("adaptive.deal", True, "rollouts stay on the rank that has their prompts", "null or False"),
         ("adaptive.oversize", "skip", "an iteration needs all of its answers", "error or truncate"),
         ("adaptive.precompute_reference", True, "the reference scores answers that are not there before", "False"),
     ):
-        if value_at(settings.config, key) == refused:
-            yield f"{key} is {refused}, but {reason} in PPO: set it to {allowed}"
+        if value_at(cfg, key) == refused:
+            yield f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"
 
 
 def _check_optimizer(cfg: DictConfig) -> None:

@@ -45,8 +45,8 @@ class RolloutStage:
     """Samples of a rank."""
     rows: int
     """Rows of a microbatch, as the config says."""
-    trains: str = ""
-    """The name under which its model is updated; empty for a stage without a backward."""
+    trains: str | None = None
+    """The name under which its model is updated, empty where it is all that is trained; None without a backward."""
 
 
 class RolloutStages:
@@ -82,6 +82,10 @@ class RolloutStages:
         """Results of this iteration so far, by stage."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._gave_up_gathering = False  # in training, and not in a search, which the next start repeats
+
+    @property
+    def before_training(self) -> list[str]:
+        return [name for name, stage in self.stages.items() if stage.trains is None]
 
     def begin_iteration(self) -> None:
         self.results.clear()

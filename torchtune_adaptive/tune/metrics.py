@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +27,11 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
-from torchtune_adaptive.life.console import progress_bar
+from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
-from torchtune_adaptive.text import count_of, shown
+from torchtune_adaptive.text import count_of, in_columns, shown
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,13 @@ class RunJournal:
     def step(self, step: int, figures: Mapping[str, object]) -> None:
         if self._journal is not None:
             self._journal.step(step, figures)
+
+    def answers(self, step: int, prompt: str, answers: Sequence[str], rewards: Sequence[float]) -> None:
+        """Records the answers to one prompt, and shows some of them."""
+        if self._journal is not None:
+            self._journal.answers(step, prompt, answers, rewards)
+            lines = [(f"{reward:.3f}", shown(answer)) for reward, answer in zip(rewards, answers, strict=True)]
+            say(f"iteration {step} · answers to {shown(prompt)}\n{in_columns(lines[:8])}")
 
     def start(self, steps_done: int) -> None:
         """Opens the record at a step, once. What it holds of later steps, of a run that ended early, does not count."""

@@ -21,7 +21,8 @@ SMALL = (
     "dataset.samples=8",
     "max_generated_tokens=4",
 )
-WAYS = {"plain": (), "compiled": ("compile=True",), "bf16": ("dtype=bf16",)}
+FUNCTIONS = "reward_functions=[{_component_: torchtune_adaptive.rl.rewards.brief, free: 0, most: 8, weight: 0.5}]"
+WAYS = {"plain": (), "compiled": ("compile=True",), "bf16": ("dtype=bf16",), "functions": (FUNCTIONS,)}
 RELATIVE = 1e-5
 
 
@@ -58,3 +59,9 @@ def test_a_run_in_bf16_trains_both_models_and_stays_near(runs: Path) -> None:
     first = read_log(runs / "bf16" / "log.jsonl")[0]
     assert first["kl"] == 0.0
     assert first["value_loss"] == pytest.approx(read_log(runs / "plain" / "log.jsonl")[0]["value_loss"], rel=0.3)
+
+
+def test_functions_are_added_to_what_the_reward_model_says(runs: Path) -> None:
+    line, plain = (read_log(runs / way / "log.jsonl")[0] for way in ("functions", "plain"))
+    assert -1 < line["reward/brief"] < 0
+    assert line["scores"] == pytest.approx(plain["scores"] + 0.5 * line["reward/brief"], rel=RELATIVE)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.rl.generation import choose, draws
+from torchtune_adaptive.demo.model import demo_model
+from torchtune_adaptive.rl.generation import Sampling, choose, draws, generate
 
 SAMPLES = list(range(8))
 
@@ -66,3 +67,19 @@ def test_a_choice_does_not_depend_on_the_other_rows() -> None:
     drawn = draws(1, 2, SAMPLES, 1)[:, 0]
     alone = [choose(weights[row : row + 1], drawn[row : row + 1])[0] for row in SAMPLES]
     assert choose(weights, drawn).tolist() == [int(each) for each in alone]
+
+
+def test_answers_to_one_prompt_are_those_that_each_gets_alone_and_the_prompt_runs_once() -> None:
+    torch.manual_seed(0)
+    model, rows = demo_model(num_layers=2, embed_dim=32, intermediate_dim=64, max_seq_len=64), []
+    model.register_forward_pre_hook(lambda _, given: rows.append(tuple(given[0].shape)))
+    one, other = torch.tensor([5, 6, 7]), torch.tensor([8])
+    prompts, drawn = [one, other, one, one, other], draws(0, 0, range(5), 6)
+
+    def answers(*groups: int | None) -> torch.Tensor:
+        places = {"device": torch.device("cpu"), "dtype": torch.float32, "groups": groups}
+        return generate(model, prompts, drawn, Sampling(), **places)
+
+    shared = answers(0, 4, 0, 0, None)
+    assert rows == [(3, 3), *[(5, 1)] * 5]
+    assert torch.equal(shared, answers())

@@ -52,7 +52,7 @@ def test_by_rows_a_prompt_that_is_too_long_is_named_when_it_is_read() -> None:
     )
     asked = {name: SimpleNamespace(model=model) for name, model in (("generate", LONG), ("values", SHORT))}
     stages: Any = SimpleNamespace(stages=asked, runners=SimpleNamespace(limits={}))
-    _, admission = LimitFinder(trainer, stages, new_tokens=12).find(memory=None)
+    _, admission = LimitFinder(trainer, stages, SimpleNamespace(max_generated_tokens=12, answers=1)).find(memory=None)
     assert admission is not None
     assert len(admission.admit([dataset[0], dataset[1]])) == 2
     with pytest.raises(

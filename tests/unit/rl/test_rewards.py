@@ -1,0 +1,139 @@
+"""Reward functions: how they are called, what they return, and how they fail."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.rl.rewards import (
+    Group,
+    RewardError,
+    Rewards,
+    brief,
+    exact,
+    functions_of,
+    last_number,
+    matching,
+)
+from torchtune_adaptive.rl.rollouts import SCORE, Rollout
+
+HERE = __name__
+GROUP = Group(sample=5, prompt="1+1=", answers=["2", "11"], tokens=[[50], [49, 49]], columns={"answer": "2"})
+
+
+def as_trl_calls(prompts: Any, completions: Any, completion_ids: Any, answer: Any, bonus: float = 0.0) -> list[float]:
+    assert prompts == ["1+1=", "1+1="]
+    assert completion_ids == [[50], [49, 49]]
+    return [bonus + (said == wanted) for said, wanted in zip(completions, answer, strict=True)]
+
+
+def nothing_to_say(**_: Any) -> list[Any]:
+    return [None, 1]
+
+
+def one_too_few(**_: Any) -> list[float]:
+    return [1.0]
+
+
+def not_a_number(**_: Any) -> list[float]:
+    return [1.0, float("nan")]
+
+
+def no_list(**_: Any) -> object:
+    return object()
+
+
+def broken(**_: Any) -> list[float]:
+    raise KeyError("answer")
+
+
+def endless(**_: Any) -> list[float]:
+    time.sleep(30)
+    return [0.0, 0.0]
+
+
+class Judge:
+    def __init__(self, strictness: float) -> None:
+        self.strictness = strictness
+
+    def __call__(self, completions: Any, **_: Any) -> list[float]:
+        return [self.strictness] * len(completions)
+
+
+def built(*entries: dict[str, Any], timeout_s: float | None = None) -> Any:
+    return functions_of(OmegaConf.create({"reward_functions": [*entries]}), timeout_s)
+
+
+def function(name: str, timeout_s: float | None = None, **options: Any) -> Any:
+    return built({"_component_": f"{HERE}.{name}", **options}, timeout_s=timeout_s)[0]
+
+
+@pytest.mark.parametrize("timeout_s", [None, 20])
+def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments(timeout_s: float | None) -> None:
+    assert function("as_trl_calls", timeout_s, bonus=0.5)(GROUP) == [1.5, 0.5]
+    assert function("nothing_to_say", timeout_s)(GROUP) == [0.0, 1.0]
+    assert function("Judge", timeout_s, strictness=0.25)(GROUP) == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("one_too_few", r"returned \[1.0\] in place of 2 finite numbers"),
+        ("not_a_number", r"returned \[1.0, nan\] in place of 2 finite numbers"),
+        ("no_list", "in place of a list of numbers"),
+        ("broken", "failed: KeyError: 'answer'"),
+        ("endless", r"has not returned within 0.1 s \(reward_timeout\)"),
+    ],
+)
+def test_what_goes_wrong_names_the_function_and_the_sample(name: str, said: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward function {name} .*{said}.* \(sample 5; its first answer: '?2"):
+        function(name, 0.1)(GROUP)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (
+            {"_component_": "nowhere.at_all"},
+            "0._component_ is nowhere.at_all, which cannot be imported",
+        ),
+        ({"weight": 1}, "0._component_ is null"),
+        (
+            {"_component_": f"{HERE}.exact", "weight": "much"},
+            "0.weight is .*much.*: allowed is a finite",
+        ),
+    ],
+)
+def test_an_entry_that_cannot_be_built_is_told_under_its_key(entry: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward_functions\.{said}"):
+        built(entry)
+
+
+def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_function() -> None:
+    tokenizer = DemoTokenizer()
+    prompt = torch.tensor(tokenizer.encode("1+1=", add_eos=False))
+    rollouts = []
+    for number, text in enumerate(["2", "11"]):
+        answer = torch.tensor([*tokenizer.encode(text, add_bos=False), 0, 0])
+        rollouts.append(Rollout(number, 1, prompt, answer, len(text) + 1, {SCORE: torch.tensor(10.0)}))
+    functions = built(
+        {"_component_": f"{HERE}.exact"}, {"_component_": f"{HERE}.Judge", "strictness": 3, "weight": 0.5}
+    )
+    rewards = Rewards(functions, tokenizer, tokenizer.stop_tokens)
+    rewards.score([{"tokens": prompt, "labels": prompt, "answer": "2"}], rollouts)
+    assert [each.results[SCORE].item() for each in rollouts] == [10 + 1 + 1.5, 10 + 0 + 1.5]
+    assert rewards.figures(rollouts) == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0}
+
+
+def test_built_in_functions() -> None:
+    assert exact([" 37\n", "73"], ["37", "37"]) == [1, 0]
+    assert matching(["<a>\n1</a>", "1"], r"<a>.*</a>") == [1, 0]
+    said = ["so 1,234.50", "it is 72. Or 71", "no number", "-3"]
+    assert last_number(said, ["#### 1234.5", "#### 72", "#### 5", "-3"]) == [1, 0, 0, 1]
+    assert brief([[0] * 4, [0] * 6, [0] * 9], free=4, most=8) == [0, -0.5, -1]

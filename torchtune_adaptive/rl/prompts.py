@@ -1,0 +1,56 @@
+"""Prompts from a dataset of questions, with its other columns for the reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import load_dataset
+from torch.utils.data import Dataset
+from torchtune.data import Message
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.text import did_you_mean
+
+Prompt = dict[str, Any]
+
+
+class Prompts(Dataset[Prompt]):
+    """Rows of a table: one of its columns is the question, all others are handed on."""
+
+    def __init__(self, tokenizer: Any, rows: Any, column: str, system: str | None, template: str | None) -> None:
+        if column not in rows.column_names:
+            hint = did_you_mean(column, rows.column_names)
+            raise ConfigError(f"dataset.column is {column}, but the columns are {', '.join(rows.column_names)}{hint}")
+        self._tokenizer, self._rows = tokenizer, rows
+        self._column, self._system, self._template = column, system, template
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        row: Mapping[str, Any] = self._rows[index]
+        question = str(row[self._column])
+        if self._template is not None:
+            tokens = self._tokenizer.encode(self._template.format(**row), add_bos=True, add_eos=False)
+        else:
+            system = [] if self._system is None else [Message(role="system", content=self._system)]
+            turns = [*system, Message(role="user", content=question), Message(role="assistant", content="")]
+            tokens = self._tokenizer({"messages": turns}, inference=True)["tokens"]
+        return {**row, "tokens": tokens, "labels": list(tokens)}
+
+
+def prompt_dataset(
+    tokenizer: Any,
+    *,
+    source: str,
+    column: str = "question",
+    system: str | None = None,
+    template: str | None = None,
+    **options: Any,
+) -> Prompts:
+    """Component for a config's `dataset:`. The question is a user's turn of a chat, after `system` if that is given;
+    for a model without a chat, `template` makes text of a row: "Question: {question}\\nAnswer:". `options` are those of
+    `datasets.load_dataset`.
+    """
+    return Prompts(tokenizer, load_dataset(source, **options), column, system, template)
