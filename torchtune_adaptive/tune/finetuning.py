@@ -100,7 +100,6 @@ class ForwardBackward:
         if (targets := targets_of(batch, labels, ignored)) is not None:
             labels = labels[:, targets]
             choose = partial(torch.index_select, dim=1, index=targets.to(self.device))
-        labels = labels.to(self.device)
         batch_to_device(batch, self.device)
         with forgetting_after_errors(self.activations):
             with self.activations, taking_long_rows(self.model, batch), scoring_only(self.model, choose):
@@ -110,9 +109,12 @@ class ForwardBackward:
                 # the mean over no tokens would be NaN, and no backward at all a hang: zero loss, zero gradients
                 loss = torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
             elif isinstance(logits, Tensor):
-                loss = self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1)) * target_tokens
+                loss = (
+                    self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1).to(self.device))
+                    * target_tokens
+                )
             else:  # losses that take logits in chunks shape them themselves
-                loss = self.loss_fn(logits, labels) * target_tokens
+                loss = self.loss_fn(logits, labels.to(self.device)) * target_tokens
             del logits, chunks  # or they would live through the backward
             total = loss.detach()
             if self.updates_in_backward:
