@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.rehearse.conftest import Rehearse
+from torchtune_adaptive.rehearse.answer import Rehearsed
+from torchtune_adaptive.rehearse.picture import draw
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -215,3 +221,30 @@ def test_the_example_is_answered_as_the_page_shows(rehearse: Rehearse) -> None:
         sizes = ("--ranks", "8", "--memory", "80GB")
         answer = rehearse("", *sizes, command=(example, "--rows", rows), json_format=False)
         assert answer.found.splitlines()[0] in page
+
+
+def test_a_rehearsal_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: (drawn.append(figure), save(figure, *to, **how)))
+    peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}
+    steps = [{"step": step, **peaks, "flushes": step % 2} for step in (1, 2, 3)]
+    error = {"step": 4, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB, "asked_bytes": 2 * GIB}
+    about = {"usable_bytes": 4 * GIB, "overhead_bytes": 0, "rank": 0, "ranks": 8, "status": 1}
+    draw(Rehearsed(**about, steps=steps, errors=[error]), tmp_path / "plan.png")
+    (axes,) = drawn[0].axes
+    heights = [round(bar.get_height()) for bar in axes.patches]
+    assert heights == [2, 2, 2, 1, 1, 1, 3, 1, 2]
+    card, flushed = axes.lines
+    assert set(card.get_ydata()) == {4}
+    assert list(flushed.get_xdata()) == [1, 3]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["plan", "plan.exe", "nowhere/plan.png"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_script_runs(name: str) -> None:
+    command = [sys.executable, "-c", "from torchtune_adaptive.cli.main import main; main()"]
+    command += ["rehearse", "--picture", name, "--", "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert f"--picture is {name}" in ended.stderr

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 from torchtune_adaptive.null_cuda import NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.gpus import GPUS
@@ -41,11 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the steps, for example plan.png")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if options.picture is not None:
+        _check_picture(options)
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
     try:
@@ -68,8 +73,25 @@ def run(options: argparse.Namespace) -> int:
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return _NO_ANSWER
+    if options.picture is not None:
+        from torchtune_adaptive.rehearse.picture import draw
+
+        try:
+            draw(found, options.picture)
+        except OSError as error:
+            print(f"error: {options.picture} cannot be written ({error.strerror})", file=sys.stderr)
     print(found.as_json() if options.format == "json" else found.as_text())
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else _NO_ANSWER
+
+
+def _check_picture(options: argparse.Namespace) -> None:
+    """Before a script runs for nothing."""
+    if options.picture.suffix not in (".png", ".svg", ".pdf"):
+        options.refuse(f"--picture is {options.picture}: give it a name that ends in .png, .svg or .pdf")
+    if not options.picture.absolute().parent.is_dir():
+        options.refuse(f"--picture is {options.picture}, but there is no folder {options.picture.absolute().parent}")
+    if find_spec("matplotlib") is None:
+        options.refuse("--picture needs matplotlib: pip install matplotlib")
 
 
 def _bytes(text: str) -> int:

@@ -1,0 +1,40 @@
+"""A rehearsal's picture: what each step takes of the card. It needs matplotlib, which is optional."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from torchtune_adaptive.rehearse.answer import GIB, Rehearsed
+
+# Okabe and Ito's colours, which can be told apart with any colour vision
+_BLUE, _SKY, _RED, _INK = "#0072B2", "#56B4E9", "#D55E00", "#333333"
+
+
+def draw(found: Rehearsed, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(textwrap.fill(found.verdict(), 80), loc="left", fontsize=11)
+    card = found.usable_bytes / GIB
+    steps, reserved, allocated = (
+        [each[name] / per for each in found.steps]
+        for name, per in (("step", 1), ("reserved_bytes", GIB), ("allocated_bytes", GIB))
+    )
+    axes.bar(steps, reserved, width=0.9, color=_SKY, label="reserved")
+    axes.bar(steps, allocated, width=0.9, color=_BLUE, label="of it, allocated")
+    if (error := found.out_of_memory) is not None:
+        axes.bar(error["step"], error["reserved_bytes"] / GIB, width=0.9, color=_SKY)
+        axes.bar(error["step"], error["allocated_bytes"] / GIB, width=0.9, color=_BLUE)
+        axes.bar(error["step"], error["asked_bytes"] / GIB, bottom=error["reserved_bytes"] / GIB, width=0.9,
+                 color=_RED, label="requested, and refused")  # fmt: skip
+    axes.axhline(card, color=_INK, lw=1.5, label="the card")
+    flushing = [each["step"] for each in found.steps if each["flushes"]]
+    if flushing:
+        axes.plot(flushing, [card] * len(flushing), "v", color=_RED, ms=7, clip_on=False, label="cache flushed")
+    axes.set(xlabel="step", ylabel="GiB", ylim=(0, None))
+    axes.locator_params(axis="x", integer=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower left", ncols=5, frameon=False)
+    figure.savefig(path, dpi=150)
