@@ -32,7 +32,7 @@ from torchtune_adaptive.rl.rollouts import SCORE, Rollout, results_of
 from torchtune_adaptive.rl.settings import REWARD_FUNCTIONS
 from torchtune_adaptive.text import count_of, shown
 from torchtune_adaptive.tune.metrics import RunJournal
-from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.samples import FILLER, INDEX, Sample
 
 
 class RewardError(AdaptiveError):
@@ -44,7 +44,7 @@ class Group:
     """The answers to one prompt."""
 
     sample: int
-    """The number of its sample among those of all ranks."""
+    """The number of its sample in the dataset."""
     prompt: str
     answers: Sequence[str]
     tokens: Sequence[Sequence[int]]
@@ -141,7 +141,7 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
     return RewardFunction(path.rpartition(".")[2], float(weight), partial(component, **options), timeout_s)
 
 
-NOT_COLUMNS = ("tokens", "labels", "mask")
+NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
 
 
 class Rewards:
@@ -157,7 +157,7 @@ class Rewards:
             own = rollouts[place * size : (place + 1) * size]
             tokens = [self._without_stops(rollout) for rollout in own]
             group = Group(
-                sample=own[0].number // size,
+                sample=int(sample.get(INDEX, own[0].number // size)),
                 prompt=self._tokenizer.decode(own[0].prompt.tolist()),
                 answers=[self._tokenizer.decode(answer) for answer in tokens],
                 tokens=tokens,

@@ -22,6 +22,7 @@ from torchtune_adaptive.rl.rewards import (
     matching,
 )
 from torchtune_adaptive.rl.rollouts import SCORE, Rollout
+from torchtune_adaptive.tune.samples import INDEX
 
 HERE = __name__
 GROUP = Group(sample=5, prompt="1+1=", answers=["2", "11"], tokens=[[50], [49, 49]], columns={"answer": "2"})
@@ -56,6 +57,10 @@ def broken(**_: Any) -> list[float]:
 def endless(**_: Any) -> list[float]:
     time.sleep(30)
     return [0.0, 0.0]
+
+
+def only_what_is_named(prompts: Any, completions: Any, completion_ids: Any, answer: Any) -> list[float]:
+    return [0.0 for _ in completions]
 
 
 class Judge:
@@ -122,13 +127,14 @@ def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_fun
     for number, text in enumerate(["2", "11"]):
         answer = torch.tensor([*tokenizer.encode(text, add_bos=False), 0, 0])
         rollouts.append(Rollout(number, 1, prompt, answer, len(text) + 1, {SCORE: torch.tensor(10.0)}))
-    functions = built(
-        {"_component_": f"{HERE}.exact"}, {"_component_": f"{HERE}.Judge", "strictness": 3, "weight": 0.5}
-    )
+    judge = {"_component_": f"{HERE}.Judge", "strictness": 3, "weight": 0.5}
+    functions = built({"_component_": f"{HERE}.exact"}, judge, {"_component_": f"{HERE}.only_what_is_named"})
     rewards = Rewards(functions, tokenizer, tokenizer.stop_tokens)
-    rewards.score([{"tokens": prompt, "labels": prompt, "answer": "2"}], rollouts)
+    rewards.score([{"tokens": prompt, "labels": prompt, "answer": "2", INDEX: 7}], rollouts)
     assert [each.results[SCORE].item() for each in rollouts] == [10 + 1 + 1.5, 10 + 0 + 1.5]
-    assert rewards.figures(rollouts) == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0}
+    figures = rewards.figures(rollouts)
+    assert figures.pop("reward/only_what_is_named") == 0
+    assert figures == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0}
 
 
 def test_built_in_functions() -> None:
