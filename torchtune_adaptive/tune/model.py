@@ -48,11 +48,12 @@ def build_full_model(
 ) -> nn.Module:
     """Collective: the model of a section with every parameter trainable, filled from the checkpoint."""
     device, mesh = place
-    dtype, tensor_parallel = dtype_of(settings, device), mesh["tp"]
+    dtype = dtype_of(settings, device)
     model = built_on(META, settings.config, dtype, key)
     if settings.compile:
         training.compile_model(model, verbose=False)
     if settings.tensor_parallel_dim > 1:
+        tensor_parallel = mesh["tp"]
         plan = components.build("tensor_parallel_plan", settings.config)
         try:
             model = training.prepare_mha_for_tp(model, tensor_parallel)
