@@ -67,7 +67,7 @@ def write(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def mistral_config(folder: Path, weights: Path) -> DictConfig:
-    cfg = ppo_config(folder, "num_steps=32", *RESUMED)
+    cfg = ppo_config(folder, "dataset.samples=32", "num_steps=32", *RESUMED)
     path = "torchtune.models.mistral"
     cfg.policy_model = {"_component_": f"{path}.mistral", "vocab_size": VOCAB_SIZE, **SIZES}
     cfg.reward_and_value_model = {
