@@ -235,11 +235,11 @@ def make_room_to_gather(sharded: Sharded, optimizer: AnyOptimizer, device: torch
 
 def cause(error: BaseException, directory: Path) -> str:
     """Why a checkpoint could not be written, in words that a user can act on."""
-    if is_oom(error):
-        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in GATHERS_WITH_LESS)}"
     number = _errno(error)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't start new thread" in str(error):
         return f"out of memory on the host of rank {dist.get_rank()}: free host memory"
+    if is_oom(error):
+        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in GATHERS_WITH_LESS)}"
     if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
         return "the folder is gone"
     free = shutil.disk_usage(directory).free

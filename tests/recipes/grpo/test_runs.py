@@ -29,7 +29,6 @@ TINY = (
     f"num_steps={STEPS}",
     "ppo_epochs=2",
     "forward_batch_size=8",
-    "reward_functions.0.weight=1.0",
     "loss.kl_coeff=0.05",
     "use_maximum_batch_size=False",
     "adaptive=null",
