@@ -37,7 +37,7 @@ demo-hf: $(READY)
 	if $(BIN)/python -c 'import trl' 2>/dev/null; then \
 		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 6MiB; fi
 
-# GRPO: a tiny policy learns to sort two digits, in some three minutes
+# GRPO: a tiny policy learns to sort two digits, in two and a half minutes
 demo-grpo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_grpo_full_finetune_distributed --config adaptive/demo/grpo
 
