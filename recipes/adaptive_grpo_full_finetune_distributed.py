@@ -17,12 +17,12 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.rl.course import plan_iterations
-from torchtune_adaptive.rl.figures import figures_of_run, figures_of_stages
+from torchtune_adaptive.rl.figures import Updates, figures_of_run, figures_of_stages
 from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.grpo import (
     GRPO_KEYS,
-    GroupUpdates,
     build_policies,
+    figures_of_update,
     grpo_stages,
     prepared,
     read_grpo_settings,
@@ -55,7 +55,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
         sampling = sampling_of(tokenizer, grpo, run.progress.seed)
         self.rewards = build_rewards(settings.config, grpo.reward_timeout, tokenizer, sampling.stop_tokens)
         stages = grpo_stages(self.policy, reference, self._loss, sampling, settings, grpo, place.device)
-        self.stages, self.updates = RolloutStages(stages, settings, run.journal.event), GroupUpdates()
+        self.stages, self.updates = RolloutStages(stages, settings, run.journal.event), Updates()
         runners, limits = self.stages.runners, self.stages.state_dict
         self.trainer = Trainer(run, self.policy, data, self.optimization, runners, limits=limits)
         plan_iterations(self.trainer, self.stages, grpo)
@@ -87,7 +87,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
             policy = stages.run(TRAIN_POLICY, share, iteration)
             with stages.committing(last_checkpoint=self.run.checkpoints.last):
                 grad_norm = self.optimization.update(batch.divisor)
-            self.updates.add(policy, batch.divisor, grad_norm)
+            self.updates.add(figures_of_update(policy, batch.divisor), grad_norm)
         return {
             **batch.figures,
             **self.rewards.figures(everyone),

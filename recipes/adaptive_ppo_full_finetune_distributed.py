@@ -22,7 +22,7 @@ from torchtune_adaptive.rl.figures import Updates, figures_of_run, figures_of_st
 from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.limits import check_room
 from torchtune_adaptive.rl.models import build_models
-from torchtune_adaptive.rl.ppo import build_ppo_loss, keep_advantages, ppo_stages
+from torchtune_adaptive.rl.ppo import build_ppo_loss, figures_of_update, keep_advantages, ppo_stages
 from torchtune_adaptive.rl.rewards import build_rewards
 from torchtune_adaptive.rl.rollouts import build_prompts, gathered, rollouts_of, updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
@@ -47,12 +47,12 @@ class AdaptivePPOFullFinetuneDistributed:
         trained = self.models.trained
         self.optimization = one_optimizer(settings, trained, weights.get(training.OPT_KEY), place.device)
         run.resume(weights, trained, self.optimization, told={"seed": "seed"})
-        loss, tokenizer = build_ppo_loss(settings), components.build("tokenizer", settings.config)
+        self._loss, tokenizer = build_ppo_loss(settings), components.build("tokenizer", settings.config)
         self.data = build_prompts(settings, tokenizer, place.mesh)
         sampling = sampling_of(tokenizer, ppo, run.progress.seed)
         self.rewards = build_rewards(settings.config, ppo.reward_timeout, tokenizer, sampling.stop_tokens)
-        stages = ppo_stages(self.models, loss, sampling, settings, ppo, place.device)
-        self.stages, self.updates = RolloutStages(stages, settings, run.journal.event), Updates(loss)
+        stages = ppo_stages(self.models, self._loss, sampling, settings, ppo, place.device)
+        self.stages, self.updates = RolloutStages(stages, settings, run.journal.event), Updates()
         self.trainer = Trainer(
             run,
             trained,
@@ -91,7 +91,7 @@ class AdaptivePPOFullFinetuneDistributed:
             policy = stages.run(TRAIN_POLICY, share, iteration)
             with stages.committing(last_checkpoint=self.run.checkpoints.last):
                 grad_norm = self.optimization.update({"value": value.target_tokens, "policy": policy.target_tokens})
-            self.updates.add(value, policy, grad_norm)
+            self.updates.add(figures_of_update(value, policy, self._loss), grad_norm)
         learning_rate = {"lr": self.optimization.learning_rate()}
         return {**figures, **self.updates.means(), **learning_rate, **figures_of_stages(stages)}
 

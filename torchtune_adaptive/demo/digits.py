@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchtune.training import FullModelTorchTuneCheckpointer
 
 from torchtune_adaptive.demo.dataset import DemoDataset
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.demo.weights import ensure_made
 
-FILE = "demo_digits.pt"
 ASCII = [*b"0123456789"]
 
 
@@ -35,31 +31,6 @@ def places(completions: Sequence[str], answer: Sequence[str], **_: object) -> li
     """A reward: the share of places at which an answer is right, its end included."""
     pairs = zip(completions, answer, strict=True)
     return [sum(a == b for a, b in zip([*said, "end"], [*wanted, "end"], strict=False)) / 3 for said, wanted in pairs]
-
-
-def digits_checkpointer(
-    checkpoint_dir: str,
-    output_dir: str,
-    checkpoint_files: Sequence[str] = (FILE,),
-    model_type: str = "LLAMA3",
-    adapter_checkpoint: str | None = None,
-    recipe_checkpoint: str | None = None,
-    should_load_recipe_state: bool = False,
-    sizes: Mapping[str, int] | None = None,
-) -> FullModelTorchTuneCheckpointer:
-    """Component for a config's `checkpointer:` and `ref_checkpointer:`: torchtune's own, after seeing to it that the
-    first weights are there."""
-    if FILE in checkpoint_files:
-        ensure_made(Path(checkpoint_dir) / FILE, lambda: digits_at_random(sizes or {}))
-    return FullModelTorchTuneCheckpointer(
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_files=list(checkpoint_files),
-        model_type=model_type,
-        output_dir=output_dir,
-        adapter_checkpoint=adapter_checkpoint,
-        recipe_checkpoint=recipe_checkpoint,
-        should_load_recipe_state=should_load_recipe_state,
-    )
 
 
 def digits_at_random(sizes: Mapping[str, int]) -> dict[str, Tensor]:

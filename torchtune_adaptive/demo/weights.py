@@ -11,10 +11,12 @@ import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from torchtune_adaptive.atomic_files import reason
+from torchtune_adaptive.demo.digits import digits_at_random
 from torchtune_adaptive.demo.model import demo_classifier, demo_model, small_letters
 from torchtune_adaptive.errors import ConfigError
 
 WEIGHTS_FILE, VALUE_FILE, REWARD_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt"
+DIGITS_FILE = "demo_digits.pt"
 
 
 def demo_checkpointer(
@@ -38,6 +40,7 @@ def demo_checkpointer(
         WEIGHTS_FILE: lambda: demo_model(**(sizes or {})).state_dict(),
         VALUE_FILE: lambda: demo_classifier().state_dict(),
         REWARD_FILE: small_letters,
+        DIGITS_FILE: lambda: digits_at_random(sizes or {}),
     }
     for name in made.keys() & set(checkpoint_files):
         ensure_made(Path(checkpoint_dir) / name, made[name], seed=seed)

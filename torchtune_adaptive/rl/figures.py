@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, RolloutStages
 
 
 class Updates:
     """Figures of the updates of an iteration, each a mean over the tokens of all ranks; and how many were skipped."""
 
-    def __init__(self, loss: PPOLoss) -> None:
-        self._loss = loss
+    def __init__(self) -> None:
         self._figures: list[dict[str, float]] = []
         self._skipped = 0
 
-    def add(self, value: StepResult, policy: StepResult, grad_norm: float | None) -> None:
-        """Reading them waits for the GPU."""
-        tokens, valued = max(1, policy.target_tokens), max(1, value.target_tokens)
-        policy_loss, value_loss = float(policy.loss_sum) / tokens, float(value.loss_sum) / valued
+    def add(self, figures: Mapping[str, float], grad_norm: float | None) -> None:
         self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
-        self._figures.append(
-            {
-                "loss": policy_loss + self._loss.value_coeff * value_loss,
-                "policy_loss": policy_loss,
-                "value_loss": value_loss,
-                "clipfrac": float(policy.sums["clipped"]) / tokens,
-                "ratios": float(policy.sums["ratios"]) / tokens,
-                "approx_policy_kl": 0.5 * float(policy.sums["squares"]) / tokens,
-                **({} if grad_norm is None else {"grad_norm": grad_norm}),
-            }
-        )
+        self._figures.append({**figures, **({} if grad_norm is None else {"grad_norm": grad_norm})})
 
     def means(self) -> dict[str, float]:
         """Means over the iteration, which is over; and the updates of the run whose gradients were not finite."""

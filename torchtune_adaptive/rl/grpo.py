@@ -12,7 +12,6 @@ Each is a sum of weighted tokens, over a number of the whole step, so it does no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -308,31 +307,14 @@ def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings, loss: GRPOLoss) ->
     return TrainingBatch([*kept, *filled], max(1, divisor), figures)
 
 
-class GroupUpdates:
-    """Figures of the updates of an iteration, means over the tokens of all ranks; and how many were skipped."""
-
-    def __init__(self) -> None:
-        self._figures: list[dict[str, float]] = []
-        self._skipped = 0
-
-    def add(self, policy: StepResult, divisor: int, grad_norm: float | None) -> None:
-        """Reading them waits for the GPU."""
-        mean = {name: float(value) / max(1, policy.target_tokens) for name, value in policy.sums.items()}
-        self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
-        self._figures.append(
-            {
-                "loss": float(policy.loss_sum) / divisor,
-                "kl": mean["kl"],
-                "clipfrac": mean["clipped"],
-                "ratios": mean["ratios"],
-                "approx_policy_kl": 0.5 * mean["squares"],
-                "entropy": -mean["log_probs"],
-                **({} if grad_norm is None else {"grad_norm": grad_norm}),
-            }
-        )
-
-    def means(self) -> dict[str, float]:
-        """Means over the iteration, which is over; and the updates of the run whose gradients were not finite."""
-        figures, self._figures = self._figures, []
-        means = {name: sum(update[name] for update in figures) / len(figures) for name in figures[0]}
-        return {**means, "skipped_updates": self._skipped}
+def figures_of_update(policy: StepResult, divisor: int) -> dict[str, float]:
+    """The loss as it is averaged, the rest as means over the tokens of all ranks. Reading them waits for the GPU."""
+    mean = {name: float(value) / max(1, policy.target_tokens) for name, value in policy.sums.items()}
+    return {
+        "loss": float(policy.loss_sum) / divisor,
+        "kl": mean["kl"],
+        "clipfrac": mean["clipped"],
+        "ratios": mean["ratios"],
+        "approx_policy_kl": 0.5 * mean["squares"],
+        "entropy": -mean["log_probs"],
+    }

@@ -17,7 +17,7 @@ from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.reports import StepResult, Totals
 from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.models import Models
@@ -149,6 +149,20 @@ class TrainValue:
         loss = value_loss(values, before, returns, valued, self.loss.value_clip_range)
         (loss * self.loss.value_coeff).backward()
         return Totals(loss.detach(), int(results_of(rollouts, VALUED).sum()))
+
+
+def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> dict[str, float]:
+    """Means over the tokens of all ranks. Reading them waits for the GPU."""
+    tokens, valued = max(1, policy.target_tokens), max(1, value.target_tokens)
+    policy_mean, value_mean = float(policy.loss_sum) / tokens, float(value.loss_sum) / valued
+    return {
+        "loss": policy_mean + loss.value_coeff * value_mean,
+        "policy_loss": policy_mean,
+        "value_loss": value_mean,
+        "clipfrac": float(policy.sums["clipped"]) / tokens,
+        "ratios": float(policy.sums["ratios"]) / tokens,
+        "approx_policy_kl": 0.5 * float(policy.sums["squares"]) / tokens,
+    }
 
 
 def ppo_stages(
