@@ -142,10 +142,7 @@ def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answ
     """Rollouts of this rank, so many to each prompt, still without their answers."""
     rollouts = []
     for place, sample in enumerate(prompts):
-        tokens = torch.as_tensor(sample["tokens"])
-        if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
-            raise TypeError("the tokens of a prompt are not integers")
-        prompt, first = tokens.long(), (place * world_size() + rank()) * answers
+        prompt, first = torch.as_tensor(sample["tokens"]).long(), (place * world_size() + rank()) * answers
         for number in range(first, first + answers):
             answer, group = torch.zeros(new_tokens, dtype=torch.long), first if answers > 1 else None
             rollouts.append(Rollout(number, iteration, prompt, answer, group=group))
