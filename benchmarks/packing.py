@@ -72,7 +72,6 @@ COMMON = (
     "adaptive.memory_limit=120MiB",  # room for 8 of the longest
     "dataset._component_=benchmarks.packing.random_tokens",
     "adaptive.sequence_length=null",
-    "adaptive.reuse_search=False",
     f"tokenizer.max_seq_len={LONGEST}",
     "gradient_accumulation_steps=1",
     "clip_grad_norm=1.0",

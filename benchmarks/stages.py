@@ -66,7 +66,6 @@ class Shape:
             "gradient_accumulation_steps=1",
             "use_maximum_batch_size=True",
             "adaptive.round_to=none",
-            "adaptive.reuse_search=False",
             f"adaptive.memory_limit={self.memory_mib}MiB",
         )
 

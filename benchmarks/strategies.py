@@ -30,7 +30,6 @@ SEARCHING = (
     "adaptive.memory_limit=64MiB",
     "adaptive.sequence_length=256",
     "adaptive.round_to=none",
-    "adaptive.reuse_search=False",
     "dataset.samples=128",
 )
 

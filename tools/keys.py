@@ -5,14 +5,19 @@ python tools/keys.py             # writes what has drifted
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from torchtune_adaptive.cli.keys import Key, at_the_top, of_adaptive_plan, of_the_section
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings, meanings_of, options_of
+from torchtune_adaptive.forecast.keys import PlanSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-TABLES = {"at the top": at_the_top, "under adaptive": of_the_section, "of adaptive_plan": of_adaptive_plan}
+TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig, "of adaptive_plan": PlanSettings}
+INCREASE = (
+    "| `batch_increase_function` | null | a function (epoch, batch size) -> rows to add, called before each epoch: a "
+    "section with a `_component_`, or a dotted path |"
+)
+"""Its place is below the key of the search; no dataclass has it."""
 END = "<!-- end of keys -->"
 
 
@@ -20,21 +25,30 @@ def begin(name: str) -> str:
     return f"<!-- keys {name}: made by tools/keys.py -->\n"
 
 
-def table(keys: Iterable[Key]) -> str:
-    rows = [f"| `{key.name.removeprefix('adaptive.')}` | {_default(key.default)} | {key.means} |" for key in keys]
+def table(section: type) -> str:
+    """The keys that say what they mean: torchtune's own do not."""
+    means = meanings_of(section)
+    rows = [
+        f"| `{option.name}` | {_default(option.default)} | {means[option.name]} |"
+        for option in options_of(section)
+        if option.name in means
+    ]
+    if section is Settings:
+        rows.insert(1, INCREASE)
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows]) + "\n"
 
 
-def _default(default: str) -> str:
-    return default if default in ("null", "True", "False") or default.isdecimal() else f"`{default}`"
+def _default(default: object) -> str:
+    text = "null" if default is None else str(default)
+    return text if text in ("null", "True", "False") or text.isdecimal() else f"`{text}`"
 
 
 def renewed(text: str) -> str:
     """A page, with its tables made anew."""
-    for name, keys in TABLES.items():
+    for name, section in TABLES.items():
         if begin(name) in text:
             before, rest = text.split(begin(name))
-            text = before + begin(name) + table(keys()) + END + rest.split(END, 1)[1]
+            text = before + begin(name) + table(section) + END + rest.split(END, 1)[1]
     return text
 
 

@@ -74,7 +74,6 @@ WITHOUT_TORCH = {
     "atomic_files",
     "report.journal",
     "cli.cp",
-    "cli.keys",
     "cli.ls",
     "cli.status",
     "forecast.keys",

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,6 @@ class Checkpoints:
         self._device = device
         self._directory = checkpoint_directory(settings).absolute()
         self._staging = self._directory / store.SAVING
-        self._stops_on_error = settings.adaptive.on_save_error == "stop"
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
         self._serial = start.serial
@@ -284,18 +283,12 @@ class Checkpoints:
         if dist.get_rank() == 0:
             logger.info("checkpoint %s saved in %.1f s", THIS_RUN.newest, seconds)
 
-    def _fail(self, written: Written, problem: str) -> None:
-        """On every rank: training goes on if the config says so, but a run without its last checkpoint has failed."""
+    def _fail(self, written: Written, problem: str) -> NoReturn:
+        """On every rank: ends the run."""
         message = f"checkpoint {written.name} could not be saved to {self._directory}: {problem}; {_last_good()}"
         if dist.get_rank() == 0:
             store.discard_staged(self._directory)
-        if written.manifest.finished:
-            raise CheckpointError(f"{message}; {_once_mended()}")
-        if self._stops_on_error:
-            otherwise = "with adaptive.on_save_error: continue, training would have continued"
-            raise CheckpointError(f"{message}; {_once_mended()} ({otherwise})")
-        if dist.get_rank() == 0:
-            logger.warning("%s; training continues (adaptive.on_save_error: continue)", message)
+        raise CheckpointError(f"{message}; {_once_mended()}")
 
     def _pass_over(self, name: str, *, last: bool) -> None:
         """On every rank: weights that are NaN would only push out those that are not."""

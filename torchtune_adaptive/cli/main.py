@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from torchtune_adaptive.cli import cp, keys, ls, show, status, validate
+from torchtune_adaptive.cli import cp, ls, status, validate
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.life.endings import INTERRUPTED, printing
@@ -16,9 +16,7 @@ from torchtune_adaptive.rehearse import command as rehearse
 COMMANDS: dict[str, ModuleType] = {
     "ls": ls,
     "cp": cp,
-    "print": show,
     "validate": validate,
-    "keys": keys,
     "status": status,
     "rehearse": rehearse,
 }
@@ -43,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="tune-adaptive", description="Recipes, configs, their keys, and runs of torchtune-adaptive."
+        prog="tune-adaptive", description="Recipes, configs and runs of torchtune-adaptive."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():

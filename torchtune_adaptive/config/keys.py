@@ -95,7 +95,7 @@ def option(
 ) -> Any:
     """A field of a section; required when it has no default.
 
-    The string below it is what docs/keys.md and `tune-adaptive keys` say of it; torchtune's own keys have none.
+    The string below it is what docs/keys.md says of it; torchtune's own keys have none.
     `convert` takes the value and what errors call it.
     """
     return field(default=default, metadata={"rule": rule, "convert": convert or _frozen})
@@ -228,11 +228,6 @@ class AdaptiveConfig:
     `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples per step"""
     lr_scaling: str = option(one_of("none", "sqrt", "linear"), "none")
     """how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"""
-    reuse_search: bool = option(BOOL, True)
-    """reuse the result in `batch_search.json` if nothing that it depends on has changed"""
-
-    on_save_error: str = option(one_of("stop", "continue"), "stop")
-    """when a checkpoint cannot be written: `stop` the run, or `continue`"""
     beyond_memory: str = option(one_of("skip", "accumulate", "error"), "skip")
     """an increase beyond what fits: `skip` it, `accumulate` (apply it, in more microbatches), or `error`"""
 
@@ -281,7 +276,8 @@ class Settings:
 
     batch_size: int = option(COUNT)
     use_maximum_batch_size: bool = option(BOOL, False)
-    """find the most rows that fit, and train with them"""
+    """find the most rows that fit, and train with them. The result is kept in `batch_search.json`, and reused if
+    nothing that it depends on has changed"""
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(count_up_to(100_000))
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)

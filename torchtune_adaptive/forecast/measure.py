@@ -134,7 +134,6 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
                 **({"recover_from_oom": False} if question.batch_size and not question.lengths else {}),
                 "memory_limit": None,
                 "sequence_length": None,
-                "reuse_search": False,
             },
         }
     )

@@ -199,7 +199,6 @@ class SearchFile:
     def __init__(self, settings: Settings, folder: str, fingerprint: Mapping[str, Any]) -> None:
         self.directory = Path(settings.output_dir) / folder
         self._path, self._fingerprint = self.directory / SEARCH_FILE, fingerprint
-        self._reuses = settings.adaptive.reuse_search
 
     def write(self, result: SearchResult | Profile, length: int) -> None:
         """Writes the result. If that fails, a warning says so."""
@@ -208,8 +207,6 @@ class SearchFile:
 
     def read(self, kind: type[Result]) -> Result | None:
         """Collective: the result of an earlier search with this fingerprint, as rank 0 reads it."""
-        if not self._reuses:
-            return None
         result: Result | None = None
         if dist.get_rank() == 0:
             try:
@@ -219,7 +216,7 @@ class SearchFile:
             except (AttributeError, TypeError, ValueError) as error:
                 logger.warning("%s is not a valid search record (%s); searching again", self._path, error)
             if result is not None:
-                logger.info("batch search · reused from %s (adaptive.reuse_search: False searches again)", self._path)
+                logger.info("batch search · reused from %s; delete it to search again", self._path)
         return from_rank_0(result)
 
     def _read(self, kind: type[Result]) -> Result | None:

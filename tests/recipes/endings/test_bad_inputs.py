@@ -113,7 +113,7 @@ def test_a_file_nested_a_hundred_thousand_deep_is_told_of_or_made_anew(tmp_path:
     for name in ("batch_search.json", "sample_lengths.json"):
         (tmp_path / "out" / name).write_text(DEEP)
     nulls = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
-    overrides = ("use_maximum_batch_size=True", "adaptive.reuse_search=True", *nulls)
+    overrides = ("use_maximum_batch_size=True", *nulls)
     found = start("full", [*SMALL, *overrides], tmp_path, timeout_s=120)
     assert found.status == 0, found.output
     assert "is not a valid search record (maximum recursion depth exceeded" in found.output

@@ -11,7 +11,7 @@ from tests.hearing import listening
 from tests.recipes.running import start_here
 from torchtune_adaptive.errors import ConfigError
 
-SEARCHED = ("--config", "adaptive/demo/full", "use_maximum_batch_size=True", "adaptive.reuse_search=False")
+SEARCHED = ("--config", "adaptive/demo/full", "use_maximum_batch_size=True")
 
 
 class OfLengths:

@@ -30,7 +30,7 @@ from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 
 STEPS = (*SGD, "batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
-BUDGET = ("adaptive.sequence_length=null", "adaptive.reuse_search=True", "adaptive.memory_limit=null")
+BUDGET = ("adaptive.sequence_length=null", "adaptive.memory_limit=null")
 """Otherwise as in the demo's config, once a key of the section is given."""
 LIMIT = "adaptive.memory_limit=[120MiB,48MiB]"
 """Rank 1 has little."""

@@ -18,7 +18,6 @@ LIMITED = (
     "adaptive.memory_limit=40MiB",
     "use_maximum_batch_size=True",
     "adaptive.max_batch_size=8",
-    "adaptive.reuse_search=True",
     "adaptive.sequence_length=64",  # of a worst case that is none
 )
 STEPS = 4  # of an epoch

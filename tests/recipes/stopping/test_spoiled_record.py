@@ -16,7 +16,6 @@ SEARCHING = (
     "adaptive.memory_limit=64MiB",
     "adaptive.sequence_length=null",
     "tokenizer.max_seq_len=null",
-    "adaptive.reuse_search=True",
     "adaptive.max_batch_size=2",
 )
 STEPS = 4

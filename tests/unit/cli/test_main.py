@@ -1,8 +1,7 @@
-"""What `tune-adaptive` says of recipes, configs and keys: ls, cp, print, keys."""
+"""What `tune-adaptive` says of recipes and configs: ls and cp; and the tables of keys."""
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import runpy
 import subprocess
@@ -14,15 +13,11 @@ import pytest
 import yaml
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.cli import keys
 from torchtune_adaptive.cli.main import COMMANDS, main
-from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.registry import RECIPES, config_files, our_configs, recipe_files
-from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.life.endings import NOBODY_READS
 
 ROOT = Path(__file__).parents[3]
-DEMO = ROOT / "configs" / "demo" / "full.yaml"
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
@@ -122,38 +117,23 @@ def test_cp_makes_folders_and_says_what_keeps_it_from_writing(
         assert "choose another place" in refused(capsys, "cp", "adaptive/demo/full", str(place))
 
 
-@pytest.mark.parametrize("command", ["validate", "print"])
 def test_a_file_of_bytes_and_a_lone_bracket_are_refused_in_a_line(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "ls.yaml"
     program.write_bytes(bytes([0x7F, 0x45, 0x4C, 0x46, 0xD0, 0xFF]))
-    assert "ls.yaml" in refused(capsys, command, str(program))
+    assert "ls.yaml" in refused(capsys, "validate", str(program))
     for override in ("[", "[=1"):
-        assert "cannot be read" in refused(capsys, command, "adaptive/demo/full", override)
+        assert "cannot be read" in refused(capsys, "validate", "adaptive/demo/full", override)
 
 
-@pytest.mark.parametrize("command", [("cp", "TARGET"), ("print",)], ids=lambda words: words[0])
 def test_a_wrong_name_is_answered_with_those_that_are_like_it(
-    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = [str(tmp_path / "x") for _ in command[1:]]
-    assert "did you mean adaptive/demo/full" in refused(capsys, command[0], "adaptive/demo/ful.yaml", *target)
-    assert "llama3_2/1B_full" in refused(capsys, command[0], "llama3.2/1B_full", *target)
-    assert "tune-adaptive ls" in refused(capsys, command[0], "%%%", *target)
-
-
-def test_print_shows_a_file_as_it_is_and_with_overrides_what_a_run_would_see(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(capsys, "print", "adaptive/demo/full")[1] == DEMO.read_text()
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("a: 1\nb: ${a}\n")
-    assert told(capsys, "print", str(mine))[1] == mine.read_text()
-    assert told(capsys, "print", str(mine), "a=2", "c.d=[1]")[1] == "a: 2\nb: 2\nc:\n  d:\n  - 1\n"
-    assert "key=value, got lr" in refused(capsys, "print", str(mine), "lr")
-    assert "is a recipe" in refused(capsys, "print", "adaptive_plan", "a=2")
-    assert "launch.run_without_training" in told(capsys, "print", "adaptive_plan")[1]
+    target = str(tmp_path / "x")
+    assert "did you mean adaptive/demo/full" in refused(capsys, "cp", "adaptive/demo/ful.yaml", target)
+    assert "llama3_2/1B_full" in refused(capsys, "cp", "llama3.2/1B_full", target)
+    assert "tune-adaptive ls" in refused(capsys, "cp", "%%%", target)
 
 
 @pytest.mark.parametrize("before", [None, "mine: 1\n"], ids=["new", "replaced"])
@@ -173,33 +153,6 @@ def test_a_copy_for_which_there_is_no_room_leaves_what_was_there(
     assert [path.read_text() for path in tmp_path.iterdir()] == [before] * (before is not None)
 
 
-def test_keys_explains_every_key_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = told(capsys, "keys")
-    for field in dataclasses.fields(AdaptiveConfig):
-        assert f"adaptive.{field.name}: " in out
-    assert {"use_maximum_batch_size", "resume_from_checkpoint", "batch_increase_function"} < {
-        key.name for key in keys.at_the_top()
-    }
-    assert "adaptive.regrow_after: 200\n    allowed: a whole number of at least 0\n" in out
-    assert max(map(len, out.splitlines())) <= keys.WIDEST
-
-
-def test_keys_finds_by_a_part_of_the_name_and_knows_slips(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [line.split(":")[0] for line in told(capsys, "keys", "search")[1].splitlines() if line[:1] != " "]
-    assert list(filter(None, names)) == ["adaptive.search", "adaptive.reuse_search"]
-    assert "did you mean adaptive.memory_limit or memory_limit?" in refused(capsys, "keys", "memory_limt")
-    assert "did you mean adaptive.recover_from_oom?" in refused(capsys, "keys", "recovry")
-
-
-def test_keys_knows_those_of_adaptive_plan_and_that_no_other_recipe_does(capsys: pytest.CaptureFixture[str]) -> None:
-    of_the_plan = told(capsys, "keys", "adaptive_plan")[1]
-    for field in dataclasses.fields(PlanSettings):
-        assert f"{field.name}: " in of_the_plan
-    assert "adaptive.regrow_after" not in of_the_plan
-    assert "memory_limit: null   (adaptive_plan only)\n" in told(capsys, "keys", "memory_limit")[1]
-    assert "adaptive.memory_limit: null\n" in told(capsys, "keys", "memory_limit")[1]
-
-
 def test_the_tables_of_keys_say_what_the_keys_say_of_themselves() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "keys.py"))
     pages = [page.read_text(encoding="utf-8") for page in tool["PAGES"]]
@@ -216,7 +169,7 @@ def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str])
     assert str(COMMANDS[name].__doc__).splitlines()[0] in " ".join(told(capsys, "--help")[1].split())
 
 
-@pytest.mark.parametrize("words", [["ls", "--al"], ["keys", "--foo"], ["status", "a", "b"], ["nonsense"], []])
+@pytest.mark.parametrize("words", [["ls", "--al"], ["cp", "--foo"], ["status", "a", "b"], ["nonsense"], []])
 def test_what_is_not_understood_ends_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, error = told(capsys, *words)
     assert (code, out) == (2, "")
@@ -250,22 +203,22 @@ def test_an_answer_that_cannot_be_written_is_no_traceback() -> None:
 
 
 def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
-    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"keys\"])'"
+    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
     ended = shell(f"{command} > /dev/full; echo $?")
     assert ended.stderr == f"error: {UNWRITTEN}; redirect it elsewhere\n"
     assert ended.stdout == "1\n"
 
 
 def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path) -> None:
-    (mine := tmp_path / "größe.yaml").write_text("a: ä\n", encoding="utf-8")
-    command = f'{sys.executable} -c \'from torchtune_adaptive.cli.main import main; main(["print", "{mine}"])\''
+    call = f'main(["cp", "adaptive/demo/full", "{tmp_path}/größe.yaml"])'
+    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; {call}'"
     ended = shell(f"PYTHONIOENCODING=ascii {command}")
-    assert (ended.stdout, ended.stderr) == ("a: \\xe4\n", "")
+    assert (ended.stdout.splitlines()[0], ended.stderr) == (f"copied to {tmp_path}/gr\\xf6\\xdfe.yaml", "")
 
 
 @pytest.mark.parametrize(
     "words",
-    [["ls"], ["cp", "adaptive/demo/full", "copy"], ["print", "llama3_2/1B_full"], ["keys"], ["keys", "--help"]],
+    [["ls"], ["cp", "adaptive/demo/full", "copy"], ["status", "--help"]],
     ids=" ".join,
 )
 def test_it_answers_without_waiting_for_torch(words: list[str], tmp_path: Path) -> None:

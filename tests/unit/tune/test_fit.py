@@ -99,7 +99,7 @@ def test_the_journal_is_told_what_was_found_and_whether_by_an_earlier_run(tmp_pa
     assert (rows.after, rows.unit, rows.budget_bytes) == (8, "rows", example().budget_bytes)
     again = searched(tmp_path, measure=None)
     assert again == dataclasses.replace(rows, reason=f"{rows.reason}, reused from an earlier run")
-    lengths = searched(tmp_path, lambda *_, **__: profiled(), stage="", token_budget="auto", reuse_search=False)
+    lengths = searched(tmp_path, lambda *_, **__: profiled(), stage="", token_budget="auto")
     assert lengths.reason.startswith("token budget: up to 51")
     assert (lengths.after, lengths.unit) == (profiled().limit_bytes, "bytes")
 
