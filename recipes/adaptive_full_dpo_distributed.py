@@ -10,8 +10,8 @@ from __future__ import annotations
 from omegaconf import DictConfig
 from torch import nn
 
-from torchtune_adaptive.checkpoints.contents import FullContents
 from torchtune_adaptive.checkpoints.loading import load_reference
+from torchtune_adaptive.checkpoints.saving import FullContents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.life import launch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.checkpoints.contents import FullContents
+from torchtune_adaptive.checkpoints.saving import FullContents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages

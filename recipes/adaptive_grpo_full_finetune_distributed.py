@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.checkpoints.contents import FullContents
+from torchtune_adaptive.checkpoints.saving import FullContents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.life import launch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.checkpoints.contents import LoraContents
+from torchtune_adaptive.checkpoints.saving import LoraContents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_lora_dpo_settings
 from torchtune_adaptive.life import launch

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
 import reprlib
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CANNOT_SYNC_A_FOLDER = (errno.EINVAL, errno.ENOTSUP)
+LONGEST_WAIT_MS = 2000
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -21,7 +24,9 @@ def replace_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Always the same name: what a kill leaves behind is overwritten by the next try.
     beside = path.with_name(f"{path.name}.tmp")
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        _wait_for_others(folder)
         beside.unlink(missing_ok=True)  # a pipe of that name would be waited for
         with beside.open("wb") as file:
             file.write(content)
@@ -32,7 +37,23 @@ def replace_file(path: Path, content: bytes) -> None:
         with suppress(OSError):
             beside.unlink()
         raise
+    finally:
+        os.close(folder)
     sync(path.parent)
+
+
+def _wait_for_others(folder: int) -> None:
+    """Takes the lock of a folder, since another process has the same name for its draft. Not for ever: a child that was
+    forked meanwhile may keep it; and not where the file system has no such locks."""
+    for _ in range(LONGEST_WAIT_MS):
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+            continue
+        except OSError:
+            pass
+        return
 
 
 def keep_file(path: Path, content: bytes, otherwise: str) -> bool:

@@ -39,8 +39,6 @@ class Blow:
     """The same once more, that much later, while the rank is held up."""
     skip: int = 0
     """How many such moments pass before."""
-    left_s: int | None = None
-    """As under a launcher that leaves it so long, and it is held up until then."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,6 @@ def _live(kind: str, folder: Path, blow: Blow | None) -> Ended:
 @contextmanager
 def struck_by(blow: Blow | None) -> Iterator[None]:
     with ExitStack() as patches:
-        if blow is not None and blow.left_s is not None:  # as a launcher tells all of its ranks
-            variables = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(blow.left_s)}
-            patches.enter_context(mock.patch.dict(os.environ, variables))
         if blow is None or int(os.environ["RANK"]) not in blow.ranks:
             yield
             return
@@ -115,7 +110,7 @@ class _Strike:
             return
         for number in self._blow.signals:
             os.kill(os.getpid(), number)
-        time.sleep(0.3 + (self._blow.left_s or 0))  # in which the thread that hears of it gets its turn
+        time.sleep(0.3)  # in which the thread that hears of it gets its turn
         if self._blow.again_after_s is not None:
             time.sleep(self._blow.again_after_s)
             os.kill(os.getpid(), self._blow.signals[0])

@@ -79,7 +79,7 @@ WITHOUT_TORCH = {
     "forecast.keys",
     "checkpoints.store",
     "life.output_lock",
-    "life.run_file",
+    "life.this_run",
     "life.signals",
 }
 TUNE_SIDE = {"config", "life", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}

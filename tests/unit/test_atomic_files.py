@@ -45,6 +45,20 @@ def test_killed_at_any_moment_it_holds_the_old_content_or_the_new(tmp_path: Path
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
 
 
+def test_two_that_write_at_once_do_not_meet_in_the_draft(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    command = [sys.executable, "-c", WRITING_FOREVER, atomic_files.__file__, str(path)]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
+    try:
+        time.sleep(1.5)
+        assert [writer.poll() for writer in writers] == [None, None], "one has taken the other's draft away"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    assert path.read_bytes() in (b"a" * 2_000_000, b"b" * 2_000_000)
+
+
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_what_fails_leaves_the_old_content_and_nothing_besides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str

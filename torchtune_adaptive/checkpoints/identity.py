@@ -9,10 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from torchtune_adaptive.checkpoints.contents import saves_adapters
-from torchtune_adaptive.checkpoints.named import file_names
-from torchtune_adaptive.config.components import COMPONENT, default_of
 from torchtune_adaptive.config.keys import value_at
+from torchtune_adaptive.errors import ConfigError
 
 RUN_KEYS = (
     "model",
@@ -38,8 +36,14 @@ ONLY_SPLIT = {"full_ppo": {"gradient_accumulation_steps"}}
 """Keys among them that in a recipe only say how a step is split: they are saved all the same, and may change."""
 MAY_BE_LOWERED = ("tokenizer.max_seq_len",)
 """Keys that errors advise to lower when memory is short: a run may go on with less."""
-WEIGHTS_IN = " weights in "
-"""Between whose weights they are and their file, in the key of a fingerprint."""
+NOT_TRAINED = {
+    "full_ppo": {"reference weights": "ref_policy_checkpointer", "reward weights": "reward_checkpointer"},
+    "full_dpo": {"reference weights": "ref_checkpointer"},
+    "lora": {"frozen weights": "checkpointer"},
+    "lora_dpo": {"frozen weights": "checkpointer"},
+}
+"""Recipe -> weights that belong to a run of it, and the section that names their files: an adapter is worth nothing
+without those it was trained beside, nor a policy's loss without its reference's."""
 CONTENT_OF = "content of "
 """Before the path of a data file, in the key of a fingerprint."""
 MOST_SHOWN = 3
@@ -48,38 +52,63 @@ ENDS_BYTES = 2**22
 """Bytes that are read at either end of a file, to tell it from another of its size."""
 
 
+def saves_adapters(recipe: str) -> bool:
+    """Whether a recipe trains adapters: a checkpoint of one is no place to go on from for another."""
+    return recipe in ("lora", "lora_dpo")
+
+
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     """The values that a run keeps for its whole life, by their dotted keys. Reads files: for rank 0."""
-    keys = (*RUN_KEYS, *(PPO_RUN_KEYS if recipe == "full_ppo" else ()))
-    flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in keys}})
-    if recipe == "full_ppo":
-        flat |= weights_in("reference weights", cfg.get("ref_policy_checkpointer"))
-        flat |= weights_in("reward weights", cfg.get("reward_checkpointer"))
-    if saves_adapters(recipe):
-        flat |= weights_in("frozen weights", cfg.get("checkpointer"))
-    if recipe == "full_dpo":
-        flat |= weights_in("reference weights", cfg.get("ref_checkpointer"))
-    files = {name: _fingerprint(Path(name)) for name in _strings_in(_plain(cfg, "dataset"))}
+    values = {key: value_at(cfg, key) for key in (*RUN_KEYS, *(PPO_RUN_KEYS if recipe == "full_ppo" else ()))}
+    plain = {
+        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for key, value in values.items()
+    }
+    flat = _flat({"recipe": recipe, **plain})
+    for whose, section in NOT_TRAINED.get(recipe, {}).items():
+        flat |= weights_in(whose, cfg.get(section))
+    files = {name: _fingerprint(Path(name)) for name in _strings_in(plain["dataset"])}
     flat |= {f"{CONTENT_OF}{name}": content for name, content in files.items() if content is not None}
     return {key: value for key, value in flat.items() if key not in MAY_BE_LOWERED}
 
 
-def _strings_in(values: object) -> set[str]:
-    """All texts of a section, among them the names of data files."""
-    if isinstance(values, Mapping | list):
-        parts = values.values() if isinstance(values, Mapping) else values
-        return {text for part in parts for text in _strings_in(part)}
-    return {values} if isinstance(values, str) else set()
-
-
-def weights_in(what: str, section: Any) -> dict[str, object]:
-    """A fingerprint of weights that are not trained: an adapter is worth nothing without those it was trained beside,
-    nor a policy's loss without its reference's. By content: paths change."""
+def weights_in(whose: str, section: Any) -> dict[str, object]:
+    """A fingerprint of weights that are not trained. By content: paths change."""
     names = section.get("checkpoint_files") if isinstance(section, DictConfig) else None
     if not isinstance(names, ListConfig | DictConfig):
         return {}
     folder = Path(str(section.get("checkpoint_dir")))
-    return {f"{what} in {name}": _fingerprint(folder / name) for name in file_names(names)}
+    return {f"{whose} in {name}": _fingerprint(folder / name) or "missing" for name in file_names(names)}
+
+
+def file_names(value: object) -> list[str]:
+    """The names in `checkpoint_files`: a list, or torchtune's short form for many of them."""
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    if isinstance(plain, list) and plain:
+        return [str(name) for name in plain]
+    if isinstance(plain, dict) and {"filename_format", "max_filename"} <= plain.keys():
+        last = str(plain["max_filename"])
+        numbers = (str(number).zfill(len(last)) for number in range(1, int(last) + 1))
+        return [str(plain["filename_format"]).format(number, last) for number in numbers]
+    raise ConfigError(f"checkpointer.checkpoint_files is {plain!r}: allowed is a list of names")
+
+
+def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
+    """The keys whose values are not those that the checkpoint's run had, and both values. Another recipe is all that
+    there is to say."""
+    may_differ = ONLY_SPLIT.get(str(configured.get("recipe")), set())
+    changed = []
+    for key in sorted(configured.keys() | saved.keys(), key=lambda key: (key != "recipe", key)):
+        # a data file that is gone says so itself
+        compared = key in configured and key in saved if key.startswith(CONTENT_OF) else key not in may_differ
+        if compared and configured.get(key) != saved.get(key):
+            ours, theirs = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
+            changed.append(f"{key} is {ours}, but was {theirs}")
+        if key == "recipe" and changed:
+            break
+    if len(changed) > MOST_SHOWN:
+        changed[MOST_SHOWN:] = [f"{len(changed) - MOST_SHOWN} more differ"]
+    return ", and ".join(changed) or None
 
 
 def _fingerprint(path: Path) -> str | None:
@@ -93,55 +122,12 @@ def _fingerprint(path: Path) -> str | None:
         return f"{size} bytes, CRC-32 {zlib.crc32(file.read(), crc32):08x}"
 
 
-def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """The keys whose values are not those that the checkpoint's run had, and both values; weights by their files, and
-    by their contents where these have one name. Another recipe is all that there is to say."""
-    changed = []
-    keys = (configured.keys() | saved.keys()) - ONLY_SPLIT.get(str(configured.get("recipe")), set())
-    for key in sorted(keys, key=lambda key: (key != "recipe", key)):
-        ours, theirs = _value(key, configured), _value(key, saved)
-        if ours == theirs or (key.startswith(CONTENT_OF) and None in (ours, theirs)):  # files that are gone say so
-            continue
-        whose, are_weights, _ = key.partition(WEIGHTS_IN)
-        if not are_weights:
-            changed.append(f"{key} is {_shown(key, configured)}, but was {_shown(key, saved)}")
-        elif key in configured and key in saved:
-            changed.append(f"{key} are {ours or 'missing'}, but were {theirs or 'missing'}")
-        else:
-            files = (_files_of(whose, values) for values in (configured, saved))
-            changed.append("{} weights are read from {}, but were read from {}".format(whose, *files))
-        if key == "recipe":
-            break
-    if len(changed) > MOST_SHOWN:
-        changed[MOST_SHOWN:] = [f"{len(changed) - MOST_SHOWN} more differ"]
-    return ", and ".join(dict.fromkeys(changed)) or None
-
-
-def _value(key: str, values: Mapping[str, object]) -> object:
-    """What a run has for a dotted key: where it was not given, what its component takes then."""
-    if key in values:
-        return values[key]
-    section, _, name = key.rpartition(".")
-    default = default_of(values.get(f"{section}.{COMPONENT}"), name)
-    return list(default) if isinstance(default, tuple) else default  # as YAML would have it
-
-
-def _shown(key: str, values: Mapping[str, object]) -> str:
-    value = _value(key, values)
-    if key in values:
-        return repr(value)
-    return "not set" if value is None else f"not set (default {value!r})"
-
-
-def _files_of(whose: str, values: Mapping[str, object]) -> str:
-    beginning = f"{whose}{WEIGHTS_IN}"
-    names = [key.removeprefix(beginning) for key in values if key.startswith(beginning)]
-    return ", ".join(names) or "no file"
-
-
-def _plain(cfg: DictConfig, key: str) -> object:
-    value = value_at(cfg, key)
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+def _strings_in(values: object) -> set[str]:
+    """All texts of a section, among them the names of data files."""
+    if isinstance(values, Mapping | list):
+        parts = values.values() if isinstance(values, Mapping) else values
+        return {text for part in parts for text in _strings_in(part)}
+    return {values} if isinstance(values, str) else set()
 
 
 def _flat(values: object, prefix: str = "") -> dict[str, object]:

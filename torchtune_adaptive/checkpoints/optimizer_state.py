@@ -8,8 +8,7 @@ they are. As many ranks go on with the same bits; another number of ranks with t
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -50,57 +49,38 @@ def load_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any],
     """Collective: shares a whole state out into the optimizer."""
     plain, in_shards = _without_shards(state)
     training.load_from_full_optimizer_state_dict(model, optimizer, plain, device)
-    loaded = _entries(model, optimizer) if in_shards else {}
+    loaded = _tensors(get_optimizer_state_dict(model, optimizer)) if in_shards else {}
     for entry, shards in in_shards.items():
         _fill(loaded[entry], shards)
 
 
 def _gathered(model: nn.Module, optimizer: Optimizer, device: torch.device) -> StateDict:
     first = dist.get_rank() == 0
-    quantized = _quantized(model, optimizer)
-    with _set_aside(optimizer, quantized.values()):
-        whole: StateDict = training.get_full_optimizer_state_dict(model, optimizer, first, device=device)
-    for (name, key), tensor in quantized.items():
-        shards = _shards_on_rank_0(tensor)
-        if first:
-            whole["state"][name][key] = {SHARDS: shards}
-    return whole
+    states: Any = get_optimizer_state_dict(model, optimizer)
+    whole: StateDict = {**states, "state": {name: dict(kept) for name, kept in states["state"].items()}}
+    tensors = _tensors(states)
+    # a rank whose shard is too small for blocks keeps plain numbers of what others keep in few bits
+    mine = [
+        key for key, value in tensors.items() if isinstance(value, DTensor) and wraps_tensors(type(value.to_local()))
+    ]
+    quantized = set().union(*from_all_ranks(mine)) if dist.get_world_size() > 1 else set()
+    for (name, key), value in tensors.items():
+        if (name, key) in quantized:
+            whole["state"][name][key] = {SHARDS: _shards_on_rank_0(value)}
+            continue
+        gathered: Tensor = value.to(device).full_tensor() if isinstance(value, DTensor) else value  # type: ignore[attr-defined]
+        whole["state"][name][key] = gathered.cpu() if first else None
+    return whole if first else {}
 
 
-def _quantized(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, DTensor]:
-    """Collective: what any rank keeps in few bits, in the same order on all."""
-    if dist.get_world_size() == 1:
-        return {}
-    sharded = {entry: value for entry, value in _entries(model, optimizer).items() if isinstance(value, DTensor)}
-    mine = [entry for entry, value in sharded.items() if wraps_tensors(type(value.to_local()))]
-    return {entry: sharded[entry] for entry in sorted({entry for entries in from_all_ranks(mine) for entry in entries})}
-
-
-def _entries(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, Tensor]:
+def _tensors(states: Mapping[str, Any]) -> dict[StateKey, Any]:
     """The optimizer's own tensors, by names that do not depend on how the model is wrapped."""
-    states: Any = get_optimizer_state_dict(model, optimizer)["state"]
     return {
         (name, key): value
-        for name, state in states.items()
-        for key, value in state.items()
+        for name, kept in states["state"].items()
+        for key, value in kept.items()
         if isinstance(value, Tensor)
     }
-
-
-@contextmanager
-def _set_aside(optimizer: Optimizer, tensors: Collection[Tensor]) -> Iterator[None]:
-    """An optimizer without these tensors."""
-    ids = {id(tensor) for tensor in tensors}
-    held = [
-        (state, key, value) for state in optimizer.state.values() for key, value in state.items() if id(value) in ids
-    ]
-    for state, key, _ in held:
-        del state[key]
-    try:
-        yield
-    finally:
-        for state, key, value in held:
-            state[key] = value
 
 
 def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:

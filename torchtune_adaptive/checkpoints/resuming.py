@@ -19,23 +19,32 @@ import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import difference, identity_of
-from torchtune_adaptive.checkpoints.named import file_names, named_files
-from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest, files_of
+from torchtune_adaptive.checkpoints.identity import difference, file_names, identity_of, saves_adapters
+from torchtune_adaptive.checkpoints.store import (
+    ADAPTER_FILE,
+    RECIPE_STATE,
+    RECIPE_STATE_FILE,
+    Files,
+    FoundCheckpoint,
+    Manifest,
+    files_of,
+)
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
-from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.launcher import command_to_go_on, this_launcher
 from torchtune_adaptive.life.output_lock import Lock, take, unwritable
-from torchtune_adaptive.life.run_file import RunFile
-from torchtune_adaptive.life.this_run import THIS_RUN, was_restarted
+from torchtune_adaptive.life.this_run import THIS_RUN, RunFile, was_restarted
 from torchtune_adaptive.rehearsal import REHEARSAL
 
 logger = logging.getLogger(__name__)
 
 StepsOnRanks: TypeAlias = Callable[[int], int]
+
+DISTRIBUTED_METADATA = ".metadata"
+"""The last file that torch.distributed.checkpoint writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +84,7 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     launchers = sorted(set(filter(None, from_all_ranks(this_launcher()))))
     if dist.get_rank() == 0:
         try:
-            before = [run for run in map(run_file.read, places_of(settings)) if run is not None]
+            before = [run for run in map(this_run.read, places_of(settings)) if run is not None]
             THIS_RUN.relaunched = any(launcher in run.launchers for run in before for launcher in launchers)
             locks.extend(map(take, places_of(settings)))
             decided = decide(settings, recipe, steps)
@@ -139,7 +148,7 @@ def choose(
     if file := next((path for path in store.named(directory) if not path.is_dir() and path.exists()), None):
         raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
     own: Sequence[FoundCheckpoint] = checkpoints if mode == AUTO else []
-    if mode is True and was_restarted() and (begun := run_file.read(directory)) is not None:
+    if mode is True and was_restarted() and (begun := this_run.read(directory)) is not None:
         # A launcher repeats the command, and a run that always went back to the same place might never get past it.
         own = [checkpoint for checkpoint in checkpoints if checkpoint.serial >= begun.serial]
     newest, skipped = store.newest_intact(own)
@@ -165,16 +174,18 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory:
     auto = settings.resume_from_checkpoint == AUTO
     if not auto and not saved.position.steps_in_epoch:
         return
-    changed = difference(identity_of(settings.config, recipe), saved.identity)
-    if changed is not None:
+    if (changed := difference(identity_of(settings.config, recipe), saved.identity)) is None:
+        return
+    if auto:
         raise ConfigError(
             f"cannot resume (resume_from_checkpoint is auto): {changed} in the run whose checkpoints are in "
             f"{directory}; set it back, or start a new run, either with another output_dir or with "
             "resume_from_checkpoint: False and overwrite_output_dir: True"
-            if auto
-            else f"cannot resume in the middle of an epoch (resume_from_checkpoint is True): {changed} when the "
-            "checkpoint was saved; set it back, or resume from the end of an epoch"
         )
+    raise ConfigError(
+        f"cannot resume in the middle of an epoch (resume_from_checkpoint is True): {changed} when the checkpoint was "
+        "saved; set it back, or resume from the end of an epoch"
+    )
 
 
 def _check_unfinished(
@@ -203,12 +214,9 @@ def _check_may_overwrite(
             "the launcher has restarted this run with resume_from_checkpoint=False, but the checkpoints in "
             f"{str(directory)!r} may be its own: set resume_from_checkpoint=auto to resume from them"
         )
-    if fresh and complete:
-        resume = "resume that run (resume_from_checkpoint=auto), "
-    elif recipe == "full_ppo":  # which takes no files by their names
-        resume = ""
-    else:
-        resume = "resume that run (resume_from_checkpoint=True and the files to resume from), "
+    how = "auto" if fresh and complete else "True and the files to resume from"
+    takes_it = how == "auto" or recipe != "full_ppo"  # which takes no files by their names
+    resume = f"resume that run (resume_from_checkpoint={how}), " * takes_it
     names = ", ".join(checkpoint.name for checkpoint in checkpoints[:3]) + (", ..." if len(checkpoints) > 3 else "")
     raise ConfigError(
         f"output_dir {str(directory)!r} contains checkpoints of an earlier run ({names}), which a fresh start would "
@@ -220,19 +228,17 @@ def _check_may_overwrite(
 def _check_not_needed(cfg: DictConfig, checkpoints: Sequence[FoundCheckpoint]) -> None:
     """Refuses to remove a folder that holds anything to start from, links followed."""
     section, folders = cfg.checkpointer, {checkpoint.path.resolve() for checkpoint in checkpoints}
-    folder = Path(str(section.get("checkpoint_dir"))).resolve()
-    read = [("checkpoint_dir", folder)]
+    read = {key: [str(section[key])] for key in ("adapter_checkpoint", "recipe_checkpoint") if section.get(key)}
+    read["checkpoint_dir"] = [""]
     if isinstance(files := section.get("checkpoint_files"), ListConfig | DictConfig):
-        read += [("checkpoint_files", (folder / name).resolve()) for name in file_names(files)]
-    for key in ("adapter_checkpoint", "recipe_checkpoint"):
-        if isinstance(name := section.get(key), str):
-            read.append((key, (folder / name).resolve()))
-    for key, path in read:
-        if not folders.isdisjoint((path, *path.parents)):
-            raise ConfigError(
-                f"overwrite_output_dir is True, but checkpointer.{key} is {str(path)!r}, which would be removed: "
-                "choose another output_dir"
-            )
+        read["checkpoint_files"] = file_names(files)
+    for key, names in read.items():
+        for path in (Path(str(section.get("checkpoint_dir")), name).resolve() for name in names):
+            if not folders.isdisjoint((path, *path.parents)):
+                raise ConfigError(
+                    f"overwrite_output_dir is True, but checkpointer.{key} is {str(path)!r}, which would be removed: "
+                    "choose another output_dir"
+                )
 
 
 def _prune(directory: Path, settings: Settings, resumed_from: str | None = None) -> None:
@@ -279,9 +285,89 @@ def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
     finished: dict[Path, RunFile] = {}
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:
-            before = run_file.read(place)
-            if before and before.ended == run_file.FINISHED:
+            before = this_run.read(place)
+            if before and before.ended == this_run.FINISHED:
                 finished[place] = before
             serial = before.serial if before and was_restarted() else start.serial
-            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
+            this_run.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
     THIS_RUN.finished_before = from_rank_0(finished)
+
+
+def named_files(
+    settings: Settings, recipe: str, directory: Path, checkpoints: Sequence[FoundCheckpoint]
+) -> tuple[Files, Manifest | None]:
+    """What the config names for `resume_from_checkpoint: True`, relative to the output directory, and its manifest
+    where it has one.
+
+    Weights and state have to be of one epoch. torchtune takes its one `recipe_state/recipe_state.pt` and the adapter of
+    the largest epoch on trust; here what is not named comes from the folder of what is.
+    """
+    if not checkpoints:
+        raise ConfigError(
+            f"resume_from_checkpoint is True, but checkpointer.output_dir {str(directory)!r} contains no checkpoint: "
+            "set it to that of the run to resume"
+        )
+    directory = directory.absolute()
+    manifests = {checkpoint.path.absolute(): checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest}
+    try:
+        files = _named(settings, recipe, directory, list(manifests))
+        manifest = manifests.get(files.folder)
+        if manifest is not None and (name := store.changed_file(files.folder, manifest)) is not None:
+            raise FileNotFoundError(f"{files.folder} is damaged: the content of {name} has changed")
+    except FileNotFoundError as error:
+        example = next((path.name for path in manifests), "epoch_0")
+        without_names = f"resume_from_checkpoint=auto finds {example} without names; " * bool(manifests)
+        raise ConfigError(
+            f"resume_from_checkpoint is True, but {error}; {without_names}names are relative to {directory}, for "
+            f"example checkpointer.checkpoint_files=[{example}/model-00001-of-00001.bin]"
+        ) from None  # the message has all of it
+    return replace(files, complete=manifest is not None), manifest
+
+
+def _named(settings: Settings, recipe: str, directory: Path, complete: Sequence[Path]) -> Files:
+    section = settings.config.checkpointer
+
+    def newest(prefix: str, file: str) -> Path:
+        """The newest epoch of our own that has this file, else the largest of torchtune's."""
+        by_number = sorted(store.named(directory), key=lambda path: -int(path.name.rpartition("_")[2]))
+        for folder in [*complete, *by_number]:
+            if folder.name.startswith(prefix) and (folder / file).is_file():
+                return folder
+        raise FileNotFoundError(f"{directory} has no complete {prefix}... folder: none has {file}")
+
+    def existing(name: object, key: str) -> Path:
+        if not (path := directory / str(name)).is_file():
+            raise FileNotFoundError(f"checkpointer.{key} names {path}, which does not exist")
+        return path
+
+    if settings.enable_async_checkpointing:  # found without names, as in torchtune
+        return Files(folder=newest("dist_epoch_", DISTRIBUTED_METADATA), distributed=True)
+    state = existing(name, "recipe_checkpoint") if (name := section.get("recipe_checkpoint")) else None
+    if not saves_adapters(recipe):
+        weights = [existing(name, "checkpoint_files") for name in file_names(section.get("checkpoint_files"))]
+    elif name := section.get("adapter_checkpoint"):
+        weights = [existing(name, "adapter_checkpoint")]
+    elif state is not None and state.with_name(ADAPTER_FILE).is_file():
+        weights = [state.with_name(ADAPTER_FILE)]
+    else:
+        weights = [newest("epoch_", ADAPTER_FILE) / ADAPTER_FILE]
+    folder = weights[0].parent
+    if state is None:
+        places = [place / RECIPE_STATE_FILE for place in (folder, directory / RECIPE_STATE)]
+        state = next(filter(Path.is_file, places), None)
+        if state is None:
+            raise FileNotFoundError(f"neither {folder} nor {directory / RECIPE_STATE} has a {RECIPE_STATE_FILE}")
+    if len(several := dict.fromkeys(path.parent.name for path in weights)) > 1:
+        raise ConfigError(
+            "resume_from_checkpoint is True, but checkpointer.checkpoint_files names files of "
+            f"{' and of '.join(several)}: use those of one checkpoint"
+        )
+    homes = {folder.resolve(), state.resolve().parent}
+    if len(homes) > 1 and not homes.isdisjoint(path.resolve() for path in complete):
+        raise ConfigError(
+            f"resume_from_checkpoint is True, but the weights are from {folder.name} and the state is from "
+            f"{state.resolve().parent.name}: use both of one checkpoint, or remove checkpointer.recipe_checkpoint"
+        )
+    if saves_adapters(recipe):
+        return Files(folder=folder, adapter=str(weights[0]), recipe_state=str(state))
+    return Files(folder=folder, weights=tuple(map(str, weights)), recipe_state=str(state))

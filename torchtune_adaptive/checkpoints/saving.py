@@ -1,62 +1,193 @@
-"""Checkpoints of a run: saved so that a kill at any moment leaves the one before, and waited for where it ends."""
+"""Checkpoints of a run: what goes into one, gathered on rank 0 and saved so that a kill at any moment leaves the one
+before."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import errno
+import json
 import logging
 import os
+import random
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
+from torchtune.modules import peft
+from torchtune.training._distributed import _gather_nf4_tensor
 from torchtune.utils import get_logger
 
 from torchtune_adaptive.checkpoints import loading, store
-from torchtune_adaptive.checkpoints.contents import (
-    GATHERS_WITH_LESS,
-    Checkpointer,
-    Contents,
-    RandomState,
-    State,
-    cause,
-    gather_weights,
-    make_ready,
-    make_room_to_gather,
-    restore_random_state,
-    tried,
-)
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer, gather_state
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.checkpoints.resuming import Start, checkpoint_directory
-from torchtune_adaptive.checkpoints.store import Files, Manifest
-from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.memory import copied_to_host
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.checkpoints.store import RANDOM_FILE, Checkpointer, Files, Manifest, State, find_checkpoints
+from torchtune_adaptive.config.components import in_a_line
+from torchtune_adaptive.config.keys import LoraSettings, Settings
+from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.engine.memory import RngState, copied_to_host, plain_tensors
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0, gloo_group_aside
-from torchtune_adaptive.errors import CheckpointError, NotLearningError, RunStopped, UnrecoverableError
-from torchtune_adaptive.life.run_file import now
-from torchtune_adaptive.life.this_run import THIS_RUN, Doing
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
+from torchtune_adaptive.life.this_run import THIS_RUN, Doing, now
+from torchtune_adaptive.text import count_of, format_bytes
 
 logger = logging.getLogger(__name__)
+
+Sharded = dict[str, dict[str, Tensor]]
+"""Weights as a rank has them, by name; under the keys of what torchtune's checkpointer takes."""
+RandomState = dict[str, Any]
+
+GATHERS_WITH_LESS = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
+"""What helps a save, in which no rows are run."""
+GONE = "the folder is gone"
+
+
+class Contents(Protocol):
+    """The weights that a recipe saves."""
+
+    recipe: str
+    adapter_only: bool
+    """Whether only the adapter is saved, without the weights of the whole model."""
+
+    def sharded(self, model: nn.Module) -> Sharded:
+        """What rank 0 has to gather."""
+
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        """On rank 0: what was gathered, as torchtune's checkpointer takes it."""
+
+
+@dataclass(frozen=True)
+class FullContents:
+    """A recipe that trains the whole model."""
+
+    recipe: str = "full"
+    adapter_only: bool = False
+
+    def sharded(self, model: nn.Module) -> Sharded:
+        return {training.MODEL_KEY: model.state_dict()}
+
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        return gathered
+
+
+@dataclass(frozen=True)
+class LoraContents:
+    """LoRA: the adapter, and the model with the adapter merged into it unless only the adapter is wanted."""
+
+    lora: LoraSettings
+    adapter_only: bool
+    recipe: str = "lora"
+
+    def sharded(self, model: nn.Module) -> Sharded:
+        weights = model.state_dict()
+        return {training.MODEL_KEY: peft.get_adapter_state_dict(weights, None) if self.adapter_only else weights}
+
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        lora = self.lora
+        modules = list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
+        for_peft = {
+            "r": lora.lora_rank,
+            "lora_alpha": lora.lora_alpha,
+            "target_modules": peft.get_lora_module_names(*modules),
+            "peft_type": "LORA",
+        }
+        state: State = {training.ADAPTER_CONFIG: for_peft}
+        if self.adapter_only:
+            return {**state, training.ADAPTER_KEY: gathered[training.MODEL_KEY]}
+        # torchtune merges in place, and a weight that did not have to be gathered is the model's own.
+        tensors = [*model.parameters(), *model.buffers()]
+        shared = {plain.untyped_storage().data_ptr() for tensor in tensors for plain in plain_tensors(tensor)}
+        own = {
+            name: weight.clone() if weight.untyped_storage().data_ptr() in shared else weight
+            for name, weight in gathered[training.MODEL_KEY].items()
+        }
+        state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
+        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=lora.lora_rank, alpha=lora.lora_alpha)
+        return state
+
+
+def gather_weights(sharded: Sharded, device: torch.device) -> State:
+    """Collective: these weights, whole and on the host of rank 0, in their own precision if they are quantized;
+    elsewhere no weights.
+
+    As torchtune gathers them, but without its barrier after each, which says nothing new: no rank has a whole weight
+    before all have sent their parts, and none goes on before it has it. So rank 0, which copies them, is not left
+    behind.
+    """
+    first, whole = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
+    for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
+        gathered = weight.to(device) if weight.is_cpu else weight
+        if isinstance(gathered, DTensor):
+            quantized = isinstance(gathered.to_local(), NF4Tensor)
+            gathered = _gather_nf4_tensor(gathered) if quantized else gathered.full_tensor()
+        if isinstance(gathered, NF4Tensor):
+            gathered = gathered.to(gathered.dtype)
+        if first:
+            whole[key][name] = gathered.cpu()
+        elif gathered.is_cuda:
+            torch.cuda.current_stream().synchronize()
+    return whole
+
+
+@torch.no_grad()
+def weights_are_finite(model: nn.Module) -> bool:
+    """Whether no trained weight of this rank is NaN or infinite."""
+    # A sum is NaN or infinite where any term is, and needs no memory to say so, as `isfinite` would.
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
+    sums = [shard.sum(dtype=torch.float32) for shard in shards]
+    return not sums or bool(torch.stack(sums).isfinite().all())
+
+
+def capture_random_state() -> RandomState:
+    """What this rank would draw next."""
+    torch_state = RngState.capture()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch_state.cpu,
+        "cuda": torch_state.cuda,
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, [int(key) for key in keys], *rest]),
+    }
+
+
+def restore_random_state(folder: Path) -> str | None:
+    """Puts this rank's generators back. Returns why that cannot be, where it cannot."""
+    path = folder / RANDOM_FILE
+    if not path.is_file():
+        return "the checkpoint has no random state"
+    states = torch.load(path, weights_only=True)
+    if len(states) != dist.get_world_size():
+        return f"the checkpoint has the random state of {count_of(len(states), 'rank')}"
+    state: RandomState = states[dist.get_rank()]
+    RngState(cpu=state["torch"], cuda=state["cuda"] if torch.cuda.is_initialized() else None).restore()
+    version, internal, gauss = json.loads(state["python"])
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = json.loads(state["numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    return None
 
 
 class Written(NamedTuple):
@@ -155,67 +286,57 @@ class Checkpoints:
         if progress.finished:
             THIS_RUN.doing = Doing.LAST_SAVE
         self.wait()
-        state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         in_background = self._background is not None and not progress.finished
         name = progress.name_of_checkpoint(distributed=in_background)
-
-        def prepare() -> State | None:
-            if not in_background:
-                # torchtune's state_dict() of a quantized model in one process is a copy of it in full precision
-                if dist.get_world_size() > 1:
-                    make_room_to_gather(self._contents.sharded(model), optimizer, self._device)
-                return None
-            if dist.get_rank() == 0:  # torch would create a folder that is gone anew, on whatever file system is left
-                store.require_folder(self._staging)
-            return copy_of({**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()})
-
-        copied, ready = make_ready(model, prepare, self._directory)
-        written = Written(name, self._manifest(progress, distributed=in_background), ready.random_states)
-        if not ready.finite:
+        gone = dist.get_rank() == 0 and not self._staging.is_dir()  # or torch would make it anew, on whatever is there
+        mine = weights_are_finite(model), gone, capture_random_state()
+        finite, gone_on_rank_0, random_states = zip(*from_all_ranks(mine), strict=True)
+        manifest = Manifest(
+            serial=self._serial,
+            position=progress.position,
+            finished=progress.finished,
+            distributed=in_background,
+            ranks=dist.get_world_size(),
+            identity=self._identity,
+            saved_at=now(),
+            files={},
+        )
+        self._serial += 1
+        written = Written(name, manifest, list(random_states))
+        if not all(finite):
             self._pass_over(name, last=progress.finished)
-        elif ready.problem is not None:
-            self._fail(written, ready.problem)
-        elif self._background is not None and copied is not None:
-            self._background.start(self._staging / name, copied, written)
-        else:
-            self._save_here(written, state, model, optimizer)
-
-    def _save_here(self, written: Written, state: State, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        """Collective: returns once the checkpoint is there."""
+            return
+        if any(gone_on_rank_0):
+            self._fail(written, GONE)
+        state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         began = time.perf_counter()
-
-        def gather() -> tuple[State, State]:
-            return gather_state(model, optimizer, self._device), gather_weights(
-                self._contents.sharded(model), self._device
-            )
-
-        if dist.get_world_size() == 1:
-            gathered, problem = tried(gather, self._directory)
-        else:
-            with fatal_where_memory_runs_out(partial(out_of_memory_in, written.name)):
-                gathered, problem = gather(), None
-        if dist.get_rank() == 0 and gathered is not None:
-            optimizer_part, weights = gathered
-
-            def write() -> None:
-                whole = {**self._contents.finished(weights, model), **state, training.OPT_KEY: optimizer_part}
+        with fatal_where_memory_runs_out(partial(out_of_memory_in, name)):
+            if self._background is not None and in_background:
+                state |= {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
+                self._background.start(self._staging / name, copy_of(state), written)
+                return
+            optimizer_state = gather_state(model, optimizer, self._device)
+            weights = gather_weights(self._contents.sharded(model), self._device)
+        problem = None
+        if dist.get_rank() == 0:
+            try:
+                whole = {**self._contents.finished(weights, model), **state, training.OPT_KEY: optimizer_state}
                 self._write(written, whole)
-
-            _, problem = tried(write, self._directory)
+            except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+                problem = cause(error, self._directory)
         self._settle(written, problem, time.perf_counter() - began)
 
     def _write(self, written: Written, state: State) -> None:
         """On rank 0: through torchtune's checkpointer into the staging folder, then into place."""
         epoch = written.manifest.position.epochs
-        store.require_folder(self._staging)
         options = {"adapter_only": True} if self._contents.adapter_only else {}
-        talker = get_logger()
-        level = talker.level
-        talker.setLevel(logging.WARNING)  # its lines name the staging folder, where nothing stays
+        torchtunes = get_logger()
+        level = torchtunes.level
+        torchtunes.setLevel(logging.WARNING)  # its lines name the staging folder, where nothing stays
         try:
             self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
         finally:
-            talker.setLevel(level)
+            torchtunes.setLevel(level)
         folder = self._staging / f"epoch_{epoch}"
         recipe_state = self._staging / store.RECIPE_STATE / store.RECIPE_STATE_FILE
         os.replace(recipe_state, folder / store.RECIPE_STATE_FILE)
@@ -228,25 +349,12 @@ class Checkpoints:
         name, manifest, random_states = written
         staged = self._staging / name
         torch.save(random_states, staged / store.RANDOM_FILE)
-        store.write_manifest(staged, dataclasses.replace(manifest, files=store.record_files(staged)))
+        store.write_manifest(staged, replace(manifest, files=store.record_files(staged)))
         THIS_RUN.newest, THIS_RUN.newest_step = store.publish(self._directory, name), manifest.position.step
         try:
             store.tidy(self._directory, self._keep_last, self._goes_back_to)
         except OSError as error:  # the checkpoint itself is there
             logger.warning("older checkpoints in %s could not be removed: %s", self._directory, error.strerror)
-
-    def _manifest(self, progress: Progress, *, distributed: bool) -> Manifest:
-        self._serial += 1
-        return Manifest(
-            serial=self._serial - 1,
-            position=progress.position,
-            finished=progress.finished,
-            distributed=distributed,
-            ranks=dist.get_world_size(),
-            identity=self._identity,
-            saved_at=now(),
-            files={},
-        )
 
     def end_if_asked(self, progress: Progress, asked_to_stop: bool) -> None:
         """Collective: ends a run that is not over, after a save, if the ranks have agreed to."""
@@ -277,7 +385,6 @@ class Checkpoints:
         problem, self._asked_to_stop = from_rank_0((problem, THIS_RUN.asked_to_stop()))
         if problem is not None:
             self._fail(written, problem)
-            return
         self._warned_of_nan = False
         THIS_RUN.newest, THIS_RUN.newest_step = self._directory / written.name, written.manifest.position.step
         if dist.get_rank() == 0:
@@ -367,6 +474,33 @@ def copy_of(state: State) -> State:
 
     copies: State = tree_map(copied, state)
     return copies
+
+
+def cause(error: BaseException, directory: Path) -> str:
+    """Why a checkpoint could not be written, in words that a user can act on."""
+    number = _errno(error)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't start new thread" in str(error):
+        return f"out of memory on the host of rank {dist.get_rank()}: free host memory"
+    if is_oom(error):
+        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in GATHERS_WITH_LESS)}"
+    if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
+        return GONE
+    text = in_a_line(error) if number is None else os.strerror(number)
+    older = [checkpoint.name for checkpoint in find_checkpoints(directory) if checkpoint.manifest][1:]
+    may_go = f"; {', '.join(older)} may be removed" if older and number in (errno.ENOSPC, errno.EDQUOT) else ""
+    free = format_bytes(shutil.disk_usage(directory).free)
+    return f"{text} ({free} free{may_go})"
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """The number of the operating system's error at the bottom of this one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torchtune_adaptive.atomic_files import read_json, sync
 from torchtune_adaptive.rehearsal import REHEARSAL
@@ -44,8 +44,20 @@ OWN_CHECKSUM = "crc32"
 """Key of the manifest's own checksum."""
 CHUNK_BYTES, PART_BYTES = 2**22, 2**26
 
+State = dict[str, Any]
+"""What torchtune's checkpointers read and write."""
 Fault = str
 """Why a checkpoint cannot be used, as the rest of a sentence that begins with its name."""
+
+
+class Checkpointer(Protocol):
+    """What reads and writes weights: one of torchtune's, or what stands for several."""
+
+    def load_checkpoint(self) -> State:
+        """What is in the files, in torchtune's keys."""
+
+    def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
+        """Writes into a folder of the epoch's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,12 +290,6 @@ def discard_staged(directory: Path) -> None:
         (directory / SAVING).mkdir()
 
 
-def require_folder(path: Path) -> None:
-    """Refuses a folder that is gone: torchtune would create the path anew, on whatever file system is left."""
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is gone")
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     values = {"version": VERSION, **asdict(manifest)}
     text = json.dumps({**values, OWN_CHECKSUM: _checksum(values)}, indent=1)
@@ -354,17 +360,8 @@ def _parsed(values: dict[str, Any]) -> Manifest:
         raise ValueError("the manifest is not what was saved")
     if (version := values.pop("version")) != VERSION:
         raise ValueError(f"version {version}")
-    if not all(isinstance(values.get(name), dict) for name in ("identity", "files")):
-        raise TypeError("identity and files are mappings")
-    if not values["files"]:
-        raise ValueError("there is no checkpoint without a file")
-    files = {str(name): FileRecord(**record) for name, record in values.pop("files").items()}
-    position = Position(**values.pop("position"))
-    manifest = Manifest(files=files, position=position, **values)
-    counts = (manifest.serial, manifest.ranks, position.epochs, position.steps_in_epoch, position.step)
-    if not all(type(count) is int for count in counts):
-        raise TypeError("counts are whole numbers")
-    return manifest
+    files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
+    return Manifest(files=files, position=Position(**values.pop("position")), **values)
 
 
 def _checksum(values: Mapping[str, object]) -> int:

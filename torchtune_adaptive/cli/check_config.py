@@ -1,17 +1,15 @@
-"""A config checked as a run would check it, in the same order, on a machine that need not be able to train it.
+"""A config checked by what a run checks it with, in the same order, on a machine that need not be able to train it.
 
 Sections with a `_component_` are built where that touches nothing, else held against what the component takes.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
+import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from glob import glob
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
@@ -20,34 +18,25 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
-from torchtune import training
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_adaptive.checkpoints.loading import (
-    KEEP_LAST,
-    check_what_saves_copy,
-    finds_files_itself,
-    missing_directory,
-)
-from torchtune_adaptive.checkpoints.named import file_names
+from torchtune_adaptive.checkpoints.loading import KEEP_LAST, check_what_saves_copy, missing_directory
 from torchtune_adaptive.checkpoints.progress import start_progress
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory, choose, places_of
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.components import COMPONENT
-from torchtune_adaptive.config.keys import Settings, read_adaptive, value_at
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.registry import GRPO, PLAN, PPO, Recipe
 from torchtune_adaptive.config.remedies import in_keys
-from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
 from torchtune_adaptive.forecast.question import read_question
-from torchtune_adaptive.life.output_lock import holder, in_use, unwritable
-from torchtune_adaptive.rl.grpo import REFERENCE_FILES as GRPO_REFERENCE
+from torchtune_adaptive.life.output_lock import holder, in_use
 from torchtune_adaptive.rl.limits import check_room
 from torchtune_adaptive.rl.ppo import build_ppo_loss
 from torchtune_adaptive.rl.rewards import functions_of
-from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES, VALUE_SECTION, PPOSettings
+from torchtune_adaptive.rl.settings import VALUE_SECTION
 from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import place
 from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
@@ -79,108 +68,77 @@ class Findings:
         try:
             return check(*args, **kwargs)
         except AdaptiveError as error:
+            if _may_be_elsewhere(error):
+                self.missing(in_keys(error))
+                return None
             self.wrong |= dict.fromkeys(map(in_keys, error.errors if isinstance(error, SeveralErrors) else [error]))
-        except RunFinished as finished:
-            self.notes.append(str(finished))
         return None
 
-    def note_missing_here(self, missing: str) -> None:
+    def missing(self, what: str) -> None:
         """What this machine lacks: wrong if it is the one that the run will be on."""
         if self._here:
-            self.wrong[missing] = None
+            self.wrong[what] = None
         else:
-            self.notes.append(f"on this machine: {missing}")
+            self.notes.append(f"on this machine: {what}")
 
-    @contextmanager
-    def noting_packages(self, key: str, cfg: DictConfig) -> Iterator[None]:
-        """Around building a component: a package that it needs, and that is not its own, may be installed elsewhere."""
-        try:
-            yield
-        except ConfigError as error:
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
-            package = cause.name if isinstance(cause, ModuleNotFoundError) else None
-            if package is None or package.split(".")[0] == str(value_at(cfg, f"{key}.{COMPONENT}")).split(".")[0]:
-                raise
-            self.note_missing_here(f"{key} needs {package}, which is not installed: pip install {package}")
+
+def _may_be_elsewhere(error: BaseException) -> bool:
+    """Whether a component lacks a file, or a package that is not its own: another machine may have them."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, ModuleNotFoundError):
+        return not re.search(rf"(?<![\w.]){str(cause.name).split('.')[0]}\.", str(error))
+    return "No such file or directory" in str(cause)  # which tokenizers say with errors of several kinds
 
 
 def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bool) -> Findings:
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
     findings = Findings(here=here)
-    findings.collect(check_keys, cfg, recipe.keys, aloud=True)
+    check = findings.collect
+    check(check_keys, cfg, recipe.keys, aloud=True)
     if recipe is PLAN:
-        findings.collect(read_question, cfg, "", ())
+        check(read_question, cfg, "", ())
         return findings
-    settings: Settings | None
-    own: Any
-    settings, own = findings.collect(recipe.read, cfg) or (None, None)
-    if settings is None and findings.collect(read_adaptive, cfg.get("adaptive")) is None:
-        # a mistake in `adaptive:` hides no contradiction besides
-        findings.collect(recipe.read, OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "adaptive"]))
+    settings, own = check(recipe.read, cfg) or (None, None)
     if settings is not None:
         cfg = settings.config  # where PPO's policy is what the others call the model
     elif recipe is PPO:
         return findings
 
-    model = _check_components(cfg, settings, findings)
-    if recipe is PPO and settings is not None:
-        _check_ppo(settings, own, ranks or 1, model, findings)
+    model = check(_build_model, cfg)
+    check(components.build, "tokenizer", cfg)
+    check(_check_dataset, cfg, findings)
+    check(_check_optimizer, cfg)
+    check(lambda: check_fits("metric_logger", components.require(cfg, "metric_logger")))
+    if cfg.get("profiler") is not None and check(profiler_is_enabled, cfg.profiler):
+        check(check_fits, "profiler", cfg.profiler)
+    for key in [key for key in ("checkpointer", "ref_checkpointer", *recipe.keys) if key.endswith("checkpointer")]:
+        if cfg.get(key) is not None or key == "checkpointer":
+            check(_check_checkpointer, cfg, key)
+    if recipe.of_pairs:
+        check(_check_pairs, cfg)
     elif recipe is GRPO:
-        _check_grpo(cfg, settings, own, model, findings)
+        check(functions_of, cfg)
+    elif recipe is not PPO:
+        check(_check_loss, cfg, settings, model)
+    if settings is None:
+        check(build_increase_function, cfg)
     else:
-        findings.collect(_check_pairs if recipe.of_pairs else _check_loss, cfg, settings, model)
-    if settings is not None:
-        _check_together(settings, model, ranks, findings)
-        findings.collect(_check_device, settings, findings)
-        findings.collect(_check_weights, cfg, findings)
-        findings.collect(_check_output, settings, recipe.saved_as, findings)
+        _check_together(settings, own, recipe, model, ranks, findings)
+        check(_check_folders, settings, recipe, findings)
     return findings
 
 
-def _check_components(cfg: DictConfig, settings: Settings | None, findings: Findings) -> nn.Module | None:
-    """All that every recipe has; returns the model, on the meta device."""
-    model = findings.collect(_build_model, cfg, findings)
-    findings.collect(_check_tokenizer, cfg, findings)
-    findings.collect(_check_dataset, cfg, findings)
-    findings.collect(_check_optimizer, cfg, findings)
-    findings.collect(lambda: check_fits("metric_logger", components.require(cfg, "metric_logger")))
-    profiler = cfg.get("profiler")
-    if profiler is not None and findings.collect(profiler_is_enabled, profiler):
-        findings.collect(check_fits, "profiler", profiler)
-    findings.collect(_check_checkpointer, cfg)
-    if settings is None:
-        findings.collect(build_increase_function, cfg)
-    else:
-        findings.collect(check_growth, settings)
-    return model
-
-
-def _build_model(cfg: DictConfig, findings: Findings) -> nn.Module | None:
+def _build_model(cfg: DictConfig, key: str = "model") -> nn.Module:
     def pairs_of(weight: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
 
     # Weights in NF4 are not looked up a million at a time: without data only their number counts.
     at_once = patch.multiple(NF4Tensor, convert_to_norm_float_weight=staticmethod(pairs_of))
-    with findings.noting_packages("model", cfg), at_once, warnings.catch_warnings():
+    with at_once, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with a size is told by its key
-        return built_on(META, cfg, torch.float32)
-
-
-def _check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
-    section = components.require(cfg, "tokenizer")
-    paths = {str(key): value for key, value in section.items() if key != COMPONENT and os.sep in str(value)}
-    missing = {key: path for key, path in paths.items() if not Path(path).exists()}
-    for key, path in missing.items():
-        findings.note_missing_here(
-            f"tokenizer.{key} is {path!r}, which does not exist: download it first (tune download) or correct the path"
-        )
-    with findings.noting_packages("tokenizer", cfg):
-        if missing:
-            check_fits("tokenizer", section)
-        else:
-            components.build("tokenizer", cfg)
+        return built_on(META, cfg, torch.float32, key)
 
 
 def _check_dataset(cfg: DictConfig, findings: Findings) -> None:
@@ -194,31 +152,20 @@ def _check_dataset(cfg: DictConfig, findings: Findings) -> None:
         for file in [files] if isinstance(files, str) else list(files or ()):  # of a section by split, its names
             path = str(files[file] if isinstance(files, DictConfig) else file)
             if "://" not in path and not glob(path):
-                findings.note_missing_here(f"{key}.data_files is {path!r}, which does not exist: correct the path")
+                findings.missing(f"{key}.data_files is {path!r}, which does not exist: correct the path")
 
 
-def _check_optimizer(cfg: DictConfig, findings: Findings) -> None:
+def _check_optimizer(cfg: DictConfig) -> None:
     """With its schedule, on one parameter."""
-    try:
-        optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
-    except ConfigError as error:
-        if torch.cuda.is_available() or "cuda" not in str(error.__cause__).lower():
-            raise
-        findings.note_missing_here(str(error))
-        return
+    optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
     if cfg.get("lr_scheduler") is not None:
         components.build("lr_scheduler", cfg, optimizer, num_training_steps=SOME_STEPS, last_epoch=-1)
 
 
-def _check_checkpointer(cfg: DictConfig) -> None:
-    section = components.require(cfg, "checkpointer")
-    others = [str(key) for key in section if key != KEEP_LAST]
-    check_fits("checkpointer", OmegaConf.masked_copy(section, others), should_load_recipe_state=False)
-    if "checkpoint_files" in section or finds_files_itself(section):
-        file_names(section.get("checkpoint_files"))
-    kind = section.get("model_type")
-    if isinstance(kind, str) and kind not in (known := training.ModelType.__members__):
-        raise ConfigError(f"checkpointer.model_type is {kind!r}: allowed is {', '.join(known)}")
+def _check_checkpointer(cfg: DictConfig, key: str) -> None:
+    section = components.require(cfg, key)
+    others = OmegaConf.masked_copy(section, [str(name) for name in section if name != KEEP_LAST])
+    check_fits(key, others, should_load_recipe_state=False)
 
 
 def check_fits(key: str, section: Any, *args: object, **kwargs: object) -> None:
@@ -242,100 +189,54 @@ def _check_loss(cfg: DictConfig, settings: Settings | None, model: nn.Module | N
         check_cuts(loss, model)
 
 
-def _check_pairs(cfg: DictConfig, *_: object) -> None:
+def _check_pairs(cfg: DictConfig) -> None:
     if is_packed(cfg):
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
     build_preference_loss(cfg)
-    if cfg.get("ref_checkpointer") is not None:
-        check_fits("ref_checkpointer", cfg.ref_checkpointer, should_load_recipe_state=False)
 
 
-def _check_ppo(settings: Settings, ppo: PPOSettings, ranks: int, policy: nn.Module | None, findings: Findings) -> None:
-    """What PPO has of its own, and whether there is room for a prompt beside an answer in all of its models."""
-    cfg = settings.config
-    findings.collect(build_ppo_loss, settings)
-    for key in (REFERENCE_FILES, VALUE_FILES, REWARD_FILES):
-        section = findings.collect(components.require, cfg, key)
-        if section is not None:
-            findings.collect(check_fits, key, section, should_load_recipe_state=False)
-    value = findings.collect(built_on, META, cfg, torch.float32, VALUE_SECTION)
-    if policy is not None and value is not None:
-        findings.collect(check_room, (policy, value), settings.adaptive, ppo.max_generated_tokens)
-    findings.collect(ppo.iterations, ranks)
-
-
-def _check_grpo(
-    cfg: DictConfig, settings: Settings | None, own: Any, policy: nn.Module | None, findings: Findings
+def _check_together(
+    settings: Settings, own: Any, recipe: Recipe, model: nn.Module | None, ranks: int | None, findings: Findings
 ) -> None:
-    """What GRPO has of its own, and whether there is room for a prompt beside an answer."""
-    findings.collect(functions_of, cfg)
-    if cfg.get(GRPO_REFERENCE) is not None:
-        findings.collect(check_fits, GRPO_REFERENCE, cfg.get(GRPO_REFERENCE), should_load_recipe_state=False)
-    if settings is not None and policy is not None:
-        findings.collect(check_room, [policy], settings.adaptive, own[0].max_generated_tokens)
-
-
-def _check_together(settings: Settings, model: nn.Module | None, ranks: int | None, findings: Findings) -> None:
     """Values that are well each by itself."""
-    findings.collect(_check_search, settings)
-    findings.collect(start_progress, settings, ranks=1)
-    device, packed = findings.collect(place.device_named, settings), is_packed(settings.config)
+    check, adaptive, packed = findings.collect, settings.adaptive, is_packed(settings.config)
+    check(obstacle_to_recovery, settings)
+    check(check_growth, settings)
+    check(start_progress, settings, ranks=1)
+    device = check(place.device_named, settings)
     if model is not None:
-        findings.collect(check_sequence_length, model, settings.adaptive)
-        findings.collect(check_replicas_of, model, settings)
-        findings.collect(obstacle_to_dealing, model, settings, packed=packed)
+        check(check_sequence_length, model, adaptive)
+        check(check_replicas_of, model, settings)
+        check(obstacle_to_dealing, model, settings, packed=packed)
         if device is not None:
-            findings.collect(is_padded, model, settings, device, packed=packed)
+            check(is_padded, model, settings, device, packed=packed)
+    if recipe is PPO:
+        check(build_ppo_loss, settings)
+        value = check(_build_model, settings.config, VALUE_SECTION)
+        if model is not None and value is not None:
+            check(check_room, (model, value), adaptive, own.max_generated_tokens)
+        check(own.iterations, ranks or 1)
+    elif recipe is GRPO and model is not None:
+        check(check_room, [model], adaptive, own[0].max_generated_tokens)
     if ranks is not None:
-        findings.collect(place.mesh_shape, settings, ranks)
-        if (limits := settings.adaptive.memory_limit) is not None:
-            findings.collect(size_for_rank, limits, 0, ranks, "adaptive.memory_limit")
+        check(place.mesh_shape, settings, ranks)
+        if adaptive.memory_limit is not None:
+            check(size_for_rank, adaptive.memory_limit, 0, ranks, "adaptive.memory_limit")
 
 
-def _check_search(settings: Settings) -> None:
-    search, recover = settings.adaptive.search, settings.adaptive.recover_from_oom
-    obstacle = obstacle_to_recovery(settings)
-    why = "adaptive.recover_from_oom is False" if recover is False else obstacle
-    if settings.use_maximum_batch_size and search in NEED_RECOVERY and why is not None:
-        raise ConfigError(
-            f"adaptive.search is {search}, which runs out of memory on purpose, but {why}: set adaptive.search: linear"
-        )
-
-
-def _check_device(settings: Settings, findings: Findings) -> None:
+def _check_folders(settings: Settings, recipe: Recipe, findings: Findings) -> None:
+    """The device and the weights that a run would find here, and what it would find in its output directory."""
     try:
         place.dtype_of(settings, place.device_of(settings))
     except ConfigError as error:
-        findings.note_missing_here(str(error))
-
-
-def _check_weights(cfg: DictConfig, findings: Findings) -> None:
-    section = components.require(cfg, "checkpointer")
+        findings.missing(str(error))
+    section = components.require(settings.config, "checkpointer")
     if (problem := missing_directory(section)) is not None:
-        findings.note_missing_here(problem)
-        return
-    if not finds_files_itself(section):
-        return
-    check_what_saves_copy(section)
-    folder = Path(section.checkpoint_dir)
-    missing = [name for name in file_names(section.get("checkpoint_files")) if not (folder / name).is_file()]
-    if missing and not cfg.get("resume_from_checkpoint"):  # then they are looked for in output_dir, too
-        findings.note_missing_here(
-            f"checkpointer.checkpoint_files: {len(missing)} missing from {folder}, first: {missing[0]}; download them, "
-            "or correct the names"
-        )
-
-
-def _check_output(settings: Settings, recipe: str, findings: Findings) -> None:
-    """What is in the folder for checkpoints, as a run would find it. Nothing is left behind in it."""
+        findings.missing(problem)
+    else:
+        check_what_saves_copy(section)
     for folder in places_of(settings):
-        existing = next(one for one in (folder, *folder.parents) if one.exists())
-        try:
-            with tempfile.TemporaryDirectory(dir=existing):
-                pass
-        except OSError as error:
-            findings.note_missing_here(str(unwritable(folder, error)))
         if (who := holder(folder)) is not None:
             raise in_use(folder, who)
     with suppress(RunFinished):
-        choose(settings, recipe, find_checkpoints(checkpoint_directory(settings)))
+        choose(settings, recipe.saved_as, find_checkpoints(checkpoint_directory(settings)))

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.checkpoints.store import FoundCheckpoint, compared, find_checkpoints
-from torchtune_adaptive.life import run_file
+from torchtune_adaptive.checkpoints.store import FoundCheckpoint, find_checkpoints, newest_intact
+from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.output_lock import holder
-from torchtune_adaptive.life.run_file import RunFile
+from torchtune_adaptive.life.this_run import RunFile
 from torchtune_adaptive.text import format_bytes
 
 COMPARED_BYTES = 2**28
-"""Bytes that are read of checkpoints at most: a second or two, from most disks."""
+"""Bytes of a checkpoint that is read: a second or two, from most disks."""
 
 
 class Condition(IntEnum):
@@ -60,27 +60,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def look(directory: Path) -> Left:
-    run = run_file.read(directory)
+    run = this_run.read(directory)
     named = directory / run.checkpoints if run else directory
     place = named if named.is_dir() else directory  # it may have been moved as a whole
     held_by, found = holder(place), find_checkpoints(place)
     # what a run writes and removes at this moment is its own affair
-    found, was_compared = (found, False) if held_by else _compared(found)
-    return Left(directory=directory, run=run, found=found, held_by=held_by, was_compared=was_compared)
-
-
-def _compared(found: Sequence[FoundCheckpoint]) -> tuple[list[FoundCheckpoint], bool]:
-    """Reads what a run would read before it goes on, the newest first, as far as that is little."""
-    damaged: list[FoundCheckpoint] = []
-    bytes_left = COMPARED_BYTES
-    for place, each in enumerate(found):
-        bytes_left -= each.manifest.bytes if each.manifest else 0
-        if each.manifest is None or bytes_left < 0:
-            return [*found[place:], *damaged], False
-        if (looked := compared(each)).manifest is not None:
-            return [*found[place:], *damaged], True
-        damaged.append(looked)
-    return damaged, False
+    is_small = bool(found) and found[0].manifest is not None and found[0].manifest.bytes <= COMPARED_BYTES
+    if held_by or not is_small:
+        return Left(directory=directory, run=run, found=found, held_by=held_by, was_compared=False)
+    intact, skipped = newest_intact(found)
+    found = [*([intact] if intact else []), *skipped]
+    return Left(directory=directory, run=run, found=found, held_by=held_by, was_compared=True)
 
 
 def judge(left: Left) -> tuple[Condition, str]:
@@ -95,7 +85,7 @@ def judge(left: Left) -> tuple[Condition, str]:
         return Condition.CAN_GO_ON, "it runs"
     if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
         return Condition.FINISHED, _where(newest)
-    if run is not None and run.ended == run_file.ERROR:
+    if run is not None and run.ended == this_run.ERROR:
         return Condition.BROKEN, run.message
     if newest is None and left.found:
         return Condition.BROKEN, "it has no intact checkpoint"
@@ -118,7 +108,7 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
             yield f"skipped: {each.path} {each.fault}"
     if running:
         return
-    if left.run is not None and left.run.ended in (run_file.ASKED, run_file.STOPPED):
+    if left.run is not None and left.run.ended in (this_run.ASKED, this_run.STOPPED):
         yield f"last time: {left.run.message}"
     if left.newest is None and left.found:
         yield "start over with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"

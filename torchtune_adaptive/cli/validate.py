@@ -6,9 +6,9 @@ tune-adaptive validate mine.yaml --recipe my_recipe.py
 tune-adaptive validate mine.yaml --here           # on the machine that it will run on
 
 Checks keys, values and their combinations, and builds every component or checks its arguments; the model is built
-without weights, on no device. Properties of the machine (devices, files of weights, tokenizer and data, whether the
-output folder is writable) are reported as notes, with --here as errors. The content of the output folder is always
-checked. The samples of the dataset are not read.
+without weights, on no device. Properties of the machine (devices, files of weights, tokenizer and data) are reported as
+notes, with --here as errors. The content of the output folder is always checked. The samples of the dataset are not
+read.
 """
 
 from __future__ import annotations
@@ -84,16 +84,11 @@ def recipe_named(name: str) -> Recipe:
         return RECIPES[name]
     if not Path(name).is_file():
         raise ConfigError(f"--recipe {name} is neither a recipe of ours nor a file{did_you_mean(name, RECIPES)}")
-    try:
-        text = Path(name).read_text(encoding="utf-8")
-        compile(text, name, "exec")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ConfigError(f"--recipe {name} cannot be read: {error}") from error
+    text = Path(name).read_text(encoding="utf-8", errors="replace")
     for recipe in RECIPES.values():
         if recipe.reader and re.search(rf"\b{recipe.reader.partition(':')[2]}\b", text):
             return recipe
-    readers = ", ".join(recipe.reader.partition(":")[2] for recipe in RECIPES.values() if recipe.reader)
     raise ConfigError(
-        f"--recipe {name} reads its settings with none of {readers}: start with a copy of one of our recipes "
-        "(tune-adaptive cp)"
+        f"--recipe {name} reads its settings with none of our functions, such as read_full_settings: start with a copy "
+        "of one of our recipes (tune-adaptive cp)"
     )

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import (
     AdaptiveConfig,
     LoraSettings,
     Settings,
     keys_of,
-    on_gpu,
     read,
     read_common,
     value_at,
 )
+from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError, raise_together, together
 from torchtune_adaptive.text import nearest
 
@@ -50,49 +49,110 @@ NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
 def read_full_settings(cfg: DictConfig) -> Settings:
     """Settings of a full finetune; refuses the combinations that torchtune refuses."""
     settings = read_common(cfg)
-    refuse(
-        offloading(settings),
-        updates_in_backward(settings),
-        tensor_parallel(settings),
-        token_budget(settings),
-        no_reference(settings),
-    )
+    refuse(contradictions(settings), token_budget(settings))
     return settings
 
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Settings of a LoRA finetune, some of them from its model's section."""
-    return _read_with_adapters(cfg, no_reference)
+    return _read_with_adapters(cfg, of_pairs=False)
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
     """Settings of full preference training."""
     settings = read_common(cfg)
-    refuse(offloading(settings), token_budget(settings), pairs(settings))
+    refuse(
+        not_at_default(settings, NOT_FOR_PAIRS, "preference training"),
+        contradictions(settings, of_pairs=True),
+        token_budget(settings),
+    )
     return settings
 
 
 def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Settings of preference training of adapters, some of them from the model's section."""
-    return _read_with_adapters(cfg, pairs)
+    return _read_with_adapters(cfg, of_pairs=True)
 
 
-def _read_with_adapters(
-    cfg: DictConfig, of_its_data: Callable[[Settings], Iterable[str]]
-) -> tuple[Settings, LoraSettings]:
+def _read_with_adapters(cfg: DictConfig, *, of_pairs: bool) -> tuple[Settings, LoraSettings]:
     def read_settings() -> Settings:
         settings = read_common(cfg)
         refuse(
             not_at_default(settings, NOT_FOR_LORA, "LoRA finetuning"),
             quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),
-            offloading(settings),
+            contradictions(settings, of_pairs=of_pairs),
             token_budget(settings),
-            of_its_data(settings),
         )
         return settings
 
     settings, adapters = together((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
+
+
+def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[str]:
+    """Settings that do not go together."""
+    device, adaptive, dim = settings.device, settings.adaptive, settings.tensor_parallel_dim
+    if settings.fsdp_cpu_offload and device.startswith("cpu"):
+        yield f"fsdp_cpu_offload is True, but device is {device!r}: the weights are already on the CPU; set it to False"
+    if settings.enable_activation_offloading and not device.startswith("cuda"):
+        yield f"enable_activation_offloading is True, but device is {device!r}: it needs cuda; set it to False"
+    elif settings.enable_activation_offloading and not settings.enable_activation_checkpointing:
+        yield "enable_activation_offloading is True, but enable_activation_checkpointing is False: set it to True"
+    if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
+        yield (
+            f"optimizer_in_bwd is True and clip_grad_norm is {settings.clip_grad_norm}: gradients are freed before "
+            "they can be clipped; set one of them to null or False"
+        )
+    if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
+        yield "optimizer_in_bwd is True, which updates weights in every backward: set gradient_accumulation_steps to 1"
+    if dim > 1 and settings.data_parallel_replicate_dim > 1:
+        yield f"tensor_parallel_dim is {dim} and cannot be combined with data_parallel_replicate_dim: set one to 1"
+    elif dim > 1 and settings.config.get("tensor_parallel_plan") is None:
+        yield (
+            f"tensor_parallel_dim is {dim}, but tensor_parallel_plan is missing: set one, for example "
+            "torchtune.models.llama3.base_llama_tp_plan"
+        )
+    if dim > 1 and value_at(settings.config, "optimizer.fused"):
+        yield f"tensor_parallel_dim is {dim} and optimizer.fused is True: set optimizer.fused: False"
+    repeats = adaptive.recover_from_oom is not False and not settings.optimizer_in_bwd and dim == 1
+    if settings.use_maximum_batch_size and adaptive.search in NEED_RECOVERY and not repeats:
+        yield (
+            f"adaptive.search is {adaptive.search}, which runs out of memory on purpose, but with "
+            "adaptive.recover_from_oom: False, optimizer_in_bwd or tensor parallelism no step is repeated: set "
+            "adaptive.search: linear"
+        )
+    if adaptive.precompute_reference and not of_pairs:
+        yield (
+            "adaptive.precompute_reference is True, but finetuning has no reference: set it to False, or train with "
+            "adaptive_full_dpo_distributed or adaptive_lora_dpo_distributed"
+        )
+    if adaptive.precompute_reference and of_pairs and adaptive.oversize == "truncate":
+        yield (
+            "adaptive.precompute_reference is True and adaptive.oversize is truncate: precomputed log-probabilities "
+            "are not valid for truncated samples; set one of them to False or error"
+        )
+    if of_pairs and "collate_fn" in settings.config:  # torchtune's recipe does not read it either
+        yield f"collate_fn is {settings.collate_fn}, but preference training has its own collation: remove the key"
+
+
+def token_budget(settings: Settings) -> Iterator[str]:
+    """Settings that do not go together with a token budget, or only with one."""
+    adaptive, budget = settings.adaptive, settings.adaptive.token_budget
+    if budget is None and adaptive.padding is False:
+        yield "adaptive.padding is False, but adaptive.token_budget is null: set it to auto, or padding to null"
+    if budget is None and adaptive.deal:
+        yield "adaptive.deal is True, but adaptive.token_budget is null: set it to auto, or deal to null"
+    if budget is not None and adaptive.max_batch_size is not None:
+        yield (
+            f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is {budget}: "
+            "a microbatch is limited by rows or by tokens; set one of them to null"
+        )
+    for key in ("use_maximum_batch_size", "optimizer_in_bwd"):
+        if budget is not None and getattr(settings, key):
+            yield (
+                f"{key} is True and adaptive.token_budget is {budget}, which excludes it: set {key}: False or "
+                "adaptive.token_budget: null"
+            )
 
 
 def refuse(*problems: Iterable[str]) -> None:
@@ -108,94 +168,6 @@ def not_at_default(settings: Settings, keys: Iterable[str], training: str) -> It
             yield f"{key} is {value}, which {training} does not support: allowed is {allowed}"
 
 
-def pairs(settings: Settings) -> Iterator[str]:
-    """What preference training cannot do."""
-    yield from not_at_default(settings, NOT_FOR_PAIRS, "preference training")
-    if "collate_fn" in settings.config:  # torchtune's recipe does not read it either
-        yield (
-            f"collate_fn is {settings.config.collate_fn}, but preference training has its own collation: remove the key"
-        )
-    if settings.adaptive.precompute_reference and settings.adaptive.oversize == "truncate":
-        yield (
-            "adaptive.precompute_reference is True and adaptive.oversize is truncate: precomputed log-probabilities "
-            "are not valid for truncated samples; set adaptive.oversize to error and lower tokenizer.max_seq_len, "
-            "or set adaptive.precompute_reference: False"
-        )
-
-
-def no_reference(settings: Settings) -> Iterator[str]:
-    if settings.adaptive.precompute_reference:
-        yield (
-            "adaptive.precompute_reference is True, but finetuning has no reference: set it to False, or train with "
-            "adaptive_full_dpo_distributed or adaptive_lora_dpo_distributed"
-        )
-
-
-def token_budget(settings: Settings) -> Iterator[str]:
-    adaptive = settings.adaptive
-    budget = adaptive.token_budget
-    if budget is None:
-        remedy = "set adaptive.token_budget to auto or a number, or"
-        if adaptive.padding is False:
-            yield (
-                "adaptive.padding is False, but adaptive.token_budget is null, and microbatches limited by rows are "
-                f"always padded: {remedy} adaptive.padding to null"
-            )
-        if adaptive.deal:
-            yield (
-                "adaptive.deal is True, but adaptive.token_budget is null, and samples are dealt by cost only under a "
-                f"token budget: {remedy} adaptive.deal to null"
-            )
-        return
-    if adaptive.max_batch_size is not None:
-        yield (
-            f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is {budget}: "
-            "a token budget already limits the rows; set one of them to null"
-        )
-    reasons = {
-        "use_maximum_batch_size": "a microbatch is limited by rows or by tokens",
-        "optimizer_in_bwd": "the optimizer updates weights after every microbatch, so a step cannot have several",
-    }
-    for key, reason in reasons.items():
-        if getattr(settings, key):
-            yield (
-                f"{key} is True and adaptive.token_budget is {budget}, but {reason}: "
-                f"set {key}: False or adaptive.token_budget: null"
-            )
-
-
-def offloading(settings: Settings) -> Iterator[str]:
-    device = settings.device
-    if settings.fsdp_cpu_offload and not on_gpu(settings):
-        yield (
-            f"fsdp_cpu_offload is True, but device is {device!r}, so the weights are already on the CPU: "
-            "set it to False"
-        )
-    if not settings.enable_activation_offloading:
-        return
-    if not device.startswith("cuda"):
-        yield (
-            f"enable_activation_offloading is True, but device is {device!r}: offloading needs cuda; set it to False"
-        )
-    elif not settings.enable_activation_checkpointing:
-        yield "enable_activation_offloading is True, but enable_activation_checkpointing is False: set it to True"
-
-
-def updates_in_backward(settings: Settings) -> Iterator[str]:
-    if not settings.optimizer_in_bwd:
-        return
-    if settings.clip_grad_norm is not None:
-        yield (
-            f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are freed before "
-            "they can be clipped; set one of them to null or False"
-        )
-    if settings.gradient_accumulation_steps > 1:
-        yield (
-            f"gradient_accumulation_steps is {settings.gradient_accumulation_steps}, but optimizer_in_bwd updates "
-            "weights in every backward: set it to 1"
-        )
-
-
 def quantized_replicas(settings: Settings, *, quantized: bool) -> Iterator[str]:
     if quantized and settings.data_parallel_replicate_dim > 1:
         yield (
@@ -204,69 +176,26 @@ def quantized_replicas(settings: Settings, *, quantized: bool) -> Iterator[str]:
         )
 
 
-def tensor_parallel(settings: Settings) -> Iterator[str]:
-    dim = settings.tensor_parallel_dim
-    if dim == 1:
-        return
-    if settings.data_parallel_replicate_dim > 1:
-        yield (
-            f"tensor_parallel_dim is {dim} and data_parallel_replicate_dim is "
-            f"{settings.data_parallel_replicate_dim}, which cannot be combined: set one of them to 1"
-        )
-        return
-    if settings.config.get("tensor_parallel_plan") is None:
-        yield (
-            f"tensor_parallel_dim is {dim}, but tensor_parallel_plan is missing: set one, "
-            "for example torchtune.models.llama3.base_llama_tp_plan"
-        )
-    if value_at(settings.config, "optimizer.fused"):
-        yield f"tensor_parallel_dim is {dim} and optimizer.fused is True: set optimizer.fused: False"
-
-
 def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> None:
     """Refuses keys that look misspelt or misplaced; names the others that nothing reads in a log line."""
     if OF_PPO in cfg and OF_PPO not in more:
         raise ConfigError(
             f"{OF_PPO} is read only by the PPO recipe: run adaptive_ppo_full_finetune_distributed, or remove it"
         )
-    known = {*keys_of(Settings), *SECTIONS, *more}
+    known, ours = {*keys_of(Settings), *SECTIONS, *more}, keys_of(AdaptiveConfig)
     referred_to = set(re.findall(r"\$\{(\w+)", str(OmegaConf.to_container(cfg, resolve=False))))  # ${output_dir}/logs
     unread = sorted(str(key) for key in cfg if key not in known | referred_to)
-    refuse(_misplaced(cfg, unread), _not_of_adaptive(cfg, known), _misspelt(unread, known))
+    problems = [
+        f"{key} has no effect here: did you mean adaptive.{key}? If it is your own key, rename it"
+        for key in unread
+        if key in ours
+    ]
+    for key in (key for key in unread if key not in ours):
+        near = nearest(key, known, MISSPELT)
+        if near and not key.startswith(f"{near}_") and not key.endswith(f"_{near}"):  # ppo_batch_size is no slip
+            problems.append(
+                f"{key} is not a known key: did you mean {near}? If it is your own key, give it a less similar name"
+            )
+    refuse(problems)
     if unread and aloud:
         logger.info("ignored config keys: %s", ", ".join(unread))
-
-
-def _misplaced(cfg: DictConfig, unread: Collection[str]) -> Iterator[str]:
-    """Keys of `adaptive:` at the top of the config, or in a section, where nothing reads them.
-
-    In a section with a _component_ they are the component's own, whose constructor refuses what is not.
-    """
-    for path in (path for key in unread for path in _paths(key, cfg._get_node(key))):
-        name = path.rpartition(".")[2]
-        if name in keys_of(AdaptiveConfig):
-            yield f"{path} has no effect here: did you mean adaptive.{name}? If it is your own key, rename it"
-
-
-def _paths(path: str, value: object) -> Iterator[str]:
-    """This key and those of its section, down to the first component, which checks its own."""
-    yield path
-    if isinstance(value, DictConfig) and not value._is_none() and COMPONENT not in value:
-        for key in value:
-            yield from _paths(f"{path}.{key!s}", value._get_node(key))
-
-
-def _not_of_adaptive(cfg: DictConfig, known: Collection[str]) -> Iterator[str]:
-    """Keys of the recipe that stand in `adaptive:`."""
-    section = cfg.get("adaptive")
-    for key in map(str, section if isinstance(section, DictConfig) else ()):
-        if key in known and key not in keys_of(AdaptiveConfig):
-            yield f"adaptive.{key} has no effect here: move {key} out of adaptive"
-
-
-def _misspelt(unread: Collection[str], known: Collection[str]) -> Iterator[str]:
-    for key in unread:
-        near = nearest(key, known, MISSPELT)
-        its_own = near is None or key.startswith(f"{near}_") or key.endswith(f"_{near}")  # ppo_batch_size is no slip
-        if not its_own and key not in keys_of(AdaptiveConfig):
-            yield f"{key} is not a known key: did you mean {near}? If it is your own key, give it a less similar name"

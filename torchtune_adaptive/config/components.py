@@ -11,7 +11,6 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import config
 
-from torchtune_adaptive.config.keys import AdaptiveConfig, keys_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.text import nearest, shown
 
@@ -99,7 +98,7 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
             advice = f"did you mean {', '.join(filter(None, meant))}?"
         elif known:
             advice += f"; allowed: {', '.join(known[:MOST_NAMES])}{' ...' * (len(known) > MOST_NAMES)}"
-        problems.append(f"{listed}: {component} has no such argument{'s' * (not one)}; {advice}{_misplaced(unknown)}")
+        problems.append(f"{listed}: {component} has no such argument{'s' * (not one)}; {advice}")
     return "; ".join(problems) or None
 
 
@@ -133,23 +132,9 @@ def _is_of(value: object, annotation: Any) -> bool:
 
 def _about_keys_in(error: BaseException, key: str, section: DictConfig) -> str:
     """Advice about the keys that a component has handed on to another, which does not take them."""
-    named = [name for name in map(str, section) if f"'{name}'" in str(error)]
-    if ours := _misplaced(named):
-        return ours
     unexpected = "unexpected keyword argument" in str(error)
-    return "".join(f"; remove {key}.{name} (~{key}.{name} on the command line)" for name in named if unexpected)
-
-
-def _misplaced(names: Sequence[str]) -> str:
-    """Where a key of `adaptive:` belongs that a component was given and did not know."""
-    ours = [key for key in keys_of(AdaptiveConfig) if key in names]
-    return "".join(f"; the key of this package is adaptive.{name}" for name in ours)
-
-
-def default_of(component: object, name: str) -> object:
-    """What a component takes for an argument that it is not given; None, too, where nothing can tell."""
-    default = {one.name: one.default for one in _parameters_of(component) or ()}.get(name)
-    return None if default is inspect.Parameter.empty else default
+    named = [name for name in map(str, section) if unexpected and f"'{name}'" in str(error)]
+    return "".join(f"; remove {key}.{name} (~{key}.{name} on the command line)" for name in named)
 
 
 def _parameters_of(component: Any) -> list[inspect.Parameter] | None:

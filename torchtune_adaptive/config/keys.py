@@ -276,8 +276,8 @@ class Settings:
 
     batch_size: int = option(COUNT)
     use_maximum_batch_size: bool = option(BOOL, False)
-    """find the most rows that fit, and train with them. The result is kept in `batch_search.json`, and reused if
-    nothing that it depends on has changed"""
+    """find the most rows that fit, and train with them. `batch_search.json` keeps the result for a run that changes
+    nothing of it"""
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(count_up_to(100_000))
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)

@@ -39,11 +39,6 @@ def say(line: str) -> None:
         logger.info("%s", line)
 
 
-def tell_error(message: str, where: str = "") -> None:
-    """Prints the one message with which a run ends."""
-    print(f"\nerror{where}: {message}", file=sys.stderr, flush=True)
-
-
 class LossyStream(io.FileIO):
     """A stream that never fails: if it cannot be written, the text is lost and one warning says so."""
 

@@ -1,15 +1,14 @@
-"""Exit statuses, and what would end a process with the wrong one."""
+"""What prints a result and ends: exit statuses, and readers that have gone."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from torchtune_adaptive.errors import AdaptiveError, EarlyExitError
+from torchtune_adaptive.errors import AdaptiveError
 
 NOBODY_READS = 141
 """The exit status that shells give to a command whose pipe was closed."""
@@ -42,18 +41,3 @@ def printing() -> Iterator[None]:
 def _print_nowhere() -> None:
     """What is still to be flushed would fail once more when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def refusing_early_exits() -> Iterator[None]:
-    """Makes `sys.exit(0)` an error: called in a dataset, say, it would report success for no training."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-        called = traceback.extract_tb(error.__traceback__)[-1]
-        raise EarlyExitError(
-            f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
-            "raise an error there, or return"
-        ) from error

@@ -1,4 +1,4 @@
-"""Which rank has stopped answering: each beats into the store that all of them share, and looks after one other.
+"""Which rank has stopped answering: each beats into the store that all of them share, and looks after all others.
 
 A thread beats, so a rank that is only busy is heard: it may save, compile or wait for its dataset for as long as it
 likes. What is not heard is a process that is stopped, or a machine that hangs, and so would never end what its peers
@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,19 +22,17 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine.ranks import from_rank_0
 from torchtune_adaptive.errors import RunFinished, RunStopped
-from torchtune_adaptive.life import run_file
 from torchtune_adaptive.life.launcher import speaks_first
-from torchtune_adaptive.life.this_run import THIS_RUN, saved_and_what_next
+from torchtune_adaptive.life.this_run import STOPPED, THIS_RUN, saved_and_what_next
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.text import ranks_named
 
 BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0
-FROM_SILENT_TO_TOLD = 5
-"""Intervals: until the silence is looked at, one look too many, two to be sure, and one until all have heard of it."""
+SPARE_BEATS = 2
+"""Beats of a time-out that are not waited for: one until the first look without a new beat, and one look too late."""
 LEFT = "left"
 """The last beat of a rank that has ended as it should."""
-SILENT = "silent"
 
 
 class Silent(NamedTuple):
@@ -49,36 +46,16 @@ class Silent(NamedTuple):
 
     @property
     def fact(self) -> str:
-        who = f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher, has"
+        who, have = f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher,", "has"
         if self.ranks:
-            who = f"{ranks_named(self.ranks)} ({self.where}) {'has' if len(self.ranks) == 1 else 'have'}"
-        return f"{who} not responded for {self.seconds:.0f} s"
+            who, have = f"{ranks_named(self.ranks)} ({self.where})", "has" if len(self.ranks) == 1 else "have"
+        return f"{who} {have} not responded for {self.seconds:.0f} s"
 
     def __str__(self) -> str:
         without = "them" if len(self.ranks) > 1 else "it"
         waiting = "" if self.ranks else " (their launchers may wait for it indefinitely: end those first)"
         others = f"and the other ranks cannot continue without {without}{waiting}"
         return f"{self.fact} (adaptive.silent_rank_timeout), {others}"
-
-
-class Silence:
-    """For how long something has not changed, in the time that was spent looking at it.
-
-    Who was away longer than between two looks, because the whole machine slept, say, counts that as two looks: what he
-    watches may have been away just as long, and gets the time to beat again.
-    """
-
-    def __init__(self, interval_s: float) -> None:
-        self._longest_s = 2 * interval_s
-        self._value: object = None
-        self._looked_at_s: float | None = None
-        self._unchanged_s = 0.0
-
-    def seconds(self, value: object, now_s: float) -> float:
-        passed = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, self._longest_s)
-        self._unchanged_s = self._unchanged_s + passed if value == self._value else 0.0
-        self._value, self._looked_at_s = value, now_s
-        return self._unchanged_s
 
 
 def own_connection(attempt: str, timeout_s: float) -> Any:
@@ -96,7 +73,7 @@ def own_connection(attempt: str, timeout_s: float) -> Any:
 
 
 class Heartbeat:
-    """Beats for this rank until it is stopped, and tells of a silent one, on every rank that is not."""
+    """Beats for this rank until it is stopped, and tells of silent ones."""
 
     def __init__(
         self,
@@ -106,7 +83,9 @@ class Heartbeat:
     ) -> None:
         """Collective. `on_silence` is called in a thread, and is to end the process: its peers end as well."""
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
-        self._timeout_s, self._limit_s = timeout_s, timeout_s - FROM_SILENT_TO_TOLD * self._interval_s
+        # Looks are counted and not seconds: whoever was suspended himself gives the others time to beat again.
+        self._most_looks = int(timeout_s / self._interval_s) - SPARE_BEATS
+        self._timeout_s = timeout_s
         self._on_silence = on_silence
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._connect = partial(connect, from_rank_0(uuid.uuid4().hex), timeout_s)
@@ -129,52 +108,39 @@ class Heartbeat:
             thread.join(2 * self._interval_s)  # no longer: the store may be gone, and with it its answer
 
     def _beat(self) -> None:
-        silence = Silence(self._interval_s)
+        last, unheard = [LEFT] * self._ranks, [0] * self._ranks
         while not self._stopping.wait(self._interval_s):
             # One broken connection is no reason to fall silent. Where the store is gone, this fails again and again,
             # and the other thread sees that there are no more rounds.
-            with suppress(RuntimeError):
-                self._beat_once(silence)
+            try:
+                self._store.set(_beat_of(self._rank), str(self._rounds + 1))
+                self._rounds += 1
+                beats = self._beats()
+            except RuntimeError:
+                with suppress(RuntimeError):
+                    self._store = self._connect()
                 continue
-            with suppress(RuntimeError):
-                self._store = self._connect()
+            looks = zip(beats, last, unheard, strict=True)
+            unheard = [count + 1 if beat == before != LEFT else 0 for beat, before, count in looks]
+            last = beats
+            if max(unheard) >= self._most_looks:
+                # where one has stopped, a whole machine may have, whose ranks did not beat at the same time
+                silent = [rank for rank, count in enumerate(unheard) if count >= self._most_looks - 2]
+                where = ", ".join(dict.fromkeys(self._text(_where(rank)) for rank in silent))
+                self._on_silence(Silent(tuple(silent), where, self._timeout_s))
+                return
         if self._says_so:
             with suppress(RuntimeError):
                 self._store.set(_beat_of(self._rank), LEFT)
 
-    def _beat_once(self, silence: Silence) -> None:
-        self._store.set(_beat_of(self._rank), str(self._rounds + 1))
-        self._rounds += 1
-        if self._store.check([SILENT]):
-            self._tell([int(rank) for rank in self._text(SILENT).split()])
-        beat = self._text(_beat_of((self._rank + 1) % self._ranks))
-        if beat != LEFT and silence.seconds(beat, time.monotonic()) > self._limit_s:
-            self._find_silent()
-
     def _watch_the_store(self) -> None:
-        silence = Silence(self._interval_s)
-        # Nobody else has to hear of it, so this look is the last, and comes within the time.
-        limit_s = self._timeout_s - 2 * self._interval_s
+        last, unheard = 0, 0
         while not self._stopping.wait(self._interval_s):
-            if silence.seconds(self._rounds, time.monotonic()) > limit_s:
+            unheard = unheard + 1 if self._rounds == last else 0
+            last = self._rounds
+            if unheard >= self._most_looks:
                 self._on_silence(Silent((), self._where_first, self._timeout_s))
                 return
-
-    def _find_silent(self) -> None:
-        """Looks at all ranks twice: where one has stopped, a whole machine may have."""
-        before = self._beats()
-        for _ in range(2):  # whoever looks after this rank is to hear it meanwhile
-            if self._stopping.wait(self._interval_s):
-                return
-            self._rounds += 1
-            self._store.set(_beat_of(self._rank), str(self._rounds))
-        pairs = enumerate(zip(before, self._beats(), strict=True))
-        silent = [rank for rank, (was, beat) in pairs if was == beat != LEFT and rank != self._rank]
-        if silent:
-            self._store.set(SILENT, " ".join(map(str, silent)))
-            # until all have heard of it, and none takes this rank's end for it
-            if not self._stopping.wait(self._interval_s):
-                self._tell(silent)
 
     def _beats(self) -> list[str]:
         """The last beat of every rank: one question to the store once all have beaten."""
@@ -182,11 +148,6 @@ class Heartbeat:
         if self._store.check(keys):
             return [beat.decode() for beat in self._store.multi_get(keys)]
         return [self._text(key) for key in keys]
-
-    def _tell(self, ranks: list[int]) -> None:
-        if self._rank not in ranks:  # it was away, and is back: its peers are gone
-            where = ", ".join(dict.fromkeys(self._text(_where(rank)) for rank in ranks))
-            self._on_silence(Silent(tuple(ranks), where, self._timeout_s))
 
     def _text(self, key: str) -> str:
         """What the store has; nothing where it has nothing yet, for which `get` would wait."""
@@ -215,7 +176,7 @@ def _end(silent: Silent) -> None:
     if speaks_first():
         with suppress(OSError):
             print(f"\nerror: {silent}; {saved_and_what_next()}", file=sys.stderr, flush=True)
-        THIS_RUN.try_to_note(run_file.STOPPED, silent.fact)
+        THIS_RUN.try_to_note(STOPPED, silent.fact)
     os._exit(1)
 
 

@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -23,21 +23,21 @@ from torchtune import config
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
+    EarlyExitError,
     RanksPartedError,
     RecoveryUnsupportedError,
     Remedy,
     RunFinished,
     RunStopped,
 )
-from torchtune_adaptive.life import run_file
-from torchtune_adaptive.life.console import SHOW_CONFIG, outlive_readers, show_decisions, tell_error
-from torchtune_adaptive.life.endings import INTERRUPTED, printing, refusing_early_exits
+from torchtune_adaptive.life import this_run
+from torchtune_adaptive.life.console import SHOW_CONFIG, outlive_readers, show_decisions
+from torchtune_adaptive.life.endings import INTERRUPTED, printing
 from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
 from torchtune_adaptive.life.launcher import end_with_the_launcher, speaks_first, tell_the_launcher
 from torchtune_adaptive.life.signals import listen, stop_listening
@@ -47,23 +47,15 @@ from torchtune_adaptive.text import ranks_named
 logger = logging.getLogger(__name__)
 
 
-class HasSettings(Protocol):
-    settings: Settings
+Command: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
+"""A config, its file, and the words beside it on the command line."""
 
 
-class FourMethods(Protocol):
-    run: HasSettings
-
-    def __init__(self, cfg: DictConfig) -> None: ...
-    def setup(self) -> None: ...
-    def train(self) -> None: ...
-    def cleanup(self) -> None: ...
-
-
-def main(recipe_type: type[FourMethods], keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
+def main(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act.
 
-    `keys` are those that only this recipe knows, `remedies` what the library advises, in keys of its config.
+    A recipe has the four methods, and its settings in `run.settings`. `keys` are those that only this recipe knows,
+    `remedies` what the library advises, in keys of its config.
     """
     end_with_the_launcher()
     outlive_readers()
@@ -72,17 +64,13 @@ def main(recipe_type: type[FourMethods], keys: Collection[str] = (), remedies: M
     _ending_well(lambda: _run(recipe_type, keys), remedies)
 
 
-Command: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
-"""A config, its file, and the words beside it on the command line."""
-
-
 def run_without_training(question: Command, keys: Collection[str]) -> None:
     """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
     if _rank() == 0:
         _ending_well(lambda: _ask(question, keys))
 
 
-def _run(recipe_type: type[FourMethods], keys: Collection[str]) -> None:
+def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, aloud=_rank() == 0)
     if _rank() == 0 and os.environ.get(SHOW_CONFIG):
@@ -102,10 +90,25 @@ def _run(recipe_type: type[FourMethods], keys: Collection[str]) -> None:
     except RunStopped as stopped:
         if _rank() == 0:
             logger.info("%s: %s; %s", THIS_RUN.asked_by, stopped, saved_and_what_next())
-            THIS_RUN.note_end(run_file.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
+            THIS_RUN.note_end(this_run.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
     else:
         if _rank() == 0:
-            THIS_RUN.note_end(run_file.FINISHED)
+            THIS_RUN.note_end(this_run.FINISHED)
+
+
+@contextmanager
+def refusing_early_exits() -> Iterator[None]:
+    """Makes `sys.exit(0)` an error: called in a dataset, say, it would report success for no training."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        called = traceback.extract_tb(error.__traceback__)[-1]
+        raise EarlyExitError(
+            f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
+            "raise an error there, or return"
+        ) from error
 
 
 def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractContextManager[None]:
@@ -128,7 +131,7 @@ def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractCont
     return fatal_where_memory_runs_out(explained)
 
 
-def _live(recipe: FourMethods) -> None:
+def _live(recipe: Any) -> None:
     """Collective: the life of a recipe, which all ranks may agree to cut short between two steps."""
     try:
         recipe.setup()
@@ -193,10 +196,11 @@ def _tell(error: AdaptiveError, message: str) -> None:
     passes = isinstance(error, RanksPartedError)  # the same command goes on: nothing has to be changed
     # until the ranks have met, an error is about the config, which is the same for all of them
     where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
-    tell_error(f"{message}; {saved_and_what_next()}" if passes else message, where)
+    whole = f"{message}; {saved_and_what_next()}" if passes else message
+    print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
     tell_the_launcher(f"error{where}: {message}")
     if not passes:
-        THIS_RUN.note_end(run_file.ERROR, message)
+        THIS_RUN.note_end(this_run.ERROR, message)
 
 
 def _exit(status: int) -> NoReturn:

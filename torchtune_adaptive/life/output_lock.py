@@ -6,9 +6,7 @@ It is one of fcntl: NFS carries those, and they are not handed on to forked chil
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -18,12 +16,12 @@ from pathlib import Path
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.launcher import launcher_waits_s
-from torchtune_adaptive.life.run_file import now
-from torchtune_adaptive.life.this_run import was_restarted
+from torchtune_adaptive.life.this_run import now, was_restarted
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".adaptive_lock"
+ANOTHER = "another run"
 WAIT_S = 5.0
 """Seconds to wait for a process that was just ended: it takes a moment to give back what it has."""
 MORE_AFTER_RESTART_S = 10.0
@@ -51,45 +49,36 @@ def take(directory: Path) -> Lock:
     """Makes the directory if it is not there. Raises ConfigError, which says who holds it."""
     path = directory / LOCK_FILE
     waits_s = (launcher_waits_s() or 0.0) + MORE_AFTER_RESTART_S if was_restarted() else WAIT_S
-    until = time.monotonic() + waits_s
-    while (lock := _tried(path)) is None:
-        if time.monotonic() > until:
-            raise in_use(directory, holder(directory) or "another run")
-        time.sleep(_POLL_S)
-    return lock
-
-
-def _tried(path: Path) -> Lock | None:
-    """The lock, taken; None if somebody else holds it. A lock of nothing on a read-only file system: whatever is wrong
-    with that turns out later."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except IsADirectoryError as error:
-        raise ConfigError(
-            f"{path} is a folder, but a run needs its lock file there: remove it, or choose another output_dir"
-        ) from error
-    except OSError as error:
-        if error.errno == errno.EROFS:
+    until_s = time.monotonic() + waits_s
+    while True:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except IsADirectoryError as error:
+            raise ConfigError(
+                f"{path} is a folder, but a run needs its lock file there: remove it, or choose another output_dir"
+            ) from error
+        except OSError as error:
+            raise unwritable(directory, error) from error
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(path, descriptor):
+                break
+            os.close(descriptor)  # the last holder has removed it since it was opened
+        except (BlockingIOError, PermissionError) as error:
+            os.close(descriptor)
+            if time.monotonic() > until_s:
+                raise in_use(directory, holder(directory) or ANOTHER) from error
+            time.sleep(_POLL_S)
+        except OSError as error:
+            os.close(descriptor)
+            logger.warning(
+                "%s does not support locks (%s): a second run there would not be detected", directory, error.strerror
+            )
             return Lock(path, None)
-        raise unwritable(path.parent, error) from error
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError | PermissionError):
-            return None
-        logger.warning(
-            "%s does not support locks (%s): a second run there would not be detected", path.parent, error.strerror
-        )
-        return Lock(path, None)
-    if not _is_still(path, descriptor):  # the last holder has removed it since it was opened
-        os.close(descriptor)
-        return _tried(path)
     with suppress(OSError):  # for people: that it is held does not depend on what it says
         os.ftruncate(descriptor, 0)
-        signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
-        os.pwrite(descriptor, json.dumps(signature).encode(), 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {now()}".encode(), 0)
         os.fsync(descriptor)
     return Lock(path, descriptor)
 
@@ -109,20 +98,18 @@ def holder(directory: Path) -> str | None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            signed = _signature(path)
-            return "process {pid} on {host}, since {since}".format(**signed) if signed else "another run"
+            return path.read_text(errors="replace") or ANOTHER
         finally:
             os.close(descriptor)
     return None
 
 
 def in_use(directory: Path, who: str) -> ConfigError:
-    path = directory / LOCK_FILE
-    host, advice = _signature(path).get("host", socket.gethostname()), ""
-    if host != socket.gethostname():  # which cannot be asked whether the run is still there
+    host, advice = who.partition(" on ")[2].partition(",")[0], ""
+    if host not in ("", socket.gethostname()):  # which cannot be asked whether the run is still there
         advice = (
             f". If {host} is gone, its lock expires with the file server's lease (1 to 2 minutes); on NFSv3, which "
-            f"has no leases, delete {path}"
+            f"has no leases, delete {directory / LOCK_FILE}"
         )
     return ConfigError(
         f"output_dir {str(directory)!r} is in use by {who}: wait for it to end, end it, or choose another "
@@ -131,18 +118,9 @@ def in_use(directory: Path, who: str) -> ConfigError:
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:
-    reason = error.strerror
+    why = error.strerror
     if directory.is_symlink() and not directory.exists():
-        reason = f"it is a link to {os.readlink(directory)}, which does not exist"
+        why = f"it is a link to {os.readlink(directory)}, which does not exist"
     elif directory.exists() and not directory.is_dir():
-        reason = "it is not a folder"
-    return ConfigError(f"cannot write to output_dir {str(directory)!r}: {reason}")
-
-
-def _signature(path: Path) -> dict[str, object]:
-    """Who has signed a lock; empty where that cannot be read."""
-    try:
-        signed = json.loads(path.read_bytes())
-        return {name: signed[name] for name in ("pid", "host", "since")}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
+        why = "it is not a folder"
+    return ConfigError(f"cannot write to output_dir {str(directory)!r}: {why}")

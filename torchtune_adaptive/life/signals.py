@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
-from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.launcher import (
     a_peer_has_failed,
     attempt_folder,
@@ -31,8 +31,6 @@ ONE_SIGNAL_S = 1.0
 """Ctrl-C comes from the terminal and from the launcher, a scheduler's signal to launcher and ranks: that is one."""
 RANK_0_FIRST_S = 0.2
 """What comes to all ranks is told by rank 0."""
-LEAST_NOTICE_S, SHARE_OF_NOTICE = 2.0, 0.1
-"""How long before the launcher kills this rank it says what is lost by that; of what the launcher waits."""
 ASKED_FILE = "asked"
 
 
@@ -90,36 +88,10 @@ def _first(asked_by: signal.Signals) -> None:
     time_left = "" if waits_s is None else f" (if torchrun forwarded the signal, it waits {waits_s:g} s)"
     _say(
         f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
-        f"{_or_a_restart(asked_by, os.environ)}A second signal ends the run immediately"
+        "A second signal ends the run immediately"
     )
     by_torchrun = " (torchrun also sends it when another rank has exited)" * (waits_s is not None)
-    THIS_RUN.try_to_note(run_file.ASKED, f"{name}{by_torchrun}; the run was then killed without another message")
-    if waits_s is not None:
-        notice_s = min(waits_s, max(LEAST_NOTICE_S, SHARE_OF_NOTICE * waits_s))
-        late = threading.Timer(waits_s - notice_s, _too_late, (name, notice_s))
-        late.daemon = True
-        late.start()
-
-
-def _or_a_restart(asked_by: signal.Signals, environment: Mapping[str, str]) -> str:
-    """What SIGTERM may mean where there are several nodes, and nobody here knows of a rank of another."""
-    here, everywhere = (environment.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if asked_by != signal.SIGTERM or here == everywhere or not restarts:
-        return ""
-    return "If another node has lost a rank, torchrun restarts all ranks instead. "
-
-
-def _too_late(name: str, notice_s: float) -> None:
-    """The launcher is about to kill a rank that is still in the step, the search or the save that it was asked in."""
-    if THIS_RUN.asked_by:  # the ranks have agreed, and all is saved
-        return
-    left = f"{THIS_RUN.saved}{_lost()}"
-    _say(
-        f"{name}: the current step will not finish in time "
-        f"(if torchrun forwarded the signal, it kills the run in {notice_s:g} s); {left}"
-    )
-    THIS_RUN.note_end(run_file.ASKED, f"{name}, with too little time to save; {left}")
+    THIS_RUN.try_to_note(this_run.ASKED, f"{name}{by_torchrun}; the run was then killed without another message")
 
 
 def _hears_first(environment: Mapping[str, str]) -> bool:
@@ -135,16 +107,12 @@ def _end_at_once(asked_by: signal.Signals) -> None:
         first = THIS_RUN.signal
         # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
         which = "again" if first in (None, asked_by) else f"after {first.name}"
-        message = f"{asked_by.name} {which}: ended immediately; {THIS_RUN.saved}{_lost()}"
+        since = " since then" if THIS_RUN.newest else ""
+        lost = "" if THIS_RUN.doing is Doing.SETTING_UP else f", and all training{since} is lost"
+        message = f"{asked_by.name} {which}: ended immediately; {THIS_RUN.saved}{lost}"
         _say(message)
-        THIS_RUN.try_to_note(run_file.ASKED, message)
+        THIS_RUN.try_to_note(this_run.ASKED, message)
     os._exit(128 + asked_by)
-
-
-def _lost() -> str:
-    """What goes with a run that ends here, in words that follow what is saved."""
-    since = " since then" if THIS_RUN.newest else ""
-    return "" if THIS_RUN.doing is Doing.SETTING_UP else f", and all training{since} is lost"
 
 
 def _say(line: str) -> None:

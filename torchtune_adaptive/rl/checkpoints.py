@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.checkpoints.contents import Checkpointer, Sharded, State
 from torchtune_adaptive.checkpoints.loading import build_checkpointer, read_weights, section_writing_to
-from torchtune_adaptive.checkpoints.store import WEIGHTS, Files
+from torchtune_adaptive.checkpoints.saving import Sharded
+from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES

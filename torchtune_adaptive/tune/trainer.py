@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 from torch import nn
 
-from torchtune_adaptive.checkpoints.contents import Checkpointer, Contents, State
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.checkpoints.progress import GIVEN, EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
-from torchtune_adaptive.checkpoints.saving import Checkpoints
-from torchtune_adaptive.checkpoints.store import Files
+from torchtune_adaptive.checkpoints.saving import Checkpoints, Contents
+from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource

@@ -32,7 +32,7 @@ class Connection:
 
     def __init__(self, attempt: str, timeout_s: float) -> None:
         self.own = own_connection(attempt, timeout_s)
-        self.set, self.get, self.multi_get = self.own.set, self.own.get, self.own.multi_get
+        self.set = self.own.set
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -110,34 +110,6 @@ def _reset_by_peer(*_: object) -> None:
 
 def test_a_rank_that_loses_its_connection_once_is_heard_on_the_next():
     assert run_on_ranks(2, lose_a_connection) == [[], []]
-
-
-def end_while_looking() -> list[Silent]:
-    """Rank 0 takes the next rank for silent, and ends while it looks twice at all of them, of which none is."""
-    told, connections = Told(), Connections()
-    heartbeat = Heartbeat(TIMEOUT_S, told, connections)
-    looked = threading.Event()
-
-    def get(key: str) -> bytes:
-        return b"1" if key == "beat/1" else connections[0].own.get(key)
-
-    def multi_get(keys: list[str]) -> list[bytes]:
-        looked.set()
-        return connections[0].own.multi_get(keys)
-
-    if dist.get_rank() == 0:
-        connections[0].get, connections[0].multi_get = get, multi_get
-        assert looked.wait(10 * TIMEOUT_S)
-    else:
-        time.sleep(TIMEOUT_S)
-    heartbeat.stop()
-    time.sleep(TIMEOUT_S)
-    heartbeat.stop()
-    return told.silent
-
-
-def test_a_rank_that_ends_while_it_looks_accuses_nobody():
-    assert run_on_ranks(3, end_while_looking) == [[], [], []]
 
 
 def be_busy() -> list[Silent]:

@@ -24,7 +24,7 @@ from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
-from torchtune_adaptive.life.endings import refusing_early_exits
+from torchtune_adaptive.life.launch import refusing_early_exits
 from torchtune_adaptive.tune.metrics import LossWatch
 
 HERE = "tests.recipes.endings.test_endings"

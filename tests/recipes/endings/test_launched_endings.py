@@ -141,16 +141,15 @@ def last_time(folder: Path) -> str:
     return next(line for line in lines(left, condition, reason) if line.startswith("last time: "))
 
 
-def test_a_step_that_outlasts_the_launchers_patience_says_what_is_not_saved(tmp_path: Path) -> None:
+def test_a_step_that_outlasts_the_launchers_patience_has_said_how_long_that_is(tmp_path: Path) -> None:
     with in_a_step_without_end(tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4") as run:
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.process.wait(60) == 1
         run.when(lambda: "SignalException" in run.output, 10)
-    lost = f"last checkpoint: {saved(run)}, and all training since then is lost"
-    assert "(if torchrun forwarded the signal, it waits 4 s). A second signal ends the run immediately" in run.output
-    late = f"will not finish in time (if torchrun forwarded the signal, it kills the run in 2 s); {lost}"
-    assert run.output.count(late) == 1, run.output
-    assert last_time(tmp_path) == f"last time: SIGTERM, with too little time to save; {lost}"
+    said = "(if torchrun forwarded the signal, it waits 4 s). A second signal ends the run immediately"
+    assert run.output.count(said) == 1, run.output
+    assert last_time(tmp_path).startswith("last time: SIGTERM")
+    assert last_time(tmp_path).endswith("; the run was then killed without another message")
 
 
 def test_a_second_signal_through_the_launcher_ends_all_ranks_at_once(tmp_path: Path) -> None:

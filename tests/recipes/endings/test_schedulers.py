@@ -19,7 +19,7 @@ import yaml
 
 from tests.ranks import PATIENCE
 from tests.recipes.running import COMMAND_MARK, end_marked, environment
-from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life import this_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = str(Path(sys.executable).parent)
@@ -95,7 +95,7 @@ def begin(output_dir: Path, status: int) -> None:
     """What a run leaves as soon as it has begun."""
     output_dir.mkdir()
     if status != NOT_BEGUN:
-        run_file.begin(output_dir, "tune run", output_dir, serial=0)
+        this_run.begin(output_dir, "tune run", output_dir, serial=0)
 
 
 @pytest.mark.parametrize(

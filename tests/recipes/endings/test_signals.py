@@ -149,18 +149,6 @@ def test_before_the_first_step_it_says_that_nothing_is_saved(
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON
 
 
-def test_a_search_that_outlasts_the_time_that_is_left_says_that_nothing_is_saved(tmp_path: Path) -> None:
-    blow = Blow(signalled.SEARCH, left_s=3)
-    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=blow)
-    assert "(if torchrun forwarded the signal, it waits 3 s)" in ended[0].lines
-    late = (
-        "SIGTERM: the current step will not finish in time (if torchrun forwarded the signal, it kills the run in "
-        "2 s); nothing is saved\n"
-    )
-    assert late in ended[0].lines
-    assert told(ended[0].lines) == "stopped during the search, before the first step; nothing is saved"
-
-
 class Poison(torch.optim.AdamW):
     """Leaves weights that are NaN from its second step on."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.long.endurance import CASES, MOST_GROWTH, Case, Reading, endure, growth
+from tests.recipes.long.endurance import CASES, Case, endure
 
 STEPS = 240
 LEAK: list[bytes] = []
@@ -23,10 +23,3 @@ def leak() -> None:
 def test_what_grows_with_every_step_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="in the last third a process has grown by"):
         endure(Case("full"), tmp_path, STEPS, leak)
-
-
-def test_what_comes_and_goes_is_no_growth() -> None:
-    calm, saving = Reading(100, 10, 5), Reading(900, 90, 7)
-    assert growth([calm, calm, calm, saving, saving, calm]) == Reading(0, 0, 0)
-    assert growth([calm, calm, calm, calm, saving, saving]) == Reading(800, 80, 2)
-    assert MOST_GROWTH.device_bytes == 0

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints import contents, saving, store
+from torchtune_adaptive.checkpoints import saving, store
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune import place
 
@@ -34,12 +34,6 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
         with (spoiled if saves[0] == 3 else None) or nullcontext():
             save(*args)
 
-    def watch_too(memory: Any) -> None:
-        recipe.memory = memory
-        watch(memory)
-
-    runner = recipe.trainer.stages.training
-    watch, runner.watch = runner.watch, watch_too
     recipe.run.checkpoints.save = save_or_fail
     message = None
     try:
@@ -71,7 +65,7 @@ def put_a_file_in_its_place(recipe: Any, out: Path) -> None:
     dist.barrier()
 
 
-def full(*_: Any) -> Any:
+def full(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
@@ -79,23 +73,22 @@ def run_out_of_memory(recipe: Any, out: Path) -> Any:
     return mock.patch.object(saving, "gather_weights", full)
 
 
-def no_memory_to_gather(recipe: Any, out: Path) -> Any:
-    """On rank 1: the meter has room for what ranks tell each other, and not for the largest weight."""
-    meter = recipe.memory
-    return mock.patch.object(meter, "cap_bytes", meter.live_bytes + 100_000) if dist.get_rank() == 1 else None
-
-
 def no_memory_to_copy(recipe: Any, out: Path) -> Any:
-    return mock.patch.object(saving, "copied_to_host", full) if dist.get_rank() == 1 else None
+    return mock.patch.object(saving, "copied_to_host", full)
 
 
 def no_memory_to_merge(recipe: Any, out: Path) -> Any:
     """Which rank 0 does alone."""
-    return mock.patch.object(contents.peft, "get_merged_lora_ckpt", full)
+    return mock.patch.object(saving.peft, "get_merged_lora_ckpt", full)
+
+
+def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:
+    if dist.get_rank() == 1:
+        next(recipe.model.parameters()).to_local().data.fill_(float("nan"))
 
 
 SPOILERS = {
-    "no memory to gather": no_memory_to_gather,
+    "nan": a_weight_of_rank_1_is_nan,
     "no memory to copy": no_memory_to_copy,
     "no memory to merge": no_memory_to_merge,
     "gone": take_the_folder_away,
@@ -133,34 +126,32 @@ def test_a_folder_that_is_gone_is_not_made_anew_beside_training(tmp_path: Path) 
         assert complete == ["dist_epoch_0", "step_2"]
 
 
-METERED = "adaptive.memory_limit=64MiB"
-BESIDE = "enable_async_checkpointing=True"
+def test_weights_that_are_nan_on_one_rank_push_out_no_checkpoint(tmp_path: Path) -> None:
+    for message, complete in run_on_ranks(2, trained, "full", tmp_path / "run", "nan", timeout_s=60, in_group=False):
+        assert message is not None
+        assert complete == ["epoch_0", "step_2"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "spoil", "overrides", "words"),
+    ("kind", "spoil", "overrides", "fact", "good"),
     [
-        ("full", "no memory to gather", (METERED,), ["out of memory on rank 1", "adaptive.memory_limit"]),
-        ("lora", "no memory to merge", (), ["out of memory on rank 0"]),
-        ("full", "no memory to copy", (BESIDE,), ["out of memory on rank 1", "dist_epoch_0"]),
+        ("full", "memory", (), "out of memory while saving checkpoint step_6 on rank {rank}", "epoch_0"),
+        ("lora", "no memory to merge", (), "step_6 could not be saved", "epoch_0"),
+        (
+            "full",
+            "no memory to copy",
+            ("enable_async_checkpointing=True",),
+            "out of memory while saving checkpoint step_6 on rank {rank}",
+            "dist_epoch_0",
+        ),
     ],
 )
-def test_out_of_memory_in_a_save_ends_every_rank_with_one_message(
-    kind: str, spoil: str, overrides: tuple[str, ...], words: list[str], tmp_path: Path
+def test_out_of_memory_in_a_save_names_the_checkpoint_and_the_one_to_go_on_from(
+    kind: str, spoil: str, overrides: tuple[str, ...], fact: str, good: str, tmp_path: Path
 ) -> None:
     ended = run_on_ranks(2, trained, kind, tmp_path / "run", spoil, *overrides, timeout_s=90, in_group=False)
-    for message, complete in ended:
+    for rank, (message, complete) in enumerate(ended):
         assert message is not None
-        for word in ("step_6 could not be saved", "epoch_0", *words):
+        for word in (fact.format(rank=rank), "out of memory", good):
             assert word in message
-        assert complete == [f"{'dist_' * (overrides == (BESIDE,))}epoch_0", "step_2"]
-
-
-def test_out_of_memory_while_gathering_names_the_checkpoint_and_the_one_to_go_on_from(tmp_path: Path) -> None:
-    for rank, (message, complete) in enumerate(
-        run_on_ranks(2, trained, "full", tmp_path / "run", "memory", timeout_s=60, in_group=False)
-    ):
-        assert message is not None
-        for word in ("out of memory while saving checkpoint step_6", f"rank {rank}", "epoch_0"):
-            assert word in message
-        assert complete == ["epoch_0", "step_2"]
+        assert complete == [good, "step_2"]

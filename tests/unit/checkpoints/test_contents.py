@@ -1,10 +1,6 @@
-"""What ranks tell each other before a checkpoint: weights that are NaN are not worth one, nor is one that a rank cannot
-make room for."""
+"""What goes into a checkpoint: weights that are finite, gathered as torchtune gathers them."""
 
 from __future__ import annotations
-
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,76 +11,20 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
-from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.checkpoints.contents import (
-    FullContents,
-    LoraContents,
-    gather_weights,
-    make_ready,
-    make_room_to_gather,
-)
-from torchtune_adaptive.engine.meter import MemoryMeter
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.checkpoints.saving import FullContents, LoraContents, gather_weights, weights_are_finite
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
 
 
-def nothing() -> None: ...
-
-
-def verdicts(bad: float, folder: Path) -> list[bool]:
-    model = nn.Linear(2, 2)
-    frozen = nn.Parameter(torch.full((1,), bad), requires_grad=False)
-    model.register_parameter("frozen", frozen)
-    found = [make_ready(model, nothing, folder)[1].finite]
-    if dist.get_rank() == 1:
-        model.weight.data[0, 0] = bad
-    return [*found, make_ready(model, nothing, folder)[1].finite]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_rank_with_a_weight_that_is_not_finite_is_enough(bad: float, tmp_path: Path) -> None:
-    assert run_on_ranks(2, verdicts, bad, tmp_path, timeout_s=60) == [[True, False]] * 2
-
-
-def with_so_much_room(folder: Path, failing: int, bytes_left: int) -> tuple[str | None, int]:
-    """Collective: the weight has 1,024 bytes, of which each rank has half."""
-    model = nn.Linear(16, 16, bias=False)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def prepare() -> None:
-        with MemoryMeter(bytes_left if dist.get_rank() == failing else None):
-            make_room_to_gather(FullContents().sharded(model), optimizer, CPU)
-
-    ready = make_ready(model, prepare, folder)[1]
-    return ready.problem, len(ready.random_states)
-
-
-def with_room_for(failing: int, bytes_left: int) -> None:
-    """Two weights of 1,024 bytes."""
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
-    fully_shard(model)
-    with MemoryMeter(bytes_left if dist.get_rank() == failing else None):
-        make_room_to_gather(FullContents().sharded(model), torch.optim.SGD(model.parameters(), lr=0.1), CPU)
-
-
-def test_where_the_device_is_the_host_rank_0_needs_room_for_all_of_it() -> None:
-    run_on_ranks(2, with_room_for, 1, 2_100, timeout_s=60)
-    run_on_ranks(2, with_room_for, 0, 3_100, timeout_s=60)
-    with pytest.raises(RankFailed, match="OutOfMemoryError"):
-        run_on_ranks(2, with_room_for, 0, 3_000, timeout_s=60)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_has_no_room_to_gather_is_known_to_all_before(failing: int, tmp_path: Path) -> None:
-    """It needs the weight twice: as it arrives, and put together."""
-    for problem, states in run_on_ranks(2, with_so_much_room, tmp_path, failing, 2_000, timeout_s=60):
-        assert problem is not None
-        assert f"out of memory on rank {failing}" in problem
-        assert states == 2
-    told = run_on_ranks(2, with_so_much_room, tmp_path, failing, 2_100, timeout_s=60)
-    assert told == [(None, 2)] * 2
+def test_a_trained_weight_that_is_not_finite_is_noticed_and_a_frozen_one_is_not(bad: float) -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("frozen", nn.Parameter(torch.full((1,), bad), requires_grad=False))
+    assert weights_are_finite(model)
+    model.weight.data[0, 0] = bad
+    assert not weights_are_finite(model)
 
 
 def adapted(*, quantized: bool = False, offloaded: bool = False) -> nn.Module:
@@ -143,18 +83,3 @@ def test_a_checkpoint_of_the_adapter_gathers_nothing_else() -> None:
     (names, shapes), _ = run_on_ranks(2, sent_for, False, timeout_s=60)
     assert names > adapter | {"0.weight", "1.weight"}
     assert len(shapes) == 5
-
-
-def room_for_an_adapter(bytes_left: int) -> list[bool]:
-    """Collective: whether there is room to gather the adapter, which has 3 KiB, and the model around it with 131."""
-    model, enough = adapted(), []
-    optimizer = torch.optim.SGD((each for each in model.parameters() if each.requires_grad), lr=0.1)
-    for adapter_only in (True, False):
-        with MemoryMeter(bytes_left), suppress(torch.OutOfMemoryError):
-            make_room_to_gather(LoraContents(None, adapter_only).sharded(model), optimizer, CPU)  # type: ignore[arg-type]
-            enough.append(adapter_only)
-    return enough
-
-
-def test_a_checkpoint_of_the_adapter_needs_no_room_for_more() -> None:
-    assert run_on_ranks(2, room_for_an_adapter, 8_192, timeout_s=60) == [[True], [True]]

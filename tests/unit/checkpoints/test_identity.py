@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.checkpoints.identity import difference
+from torchtune_adaptive.checkpoints import identity
+from torchtune_adaptive.checkpoints.identity import difference, weights_in
 
-MODEL = {"model._component_": "torchtune.models.llama3.llama3"}
-UNKNOWN = {"model._component_": "no.such"}
-ADAM = {"optimizer._component_": "torch.optim.AdamW"}
+MIB = 2**20
+KEY = "frozen weights in base.pt"
 
 
 @pytest.mark.parametrize(
@@ -18,31 +21,26 @@ ADAM = {"optimizer._component_": "torch.optim.AdamW"}
     [
         ({"seed": 1}, {"seed": 2}, "seed is 1, but was 2"),
         ({"seed": 1}, {}, "seed is 1, but was not set"),
-        (MODEL | {"model.attn_dropout": 0.1}, MODEL, "model.attn_dropout is 0.1, but was not set (default 0.0)"),
-        (MODEL, MODEL | {"model.attn_dropout": 0.1}, "model.attn_dropout is not set (default 0.0), but was 0.1"),
-        (ADAM | {"optimizer.betas": [0, 0]}, ADAM, "optimizer.betas is [0, 0], but was not set (default [0.9, 0.999])"),
-        (UNKNOWN | {"model.size": 3}, UNKNOWN, "model.size is 3, but was not set"),
+        ({}, {"model.attn_dropout": 0.1}, "model.attn_dropout is not set, but was 0.1"),
     ],
 )
 def test_both_values_are_told_as_they_were_given(configured: dict[str, Any], saved: dict[str, Any], told: str) -> None:
     assert difference(configured, saved) == told
 
 
-def test_weights_are_told_by_their_files_and_by_their_contents_where_these_have_one_name() -> None:
+def test_weights_are_another_runs_where_their_names_or_their_contents_differ() -> None:
     ours = {"reward weights in b.pt": "2 bytes", "reference weights in c.pt": "3 bytes"}
-    theirs = {"reward weights in a.pt": "1 bytes", "reference weights in c.pt": "4 bytes"}
-    read = "reward weights are read from b.pt, but were read from a.pt"
-    assert difference(ours, theirs) == f"reference weights in c.pt are 3 bytes, but were 4 bytes, and {read}"
-    del ours["reference weights in c.pt"], theirs["reference weights in c.pt"]
-    assert difference(ours, theirs) == read
+    theirs = {"reward weights in a.pt": "2 bytes", "reference weights in c.pt": "4 bytes"}
+    assert difference(ours, theirs) == (
+        "reference weights in c.pt is '3 bytes', but was '4 bytes', "
+        "and reward weights in a.pt is not set, but was '2 bytes', "
+        "and reward weights in b.pt is '2 bytes', but was not set"
+    )
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"), [(MODEL, "model.attn_dropout", 0.0), (ADAM, "optimizer.betas", [0.9, 0.999])]
-)
-def test_to_write_a_default_out_changes_nothing(section: dict[str, Any], key: str, value: Any) -> None:
-    assert difference(section | {key: value}, section) is None
-    assert difference(section, section | {key: value}) is None
+def test_a_data_file_that_is_gone_is_left_to_the_dataset_to_tell() -> None:
+    assert difference({}, {"content of rows.jsonl": "2 bytes"}) is None
+    assert difference({"content of rows.jsonl": "3 bytes"}, {"content of rows.jsonl": "2 bytes"}) is not None
 
 
 def test_all_that_has_changed_is_told_at_once() -> None:
@@ -63,3 +61,39 @@ def test_another_recipe_is_what_is_told_first() -> None:
     ours = {"batch_size": 4, "recipe": "full"}
     saved = {"batch_size": 2, "frozen weights in demo.pt": "9 bytes", "recipe": "lora"}
     assert difference(ours, saved) == "recipe is 'full', but was 'lora'"
+
+
+def fingerprint_of(folder: Path) -> dict[str, object]:
+    section = OmegaConf.create({"checkpoint_dir": str(folder), "checkpoint_files": ["base.pt"]})
+    assert isinstance(section, DictConfig)
+    return weights_in("frozen weights", section)
+
+
+def change(path: Path, offset: int, count: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\1" * count)
+
+
+def sparse(folder: Path, size: int) -> Path:
+    path = folder / "base.pt"
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+@pytest.mark.parametrize("offset", [0, 6 * MIB - 1])
+def test_another_byte_at_either_end_is_another_model(tmp_path: Path, offset: int) -> None:
+    path = sparse(tmp_path, 6 * MIB)
+    before = fingerprint_of(tmp_path)
+    change(path, offset, 1)
+    assert difference(fingerprint_of(tmp_path), before) is not None
+
+
+@pytest.mark.parametrize("size", [0, 5, 10, 15, 200])
+def test_a_large_file_is_read_at_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(identity, "ENDS_BYTES", 10)
+    content = bytes(range(size))
+    (tmp_path / "base.pt").write_bytes(content)
+    crc32 = zlib.crc32(content if size <= 20 else content[:10] + content[190:])
+    assert fingerprint_of(tmp_path) == {KEY: f"{size} bytes, CRC-32 {crc32:08x}"}

@@ -14,7 +14,7 @@ from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished
-from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.this_run import RESTARTS
 
 
@@ -77,7 +77,7 @@ def test_a_run_that_the_launcher_restarts_goes_on_from_what_it_has_saved_since(
     saved(tmp_path, "epoch_0", 0)
     saved(tmp_path, "epoch_1", 1, epochs=2)
     assert folder_of(start(tmp_path, *NAMED)) == "epoch_0"
-    run_file.begin(tmp_path, "tune run", tmp_path, serial=2)
+    this_run.begin(tmp_path, "tune run", tmp_path, serial=2)
     monkeypatch.setenv(RESTARTS, "1")
     assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "nothing has been saved since"
     saved(tmp_path, "step_6", 2)
@@ -203,7 +203,7 @@ def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> 
         cfg = config(tmp_path / "out", f"checkpointer.checkpoint_dir={tmp_path / folder}")
         cfg.checkpointer.checkpoint_files = files
         identities.append(identity_of(cfg, "lora"))
-    assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin are ")
+    assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin is ")
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:

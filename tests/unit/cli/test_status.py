@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from tests.ranks import PATIENCE
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.life import output_lock, run_file
+from torchtune_adaptive.life import output_lock, this_run
 from torchtune_adaptive.life.this_run import Doing, ThisRun
 
 COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
@@ -29,7 +27,7 @@ def status(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, st
 
 
 def started(directory: Path, serial: int = 0) -> None:
-    run_file.begin(directory, COMMAND, directory, serial)
+    this_run.begin(directory, COMMAND, directory, serial)
 
 
 def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
@@ -50,7 +48,7 @@ def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started(tmp_path)
-    run_file.end(tmp_path, run_file.STOPPED, "SIGTERM: stopped during the search, before the first step")
+    this_run.end(tmp_path, this_run.STOPPED, "SIGTERM: stopped during the search, before the first step")
     code, told = status(tmp_path, capsys)
     assert code == CAN_GO_ON
     assert "from the beginning" in told
@@ -79,15 +77,15 @@ def test_a_finished_run_stays_finished_where_the_next_attempt_fails_before_it_tr
 ) -> None:
     started(tmp_path)
     save(tmp_path, "epoch_1", serial=3, finished=True)
-    run_file.end(tmp_path, run_file.FINISHED)
-    before = run_file.read(tmp_path)
+    this_run.end(tmp_path, this_run.FINISHED)
+    before = this_run.read(tmp_path)
     assert before is not None
-    run_file.begin(tmp_path, "tune run recipe epochs=9", tmp_path, serial=4)
+    this_run.begin(tmp_path, "tune run recipe epochs=9", tmp_path, serial=4)
     ThisRun(doing=doing, places=(tmp_path,), finished_before={tmp_path: before}).note_end(
-        run_file.ERROR, "no such file"
+        this_run.ERROR, "no such file"
     )
     assert status(tmp_path, capsys)[0] == code
-    left = run_file.read(tmp_path)
+    left = this_run.read(tmp_path)
     assert left is not None
     assert left.command == (COMMAND if code == FINISHED else "tune run recipe epochs=9")
 
@@ -97,7 +95,7 @@ def test_an_error_that_somebody_has_to_mend_is_no_reason_to_start_again(
 ) -> None:
     started(tmp_path)
     save(tmp_path, "step_2", serial=0)
-    run_file.end(tmp_path, run_file.ERROR, "step 3: the loss is nan")
+    this_run.end(tmp_path, this_run.ERROR, "step 3: the loss is nan")
     code, told = status(tmp_path, capsys)
     assert (code, told.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
     assert str(tmp_path / "step_2") in told
@@ -152,7 +150,7 @@ def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = tmp_path / "large disk"
-    run_file.begin(_made(tmp_path / "out"), COMMAND, place, serial=0)
+    this_run.begin(_made(tmp_path / "out"), COMMAND, place, serial=0)
     save(place, "step_2", serial=0)
     assert str(place / "step_2") in status(tmp_path / "out", capsys)[1]
     started(place)
@@ -169,7 +167,7 @@ def _made(directory: Path) -> Path:
 def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     original, copy = tmp_path / "original", tmp_path / "a copy"
     (original / within).mkdir(parents=True)
-    run_file.begin(original, COMMAND, original / within, serial=0)
+    this_run.begin(original, COMMAND, original / within, serial=0)
     save(original / within, "step_2", serial=0)
     shutil.copytree(original, copy)
     save(original / within, "epoch_0", serial=1, finished=True)
@@ -202,7 +200,7 @@ def test_a_run_that_could_not_say_that_it_began_runs_all_the_same(
 
 def no_room_beside(directory: Path) -> None:
     """As on a full disk: no file can be made, but what one holds can be overwritten."""
-    (directory / f"{run_file.RUN_FILE}.tmp").mkdir()
+    (directory / f"{this_run.RUN_FILE}.tmp").mkdir()
 
 
 def test_a_run_that_begins_on_a_full_disk_is_not_the_one_before_it(
@@ -210,12 +208,12 @@ def test_a_run_that_begins_on_a_full_disk_is_not_the_one_before_it(
 ) -> None:
     started(tmp_path)
     save(tmp_path, "epoch_0", serial=0, finished=True)
-    run_file.end(tmp_path, run_file.FINISHED)
+    this_run.end(tmp_path, this_run.FINISHED)
     assert status(tmp_path, capsys)[0] == FINISHED
     no_room_beside(tmp_path)
     started(tmp_path, serial=1)
     assert status(tmp_path, capsys)[0] == CAN_GO_ON
-    run_file.end(tmp_path, run_file.ERROR, "the disk is full")
+    this_run.end(tmp_path, this_run.ERROR, "the disk is full")
     code, told = status(tmp_path, capsys)
     assert (code, told.splitlines()[0]) == (BROKEN, "broken: the disk is full")
     started(tmp_path, serial=1)  # what is shorter leaves nothing of what was longer
@@ -225,13 +223,13 @@ def test_a_run_that_begins_on_a_full_disk_is_not_the_one_before_it(
 def test_where_nothing_can_be_noted_the_run_says_what_that_means(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / run_file.RUN_FILE).mkdir()
+    (tmp_path / this_run.RUN_FILE).mkdir()
     started(tmp_path)
     assert caplog.messages == [
-        f"cannot write {tmp_path / run_file.RUN_FILE} (Is a directory): "
+        f"cannot write {tmp_path / this_run.RUN_FILE} (Is a directory): "
         "`tune-adaptive status` cannot report how this run ended"
     ]
-    assert [path.name for path in tmp_path.iterdir()] == [run_file.RUN_FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [this_run.RUN_FILE]
 
 
 def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refuse(
@@ -245,18 +243,12 @@ def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refus
     assert "start over with: overwrite_output_dir=True" in told
 
 
-FIELDS = [field.name for field in fields(run_file.RunFile)]
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"command": 3', *(json.dumps(dict.fromkeys(FIELDS, value)) for value in ("x", {}, [], [3], 2))],
-)
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 3'])
 def test_a_file_about_the_run_that_cannot_be_read_is_none(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, "step_2", serial=0)
-    (tmp_path / run_file.RUN_FILE).write_text(content)
+    (tmp_path / this_run.RUN_FILE).write_text(content)
     code, told = status(tmp_path, capsys)
     assert code == CAN_GO_ON
     assert "resume with: the command that started it, with resume_from_checkpoint=auto" in told

@@ -17,7 +17,7 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
     UnrecoverableError,
 )
-from torchtune_adaptive.life import launch, run_file
+from torchtune_adaptive.life import launch, this_run
 from torchtune_adaptive.life.launcher import speaks_first
 
 
@@ -80,12 +80,12 @@ def test_another_error_is_left_as_it_is(error: Exception) -> None:
 
 @pytest.mark.parametrize(
     ("error", "ended"),
-    [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_file.ERROR)],
+    [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), this_run.ERROR)],
 )
 def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    this_run.begin(tmp_path, "tune run", tmp_path, 0)
     monkeypatch.setattr(launch.THIS_RUN, "places", (tmp_path,))
 
     def question(*_: object) -> None:
@@ -94,7 +94,7 @@ def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     with pytest.raises(SystemExit):
         launch.run_without_training(question, [])
-    run = run_file.read(tmp_path)
+    run = this_run.read(tmp_path)
     assert run is not None
     assert run.ended == ended
 

@@ -1,4 +1,4 @@
-"""When a beat that does not change means that a rank is silent."""
+"""What is said of a silent rank, and which rank leaves without being one."""
 
 from __future__ import annotations
 
@@ -9,21 +9,8 @@ import pytest
 
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.life import heartbeat, this_run
-from torchtune_adaptive.life.heartbeat import Silence, Silent, ending_when_a_rank_is_silent
+from torchtune_adaptive.life.heartbeat import Silent, ending_when_a_rank_is_silent
 from torchtune_adaptive.life.this_run import ThisRun, saved_and_what_next
-
-
-def test_silence_is_the_time_since_the_last_change() -> None:
-    silence = Silence(interval_s=1.0)
-    assert [silence.seconds("1", now) for now in (10.0, 11.0, 12.5)] == [0.0, 1.0, 2.5]
-    assert silence.seconds("2", 13.5) == 0.0
-    assert silence.seconds("2", 14.0) == 0.5
-
-
-def test_who_was_away_himself_gives_the_others_time_to_come_back() -> None:
-    silence = Silence(interval_s=1.0)
-    silence.seconds("1", 0.0)
-    assert silence.seconds("1", 3600.0) == 2.0
 
 
 def test_the_message_names_ranks_and_where_they_are_and_what_to_end_first() -> None:
