@@ -37,7 +37,6 @@ from torchtune_adaptive.engine.ranks import Value, from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.life.this_run import THIS_RUN
 
-KEEP_LAST = "keep_last_n_checkpoints"
 REFERENCE_SECTION = "ref_checkpointer"
 
 
@@ -71,7 +70,6 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
         raise ConfigError(problem)
     plain = OmegaConf.to_container(section, resolve=True)
     assert isinstance(plain, dict)
-    plain.pop(KEEP_LAST, None)
     return {**{str(name): value for name, value in plain.items()}, "output_dir": str(staging)}
 
 

@@ -121,8 +121,6 @@ class Progress:
                 "set checkpointer.recipe_checkpoint to the recipe state of an unfinished run"
             )
         theirs = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
-        if theirs["epochs_run"] < 0:
-            raise ConfigError(f"the checkpoint has epochs_run {theirs['epochs_run']}: its recipe state is damaged")
         ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
         past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
         begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None

@@ -173,9 +173,9 @@ def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """All folders that look like checkpoints: the complete ones first, newest first."""
     checkpoints = []
     for path in filter(Path.is_dir, named(directory)):
-        manifest = read_manifest(path)
-        fault = manifest if isinstance(manifest, Fault) else None
-        checkpoints.append(FoundCheckpoint(path, None if isinstance(manifest, Fault) else manifest, fault))
+        found = read_manifest(path)
+        manifest, fault = (found, None) if isinstance(found, Manifest) else (None, found)
+        checkpoints.append(FoundCheckpoint(path, manifest, fault))
     return sorted(checkpoints, key=lambda checkpoint: (-checkpoint.serial, checkpoint.name))
 
 

@@ -15,12 +15,12 @@ from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_adaptive.checkpoints.loading import KEEP_LAST, check_what_saves_copy, missing_directory
+from torchtune_adaptive.checkpoints.loading import check_what_saves_copy, missing_directory
 from torchtune_adaptive.checkpoints.progress import start_progress
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory, choose, places_of
 from torchtune_adaptive.checkpoints.store import find_checkpoints
@@ -115,7 +115,7 @@ def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bo
         check(check_fits, "profiler", cfg.profiler)
     for key in [key for key in ("checkpointer", "ref_checkpointer", *recipe.keys) if key.endswith("checkpointer")]:
         if cfg.get(key) is not None or key == "checkpointer":
-            check(_check_checkpointer, cfg, key)
+            check(lambda key: check_fits(key, components.require(cfg, key), should_load_recipe_state=False), key)
     if recipe.of_pairs:
         check(_check_pairs, cfg)
     elif recipe is GRPO:
@@ -160,12 +160,6 @@ def _check_optimizer(cfg: DictConfig) -> None:
     optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
     if cfg.get("lr_scheduler") is not None:
         components.build("lr_scheduler", cfg, optimizer, num_training_steps=SOME_STEPS, last_epoch=-1)
-
-
-def _check_checkpointer(cfg: DictConfig, key: str) -> None:
-    section = components.require(cfg, key)
-    others = OmegaConf.masked_copy(section, [str(name) for name in section if name != KEEP_LAST])
-    check_fits(key, others, should_load_recipe_state=False)
 
 
 def check_fits(key: str, section: Any, *args: object, **kwargs: object) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 from collections.abc import Mapping, Sequence
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType
+from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
@@ -90,44 +91,25 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
     component = section[COMPONENT].rpartition(".")[2]
     missing = [one.name for one in free if one.default is one.empty and one.name not in names]
     problems = [f"{key}.{name} is missing: {component} requires it" for name in missing]
-    if unknown:
-        listed, one = ", ".join(f"{key}.{name}" for name in unknown), len(unknown) == 1
-        advice = f"remove {'it' if one else 'them'}"
-        meant = [nearest(name, known) for name in unknown]
-        if all(meant):
-            advice = f"did you mean {', '.join(filter(None, meant))}?"
-        elif known:
-            advice += f"; allowed: {', '.join(known[:MOST_NAMES])}{' ...' * (len(known) > MOST_NAMES)}"
-        problems.append(f"{listed}: {component} has no such argument{'s' * (not one)}; {advice}")
+    allowed = f"; allowed: {', '.join(known[:MOST_NAMES])}{' ...' * (len(known) > MOST_NAMES)}" if known else ""
+    for name in unknown:
+        meant = nearest(name, known)
+        advice = f"did you mean {meant}?" if meant else f"remove it{allowed}"
+        problems.append(f"{key}.{name}: {component} has no such argument; {advice}")
     return "; ".join(problems) or None
 
 
 def _wrong_values(key: str, section: DictConfig) -> str:
-    """The values that are not of the type that the component's signature says, or that its defaults have."""
-    values, problems = OmegaConf.to_container(section, resolve=True), []
-    assert isinstance(values, dict)
-    for one in _parameters_of(section[COMPONENT]) or ():
+    """Texts and nulls where the component's signature, or its default, says a number."""
+    problems = []
+    for one in (one for one in _parameters_of(section[COMPONENT]) or () if one.name in section):
         annotation = one.annotation if one.annotation is not one.empty else type(one.default)
-        if one.name in values and annotation not in (type, type(None)) and not _is_of(values[one.name], annotation):
-            wanted = inspect.formatannotation(annotation).replace("torch.", "")
+        wanted, value = inspect.formatannotation(annotation).replace("torch.", ""), section[one.name]
+        takes_it = {str: r"\bstr\b", NoneType: r"\bNone\b|\bOptional\b"}.get(type(value))
+        if takes_it and re.search(r"\b(int|float)\b", wanted) and not re.search(takes_it, wanted):
             component = section[COMPONENT].rpartition(".")[2]
-            problems.append(f"{key}.{one.name} is {shown(values[one.name])}, but {component} takes {wanted}")
+            problems.append(f"{key}.{one.name} is {shown(value)}, but {component} takes {wanted}")
     return "; ".join(problems)
-
-
-def _is_of(value: object, annotation: Any) -> bool:
-    """Whether a value of a config may be of a type; true for types that no config has."""
-    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
-    if kind in (Union, UnionType):
-        return any(_is_of(value, one) for one in inner)
-    if kind in (tuple, list, Sequence):
-        any_number = kind is not tuple or not inner or Ellipsis in inner
-        return isinstance(value, list) and (any_number or len(value) == len(inner))
-    if isinstance(value, dict) or not isinstance(kind, type):
-        return True
-    if isinstance(value, bool):
-        return kind in (bool, object)
-    return isinstance(value, int | float if kind is float else kind)
 
 
 def _about_keys_in(error: BaseException, key: str, section: DictConfig) -> str:

@@ -255,7 +255,6 @@ IN_SECTIONS = {
     "metric_logger.log_dir": PATH | NULL,
     "checkpointer.checkpoint_dir": PATH | NULL,
     "checkpointer.output_dir": PATH | NULL,
-    "checkpointer.keep_last_n_checkpoints": COUNT | NULL,
 }
 """Keys of components, of which these would speak late, or of something else."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
@@ -292,8 +291,7 @@ class Settings:
     save_every_n_steps: int | None = option(COUNT | NULL, None)
     """save a checkpoint every so many steps, in addition to the end of each epoch"""
     keep_last_n_checkpoints: int | None = option(COUNT | NULL, None)
-    """remove older checkpoints, except a finished run's last and the one resumed from; may also be set in
-    `checkpointer`"""
+    """remove older checkpoints, except a finished run's last and the one resumed from"""
     overwrite_output_dir: bool = option(BOOL, False)
     """a fresh start removes existing checkpoints"""
     enable_async_checkpointing: bool = option(BOOL, False)
@@ -343,18 +341,10 @@ def on_gpu(where: Settings | DictConfig) -> bool:
 
 
 def read_common(cfg: DictConfig) -> Settings:
-    """What every recipe reads. `keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune
-    has planned it."""
+    """What every recipe reads."""
     in_sections = (partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
     settings: Settings = together([partial(read, Settings, cfg), partial(_check_fused, cfg), *in_sections])[0]
-    settings = replace(settings, config=cfg)
-    key = "keep_last_n_checkpoints"
-    there = value_at(cfg, f"checkpointer.{key}")
-    if settings.keep_last_n_checkpoints is not None and there not in (None, settings.keep_last_n_checkpoints):
-        raise ConfigError(
-            f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: remove one of them"
-        )
-    return replace(settings, keep_last_n_checkpoints=there) if there is not None else settings
+    return replace(settings, config=cfg)
 
 
 def _check_fused(cfg: DictConfig) -> None:

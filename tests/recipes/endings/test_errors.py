@@ -131,6 +131,7 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("~batch_size", ["batch_size is missing", COUNT]),
         ("gradient_accumulation_steps=0", ["gradient_accumulation_steps is 0", COUNT]),
         ("epochs=0", ["epochs is 0", "a whole number from 1 to 100000"]),
+        ("adaptive.sequence_length=1000000000", ["adaptive.sequence_length is 1000000000", "from 1 to 16777216"]),
         ("max_steps_per_epoch=0", ["max_steps_per_epoch is 0", f"{COUNT} or null"]),
         ("dtype=fp16", ["dtype is 'fp16'", "bf16 or fp32"]),
         ("clip_grad_norm=-1", ["clip_grad_norm is -1", "above 0"]),

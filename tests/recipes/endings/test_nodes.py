@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import pytest
 
 from tests.commands import run_here
 from tests.ranks import free_ports
-from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished, end_marked, run_command
+from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished, end_marked
 
 TUNE = str(Path(sys.executable).parent / "tune")
 RECIPE = "adaptive_full_finetune_distributed"
@@ -37,10 +36,6 @@ UNLIMITED = "adaptive=null"
 LITTLE_ON_THE_SECOND_NODE = "adaptive.memory_limit=[120MiB,64MiB]"
 TIMEOUT_S = 120
 MARK = "TORCHTUNE_ADAPTIVE_TEST_OF_NODES"
-LEAVES_A_PROCESS = """
-import subprocess
-subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-"""
 
 
 class Run(NamedTuple):
@@ -134,13 +129,3 @@ def test_out_of_memory_on_the_second_node_costs_repeated_steps_on_both(one_node:
             assert limited[figure] == pytest.approx(unlimited[figure], rel=RELATIVE_AFTER_ADAM), figure
     checkpoint = Path("out", "epoch_0", "model-00001-of-00001.bin")
     assert [(tmp_path / node / checkpoint).exists() for node in ("node_a", "node_b")].count(True) == 1
-
-
-def test_a_process_that_is_left_running_is_found_and_ended() -> None:
-    with pytest.raises(AssertionError, match=r"== \[\]"), nothing_left_running():
-        subprocess.run([sys.executable, "-c", LEAVES_A_PROCESS], timeout=120, check=True)
-
-
-def test_a_command_that_ends_takes_along_what_it_has_started_in_other_sessions() -> None:
-    with nothing_left_running():
-        run_command([sys.executable, "-c", LEAVES_A_PROCESS], cwd=Path.cwd(), timeout_s=30)

@@ -12,7 +12,6 @@ from tests.unit.checkpoints.making import complete, save
 from tests.unit.checkpoints.starting import ADAPTER, config, folder_of, saved, start
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
-from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished
 from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.this_run import RESTARTS
@@ -213,14 +212,3 @@ def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
     assert not begun.resumes
     assert [path.name for path in tmp_path.iterdir()] == [".saving"]
     assert [path.name for path in (tmp_path / ".saving").iterdir()] == [begun.mark]
-
-
-def test_the_number_of_checkpoints_to_keep_may_stand_in_the_checkpointers_section(tmp_path: Path) -> None:
-    assert read_full_settings(config(tmp_path, "keep_last_n_checkpoints=2")).keep_last_n_checkpoints == 2
-    cfg = config(tmp_path, "checkpointer.keep_last_n_checkpoints=2")
-    assert read_full_settings(cfg).keep_last_n_checkpoints == 2
-    for wrong in ("0", "many", "[2]"):
-        with pytest.raises(ConfigError, match=r"checkpointer\.keep_last_n_checkpoints"):
-            read_full_settings(config(tmp_path, f"checkpointer.keep_last_n_checkpoints={wrong}"))
-    with pytest.raises(ConfigError, match="remove one of them"):
-        read_full_settings(config(tmp_path, "checkpointer.keep_last_n_checkpoints=2", "keep_last_n_checkpoints=3"))
