@@ -55,8 +55,6 @@ class Start:
     """The serial of its next checkpoint."""
     files: Files | None = None
     """The checkpoint to go on from; None for a fresh start."""
-    step: int = 0
-    """The last one that is in it, where it says so."""
     locks: tuple[Lock, ...] = ()
     """Locks that keep other runs out until this one is over; held by rank 0."""
     overwrites: int = 0
@@ -133,7 +131,6 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     return Start(
         serial=1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1),
         files=files,
-        step=manifest.position.step if manifest else 0,
         overwrites=len(checkpoints) if files is None else 0,
         mark=_prepare(directory),
     )

@@ -229,7 +229,7 @@ class Checkpoints:
         self._draws_from = start.files.folder if start.files else None
         self._asked_to_stop = False
         self._warned_of_nan = False
-        THIS_RUN.newest, THIS_RUN.newest_step = start.files.folder if start.files else None, start.step
+        THIS_RUN.newest = start.files.folder if start.files else None
 
     @property
     def last(self) -> Path | None:
@@ -350,7 +350,7 @@ class Checkpoints:
         staged = self._staging / name
         torch.save(random_states, staged / store.RANDOM_FILE)
         store.write_manifest(staged, replace(manifest, files=store.record_files(staged)))
-        THIS_RUN.newest, THIS_RUN.newest_step = store.publish(self._directory, name), manifest.position.step
+        THIS_RUN.newest = store.publish(self._directory, name)
         try:
             store.tidy(self._directory, self._keep_last, self._goes_back_to)
         except OSError as error:  # the checkpoint itself is there
@@ -360,7 +360,7 @@ class Checkpoints:
         """Collective: ends a run that is not over, after a save, if the ranks have agreed to."""
         if (asked_to_stop or self._asked_to_stop) and not progress.finished:
             self.wait()
-            raise RunStopped(f"stopped after step {progress.step}{THIS_RUN.not_saved(progress.step)}")
+            raise RunStopped(f"stopped after step {progress.step}")
 
     def wait(self) -> None:
         """Collective: waits for what is still being written, and tells all ranks how that went."""
@@ -386,7 +386,7 @@ class Checkpoints:
         if problem is not None:
             self._fail(written, problem)
         self._warned_of_nan = False
-        THIS_RUN.newest, THIS_RUN.newest_step = self._directory / written.name, written.manifest.position.step
+        THIS_RUN.newest = self._directory / written.name
         if dist.get_rank() == 0:
             logger.info("checkpoint %s saved in %.1f s", THIS_RUN.newest, seconds)
 

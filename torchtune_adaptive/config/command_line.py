@@ -21,8 +21,8 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
 
-UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError, IndexError)
-"""What reading YAML and overrides may raise: RecursionError where it is nested thousands deep, IndexError for a `[`."""
+UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, IndexError)
+"""What reading YAML and overrides may raise, IndexError for a `[`."""
 
 
 def config_and_overrides(arguments: Sequence[str]) -> tuple[Path, list[str]]:
@@ -63,8 +63,6 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
     except OmegaConfBaseException as error:
         first_line = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'the config'} cannot be resolved: {first_line}") from error
-    except RecursionError as error:
-        raise ConfigError("the config cannot be resolved: it is nested too deeply") from error
     return cfg
 
 

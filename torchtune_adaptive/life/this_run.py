@@ -117,8 +117,6 @@ class ThisRun:
     """What has ended the run, once all ranks know it: `SIGTERM`, `SIGHUP on rank 1`."""
     newest: Path | None = None
     """The newest complete checkpoint."""
-    newest_step: int = 0
-    """The last step that is in it."""
     places: tuple[Path, ...] = ()
     """The folders that it writes into; none before it has found out where it starts."""
     finished_before: dict[Path, RunFile] = field(default_factory=dict)
@@ -149,13 +147,6 @@ class ThisRun:
     @property
     def saved(self) -> str:
         return "nothing is saved" if self.newest is None else f"last checkpoint: {self.newest}"
-
-    def not_saved(self, step: int) -> str:
-        """What an end after this step loses: `, and steps 3 to 9 are not saved`; nothing where all is saved."""
-        first = self.newest_step + 1
-        if step < first:
-            return ""
-        return f", and step {step} is not saved" if step == first else f", and steps {first} to {step} are not saved"
 
 
 THIS_RUN = ThisRun()

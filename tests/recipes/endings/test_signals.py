@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -147,26 +146,6 @@ def test_before_the_first_step_it_says_that_nothing_is_saved(
     assert told(ended[0].lines) == f"stopped {where}, before the first step; nothing is saved"
     assert not list((tmp_path / "run" / "out").glob("*_[0-9]"))
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON
-
-
-class Poison(torch.optim.AdamW):
-    """Leaves weights that are NaN from its second step on."""
-
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        if self.steps > 1:
-            self.param_groups[0]["params"][0].detach().fill_(torch.nan)
-        return super().step(closure)
-
-
-def test_steps_that_are_not_saved_are_told(tmp_path: Path) -> None:
-    """Weights that are NaN are not: they would only push out those that are not."""
-    place = tmp_path / "run" / "out" / "step_1"
-    poison = f"optimizer._component_={__name__}.Poison"
-    ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", poison, blow=Blow(3))
-    assert told(ended[0].lines) == f"stopped after step 3, and steps 2 to 3 are not saved; last checkpoint: {place}"
 
 
 def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:

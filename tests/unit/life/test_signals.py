@@ -15,7 +15,6 @@ from torch.distributed.launcher.api import LaunchConfig
 from tests.ranks import PATIENCE
 from torchtune_adaptive.life import launcher, signals, this_run
 from torchtune_adaptive.life.launcher import command_to_go_on, launcher_waits_s
-from torchtune_adaptive.life.this_run import ThisRun
 
 LISTENS = """
 import os, signal, sys, time
@@ -200,19 +199,6 @@ def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -
     run = this_run.read(tmp_path)
     assert run is not None
     assert (run.ended, run.message) == (this_run.ERROR, "lower the rate")
-
-
-@pytest.mark.parametrize(
-    ("newest_step", "step", "told"),
-    [
-        (9, 9, ""),
-        (8, 9, ", and step 9 is not saved"),
-        (2, 9, ", and steps 3 to 9 are not saved"),
-        (0, 1, ", and step 1 is not saved"),
-    ],
-)
-def test_what_is_not_saved_is_named(newest_step: int, step: int, told: str) -> None:
-    assert ThisRun(newest_step=newest_step).not_saved(step) == told
 
 
 @pytest.mark.parametrize(
