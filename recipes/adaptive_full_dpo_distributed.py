@@ -8,7 +8,6 @@ Takes every config of torchtune's full_dpo_distributed unchanged.
 from __future__ import annotations
 
 from omegaconf import DictConfig
-from torch import nn
 
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.saving import FullContents
@@ -19,8 +18,7 @@ from torchtune_adaptive.tune.course import plan_course
 from torchtune_adaptive.tune.data import build_pairs
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, drop_nothing
 from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.preference import PAIRS, POLICY, PreferenceFigures, build_preference_loss, build_stages
-from torchtune_adaptive.tune.reference import is_known, precompute_reference
+from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of
 from torchtune_adaptive.tune.trainer import Run, Trainer
 
 
@@ -39,20 +37,10 @@ class AdaptiveFullDPODistributed:
         run.resume(weights, self.model, self.optimization)
         loss_fn = build_preference_loss(settings.config)
         self.data = build_pairs(settings, components.build("tokenizer", settings.config), place.mesh)
-        # held by its stage alone, so that it is gone with that
-        self.stages = build_stages(
-            self.model, self.build_reference(), loss_fn, self.data, settings, place.device, run.journal.event
-        )
-        self.preferences = PreferenceFigures(settings)
+        reference = build_frozen_model(settings, place, load_reference(settings))
+        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device, run.journal.event)
         self.trainer = Trainer(run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn)
-        precompute_reference(self.trainer)
         plan_course(self.trainer)
-
-    def build_reference(self) -> nn.Module | None:
-        """Collective: the model of the reference, where an earlier run has not left what it says."""
-        if is_known(self.run.settings, self.data.dataset):
-            return None
-        return build_frozen_model(self.run.settings, self.run.place, load_reference(self.run.settings))
 
     def train(self) -> None:
         policy = self.stages[POLICY]
@@ -63,10 +51,7 @@ class AdaptiveFullDPODistributed:
                 count = results[POLICY].sums[PAIRS]
                 with policy.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(count)
-                figures = self.preferences.figures(results)
-                self.trainer.done(results[POLICY], grad_norm, samples=float(count), more=figures)
-                if step.ends_epoch:
-                    self.preferences.end_epoch()
+                self.trainer.done(results[POLICY], grad_norm, samples=float(count), more=figures_of(results))
 
     def cleanup(self) -> None:
         self.trainer.close()

@@ -17,8 +17,7 @@ from torchtune_adaptive.tune.course import plan_course
 from torchtune_adaptive.tune.data import build_pairs
 from torchtune_adaptive.tune.model import build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.preference import PAIRS, POLICY, PreferenceFigures, build_preference_loss, build_stages
-from torchtune_adaptive.tune.reference import is_known, precompute_reference
+from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of
 from torchtune_adaptive.tune.trainer import Run, Trainer
 
 
@@ -37,11 +36,10 @@ class AdaptiveLoraDPODistributed:
         run.resume(weights, self.model, self.optimization)
         loss_fn = build_preference_loss(settings.config)
         self.data = build_pairs(settings, components.build("tokenizer", settings.config), place.mesh)
-        reference = None if is_known(settings, self.data.dataset) else self.model
-        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device, run.journal.event)
-        self.preferences = PreferenceFigures(settings)
+        self.stages = build_stages(
+            self.model, self.model, loss_fn, self.data, settings, place.device, run.journal.event
+        )
         self.trainer = Trainer(run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn)
-        precompute_reference(self.trainer)
         plan_course(self.trainer)
 
     def train(self) -> None:
@@ -53,10 +51,7 @@ class AdaptiveLoraDPODistributed:
                 count = results[POLICY].sums[PAIRS]
                 with policy.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(count)
-                figures = self.preferences.figures(results)
-                self.trainer.done(results[POLICY], grad_norm, samples=float(count), more=figures)
-                if step.ends_epoch:
-                    self.preferences.end_epoch()
+                self.trainer.done(results[POLICY], grad_norm, samples=float(count), more=figures_of(results))
 
     def cleanup(self) -> None:
         self.trainer.close()

@@ -11,7 +11,6 @@ class Remedy(Enum):
     """What a user of the library can do about an error. `config/remedies.py` has the same in keys of a config."""
 
     SHORTER_SAMPLES = "use shorter samples"
-    SHORTEN = "pass shorten=True"
     CHECKPOINT_ACTIVATIONS = "checkpoint activations"
     MORE_RANKS = "train on more ranks"
     LARGER_BUDGET = "raise the memory limit if one is set"

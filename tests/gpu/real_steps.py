@@ -34,9 +34,10 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.text import MemorySize
-from torchtune_adaptive.tune.course import training_step
-from torchtune_adaptive.tune.data import Batching, Collate, build_collate
-from torchtune_adaptive.tune.finetuning import build_forward_backward, build_loss
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.data import Collate, Data, build_collate
+from torchtune_adaptive.tune.finetuning import ForwardBackward, build_loss
+from torchtune_adaptive.tune.fit import training_step
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.place import Place, mesh_of, resident_tensors, start_clean
@@ -95,9 +96,8 @@ class RealStep:
 
     @cached_property
     def forward_backward(self):
-        return build_forward_backward(
-            self.model, self.loss_fn, Batching(TEXT, self.collate), self.settings, self.device
-        )
+        data = Data(NamedSamples([]), packed=False, collate=self.collate, loader=None, max_seq_len=None)
+        return ForwardBackward(self.model, self.loss_fn, data, self.settings, self.device)
 
     def runner(self, rows: int, on_change: Callable[[Change], object] = lambda _: None) -> StepRunner[Sample]:
         """Collective: what the recipe runs its steps with."""

@@ -173,7 +173,7 @@ def test_the_library_does_not_speak_in_keys_of_a_config() -> None:
     """It raises facts and remedies of its own; config/remedies.py says them in keys."""
     keys = keys_of_a_config()
     assert {"adaptive.search", "enable_activation_checkpointing", "optimizer_in_bwd"} < keys
-    assert any("adaptive.oversize" in text for text in texts_of(MODULES["config.remedies"]))
+    assert any("adaptive.memory_limit" in text for text in texts_of(MODULES["config.remedies"]))
     speaking = {
         name: found
         for name in library() - modules_in(ABOUT_A_RUN)

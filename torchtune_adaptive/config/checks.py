@@ -121,16 +121,6 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
             "adaptive.recover_from_oom: False, optimizer_in_bwd or tensor parallelism no step is repeated: set "
             "adaptive.search: linear"
         )
-    if adaptive.precompute_reference and not of_pairs:
-        yield (
-            "adaptive.precompute_reference is True, but finetuning has no reference: set it to False, or train with "
-            "adaptive_full_dpo_distributed or adaptive_lora_dpo_distributed"
-        )
-    if adaptive.precompute_reference and of_pairs and adaptive.oversize == "truncate":
-        yield (
-            "adaptive.precompute_reference is True and adaptive.oversize is truncate: precomputed log-probabilities "
-            "are not valid for truncated samples; set one of them to False or error"
-        )
     if of_pairs and "collate_fn" in settings.config:  # torchtune's recipe does not read it either
         yield f"collate_fn is {settings.collate_fn}, but preference training has its own collation: remove the key"
 

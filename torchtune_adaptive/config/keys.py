@@ -201,16 +201,8 @@ class AdaptiveConfig:
     """under a token budget, `True`: distribute the samples of a step over the ranks by cost, so that no rank waits for
     the fullest. `False`: each rank runs the samples it has read. null: `True` where possible (text models without
     tensor parallelism or packed data)"""
-    oversize: str = option(one_of("error", "truncate", "skip"), "error")
-    """a sample too long for any microbatch: `error` (names it), `truncate`, or `skip` (leave it out of the loss). The
-    end of each epoch reports how many there were"""
-
     show_answers: int | None = option(COUNT | NULL, None)
     """reinforcement learning: every so many iterations, log the answers to one prompt (`adaptive_answers.jsonl`)"""
-
-    precompute_reference: bool = option(BOOL, False)
-    """preference training: run the reference once over the whole dataset before training, then free it. Its answers are
-    kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer and dataset"""
 
     search: str = option(one_of(*STRATEGIES), "linear")
     """`linear`: measure a few rows, extrapolate, verify. `binary`: double until it fails, then bisect. `decrease`:
@@ -222,14 +214,12 @@ class AdaptiveConfig:
     """the most rows that a search or an increase may reach; not for token budgets"""
     sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
     """tokens of the longest sample to measure with, at most `tokenizer.max_seq_len`. null: that, else the longest
-    sample of the dataset, which is scanned once"""
+    sample of the dataset, all of which is read for that"""
     accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
     """`rebalance`: keep the configured samples per step; grow the step only when one microbatch already holds more.
     `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples per step"""
     lr_scaling: str = option(one_of("none", "sqrt", "linear"), "none")
     """how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"""
-    beyond_memory: str = option(one_of("skip", "accumulate", "error"), "skip")
-    """an increase beyond what fits: `skip` it, `accumulate` (apply it, in more microbatches), or `error`"""
 
 
 def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:

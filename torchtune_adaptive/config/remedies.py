@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 KEYS: Mapping[Remedy, str] = {
     Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len (and adaptive.sequence_length if set)",
-    Remedy.SHORTEN: "set adaptive.oversize to truncate or skip",
     Remedy.CHECKPOINT_ACTIVATIONS: "set enable_activation_checkpointing: True",
     Remedy.MORE_RANKS: "train on more ranks",
     Remedy.LARGER_BUDGET: "raise adaptive.memory_limit if it is set",
@@ -34,7 +33,6 @@ KEYS: Mapping[Remedy, str] = {
 KEYS_IN_PPO: Mapping[Remedy, str] = {
     **KEYS,
     Remedy.SHORTER_SAMPLES: "lower max_generated_tokens or tokenizer.max_seq_len",
-    Remedy.SHORTEN: "set adaptive.oversize to truncate",
     Remedy.SMALLER_LIMIT: "lower forward_batch_size or raise gradient_accumulation_steps",
 }
 """The same where a sample is a rollout, and batch_size what an iteration has of them."""

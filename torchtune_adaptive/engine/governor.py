@@ -23,14 +23,10 @@ EXHAUSTED = "exhausted"
 """Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back. An
 exhausted limit stays as it is: memory ran out, and there is no smaller one, so the run ends."""
 
-BEFORE_THE_FIRST = -1
-"""The step number of passes that run before training."""
-
 
 def in_step(step: int, stage: str = "") -> str:
     """Where a line of the log begins: `step 3, policy`."""
-    when = "before the first step" if step == BEFORE_THE_FIRST else f"step {step}"
-    return f"{when}, {stage}" if stage else when
+    return f"step {step}, {stage}" if stage else f"step {step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +35,7 @@ class Change:
 
     kind: str
     step: int
-    """The step in which it happened, or after which; 0 before the first."""
+    """The step in which it happened, or after which."""
     stage: str | None = None
     """The stage of the step; None where steps have only one."""
     reason: str
@@ -290,7 +286,7 @@ class Governor:
     ) -> Change:
         change = Change(
             kind=kind,
-            step=max(0, step),
+            step=step,
             stage=self._stage or None,
             reason=reason,
             unit=before.unit,

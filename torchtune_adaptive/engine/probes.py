@@ -409,12 +409,11 @@ def profile_memory(
     *,
     memory: MemorySource | None = None,
     most_rows: int = MAX_ROWS,
-    shorten: bool = False,
     progress: OnProbe | None = None,
 ) -> Profile:
     """Collective: what microbatches of up to the steps' lengths need, over rows and length, the same on every rank.
 
-    As `find_max_batch_size`, but every step needs a `cut`. `shorten` is that of `profile`.
+    As `find_max_batch_size`, but every step needs a `cut`.
     """
     named = _named(steps)
     lengths = SampleLengths(
@@ -426,14 +425,7 @@ def profile_memory(
     # "linear", since a profile never runs out of memory on purpose either, and so asks for no recovery.
     with _probing(named, memory, "linear") as prober:
         room = prober.warm_up()
-        return profile(
-            partial(_measure, prober, progress),
-            room,
-            lengths,
-            refuse=prober.refuse,
-            most_rows=most_rows,
-            shorten=shorten,
-        )
+        return profile(partial(_measure, prober, progress), room, lengths, refuse=prober.refuse, most_rows=most_rows)
 
 
 def _named(steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]]) -> Mapping[str, TrainingStep[Any]]:

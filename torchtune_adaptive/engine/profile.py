@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torchtune_adaptive.engine.limits import Surface, SurfaceLimit, covering, fit_surface
-from torchtune_adaptive.engine.search import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, Peak, Probe, Refuse, Room, phase_points
+from torchtune_adaptive.engine.search import NEEDS_LESS, Peak, Probe, Refuse, Room, phase_points
 
 MOST_POINTS = 8
 MOST_CHECKS = 6
@@ -187,46 +187,36 @@ def profile(
     *,
     refuse: Refuse,
     most_rows: int,
-    shorten: bool = False,
 ) -> Profile:
     """Measures microbatches of up to the longest samples, and fits surfaces over rows and length.
 
-    `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. With
-    `shorten`, a longest sample that does not fit alone is halved until it does. Where one row does not fit, raises
-    what `refuse` makes of it.
+    `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. Where one
+    row does not fit, raises what `refuse` makes of it.
     """
-    known = _Known(room, lengths, most_rows)
-    refused: list[Probe] = []
-    while not known.points:
-        longest = known.lengths.longest
-        alone = Probe(rows=1, length=longest, peak=measure(1, longest))
-        if alone.accepted(room.budget_bytes) or (alone.peak.retries and alone.peak.fits):
-            known = replace(known, points=(alone,))
-        elif shorten and longest // 2 >= lengths.shortest and len(refused) < MOST_POINTS // 2:
-            refused.append(alone)
-            known = replace(known, lengths=replace(lengths, longest=longest // 2))
-        else:
-            raise refuse(*(NEEDS_LESS if shorten else NEEDS_LESS_OR_IS_CUT))
-    while len(refused) + len(known.points) < MOST_POINTS and (at := known.next()) is not None:
+    alone = Probe(rows=1, length=lengths.longest, peak=measure(1, lengths.longest))
+    if not alone.accepted(room.budget_bytes) and not (alone.peak.retries and alone.peak.fits):
+        raise refuse(*NEEDS_LESS)
+    known = _Known(room, lengths, most_rows, points=(alone,))
+    while len(known.points) < MOST_POINTS and (at := known.next()) is not None:
         rows, length, held_out = at
         point = Probe(rows=rows, length=length, peak=measure(rows, length), held_out=held_out)
         known = replace(known, points=(*known.points, point))
-    return _checked(known, tuple(refused), measure)
+    return _checked(known, measure)
 
 
-def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
+def _checked(known: _Known, measure: Callable[[int, int], Peak]) -> Profile:
     """The profile, after probes of what it allows where that is far from what was measured."""
-    found, trusted = _fitted(known, refused), _FAR
+    found, trusted = _fitted(known), _FAR
     while (at := known.next_check(found.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
         check = Probe(rows=at[0], length=at[1], peak=measure(*at))
         if not check.accepted(known.room.budget_bytes) or _miss(found.surfaces, check) > _SURPRISE:
             trusted = _NEAR
         known = replace(known, checks=(*known.checks, check))
-        found = _fitted(known, refused)
-    return found if at is None and trusted == _FAR else _bounded(known, refused, measure)
+        found = _fitted(known)
+    return found if at is None and trusted == _FAR else _bounded(known, measure)
 
 
-def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
+def _bounded(known: _Known, measure: Callable[[int, int], Peak]) -> Profile:
     """The profile, where surfaces were off or are still far from what was measured: no more than that, in tokens."""
     knee = known.lengths.knee
     if knee:
@@ -236,15 +226,14 @@ def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, 
             check = Probe(rows=rows, length=length, peak=measure(rows, length))
             known = replace(known, checks=(*known.checks, check))
         knee = 0 if check.accepted(known.room.budget_bytes) else knee
-    found = _fitted(known, refused)
+    found = _fitted(known)
     bound = known.bound(knee, found.limit_bytes)
     bounded = replace(found, surfaces={**found.surfaces, BEYOND: bound})
     return replace(bounded, constant_tokens=_constant_tokens(bounded.limit, [point.length for point in known.points]))
 
 
-def _fitted(known: _Known, refused: tuple[Probe, ...]) -> Profile:
-    unchecked = (*refused, *known.points)
-    points = (*unchecked, *known.checks)
+def _fitted(known: _Known) -> Profile:
+    points = (*known.points, *known.checks)
     knee, not_held_out = known.lengths.knee, [point for point in points if not point.held_out]
     seen = {name: fit_surface(at, knee) for name, at in phase_points(not_held_out).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
@@ -254,7 +243,7 @@ def _fitted(known: _Known, refused: tuple[Probe, ...]) -> Profile:
     # However far off the surfaces are: the longest sample was measured, and fits.
     room_bytes = max(known.room.budget_bytes * (1 - error), min(alone_bytes, known.room.budget_bytes))
     limit = SurfaceLimit(surfaces, round(room_bytes))
-    for point in unchecked:
+    for point in known.points:
         # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.
         if point.rows > 1 and not point.accepted(known.room.budget_bytes) and limit.fits(point.rows, point.length):
             limit = limit.after_oom(point.rows, point.length)

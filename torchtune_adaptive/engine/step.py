@@ -264,8 +264,8 @@ class StepRunner(Generic[Sample]):
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
         """Collective: forward and backward over all samples, under smaller limits while some rank fails.
 
-        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log, and may
-        be BEFORE_THE_FIRST. `upcoming` are the samples of the next call, where every rank knows its own: under a limit
+        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log.
+        `upcoming` are the samples of the next call, where every rank knows its own: under a limit
         by length, the number of their microbatches is then agreed on beside the rest. Without them, that costs a
         reduction of its own.
 

@@ -14,7 +14,7 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.measure import Found, measure
 from torchtune_adaptive.forecast.question import Overrides, Question, changed
-from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, training_of
+from torchtune_adaptive.forecast.which_recipe import is_lora, training_of
 from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
 ENOUGH = 2
@@ -96,8 +96,6 @@ def savers(cfg: DictConfig, ranks: int) -> list[Overrides]:
         found.append(all_layers)
     if ranks > 1 and not settings.fsdp_reshard_after_forward:
         found.append(("fsdp_reshard_after_forward=True",))
-    if keeps_reference(settings) and settings.adaptive.oversize != "truncate":  # which it does not go with
-        found.append(("adaptive.precompute_reference=True",))
     if lora and cfg.model.lora_rank > SMALL_LORA_RANK:
         alpha = cfg.model.lora_alpha * SMALL_LORA_RANK / cfg.model.lora_rank  # adapters that weigh as much in the sum
         found.append((f"model.lora_rank={SMALL_LORA_RANK}", f"model.lora_alpha={alpha:g}"))

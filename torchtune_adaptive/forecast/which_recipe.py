@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import Settings, value_at
+from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import POLICY_SECTION
@@ -40,9 +40,3 @@ def trains_on_pairs(cfg: DictConfig) -> bool:
     except ConfigError:  # of those that cannot be built, torchtune's are known by their place
         return "rlhf" in str(value_at(cfg, "loss._component_"))
     return True
-
-
-def keeps_reference(settings: Settings) -> bool:
-    """Whether there is a model of the reference while the policy is trained."""
-    cfg = settings.config
-    return trains_on_pairs(cfg) and not is_lora(cfg) and not settings.adaptive.precompute_reference

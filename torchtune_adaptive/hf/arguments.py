@@ -45,7 +45,6 @@ class AdaptiveArguments:
 
 IN_ARGUMENTS: Mapping[Remedy, str] = {
     **{remedy: remedy.value for remedy in Remedy},
-    Remedy.SHORTEN: "use shorter samples",
     Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
     Remedy.LARGER_BUDGET: "raise memory_limit if it is set",
     Remedy.SMALLER_LIMIT: "lower per_device_train_batch_size",

@@ -22,10 +22,10 @@ def plan_iterations(trainer: Trainer, stages: RolloutStages, rl: RolloutSettings
     run.progress = replace(progress, total_epochs=len(epochs), ranks=run.place.ranks)
     run.journal.start(progress.step)
     with trainer.limited_memory() as memory:
-        limits, admission = LimitFinder(trainer, stages, rl).find(memory)
+        limits = LimitFinder(trainer, stages, rl).find(memory)
     stages.runners.use_limits(limits)
     run.checkpoints.make_room()
-    trainer.course = Course(epochs=epochs, limits=limits, admission=admission)
+    trainer.course = Course(epochs=epochs, limits=limits)
     trainer.optimization.start_schedule(
         total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -34,13 +33,12 @@ from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 from torchtune_adaptive.text import format_bytes, in_columns
 from torchtune_adaptive.tune import fit
 from torchtune_adaptive.tune.bad_samples import longest_taken
-from torchtune_adaptive.tune.longest_sample import worst_sample
-from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, Admission, admission_of, ways_to_make_room
+from torchtune_adaptive.tune.fit import LONGEST_SAMPLE, check_lengths, ways_to_make_room, worst_sample
 from torchtune_adaptive.tune.trainer import Trainer
 
 Result = TypeVar("Result", SearchResult, Profile)
-LimitsAndAdmission = tuple[Mapping[str, Limit], Admission | None]
-"""The limit of each stage, and admission of prompts, where some may be too long for a microbatch or the models."""
+Limits = Mapping[str, Limit]
+"""The limit of each stage."""
 
 
 def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) -> None:
@@ -67,8 +65,9 @@ class LimitFinder:
         self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
         self._most_tokens = longest_taken(stage.model for stage in stages.stages.values())
 
-    def find(self, memory: MemorySource | None) -> LimitsAndAdmission:
-        """Collective: limits as the config says, or measured where it asks for that; shown before training."""
+    def find(self, memory: MemorySource | None) -> Limits:
+        """Collective: limits as the config says, or measured where it asks for that; shown before training. Prompts
+        beside which there is no room for an answer are refused from then on."""
         budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
         if isinstance(budget, int):
             say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
@@ -94,38 +93,37 @@ class LimitFinder:
         say(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
         return self._by_rows({stage: RowLimit(result.rows) for stage, result in results.items()}, searched=True)
 
-    def _by_tokens(self, limits: Mapping[str, Limit]) -> LimitsAndAdmission:
-        """Collective: beside each prompt that is let in there is room for an answer, in every stage."""
+    def _by_tokens(self, limits: Limits) -> Limits:
+        """Collective: beside each prompt there is room for an answer, in every stage."""
         longest, most = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()), self._most_tokens
         ways = ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
         if longest <= self._new:
             raise ConfigError(
                 f"a microbatch has room for {longest} tokens (adaptive.token_budget: "
                 f"{self._settings.adaptive.token_budget}), but even a prompt of one token and its answer may have "
-                f"{self._new + 1}: {', or '.join(ways)}"
+                f"{self._new + 1}: {ways}"
             )
         fact = " plus an answer"
         if most is not None and most < longest:
             longest, (fact, ways) = most, self._what_models_take(most)
-        remedy = f"{fact}; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such prompts)"
-        return limits, admission_of(self._settings, self._data, self._data.kind, longest - self._new, remedy)
+        check_lengths(self._settings, self._data, longest - self._new, f"{fact}; {ways}")
+        return limits
 
-    def _by_rows(self, limits: Mapping[str, Limit], *, searched: bool = False) -> LimitsAndAdmission:
+    def _by_rows(self, limits: Limits, *, searched: bool = False) -> Limits:
         """Collective: a prompt is looked at when it is read, and before training where a search has read them all."""
-        most, data, adaptive = self._most_tokens, self._data, self._settings.adaptive
+        most, data = self._most_tokens, self._data
         if most is None:
-            return limits, None
+            return limits
         longest, (fact, ways) = most - self._new, self._what_models_take(most)
-        remedy = f"{fact}; {', or '.join(ways)}"
-        if searched and data.max_seq_len is None and adaptive.sequence_length is None:
-            strict = replace(self._settings, adaptive=replace(adaptive, oversize="error"))
-            return limits, admission_of(strict, data, data.kind, longest, remedy)
-        return limits, Admission(data.kind, longest, "error", remedy)
+        data.dataset.refuse_longer(longest, f"{fact}; {ways}")
+        if searched and data.max_seq_len is None and self._settings.adaptive.sequence_length is None:
+            data.dataset.check_room(*data.dataset.longest())
+        return limits
 
-    def _what_models_take(self, most: int) -> tuple[str, list[str]]:
+    def _what_models_take(self, most: int) -> tuple[str, str]:
         """The fact, and what makes rollouts shorter."""
         fact = f" plus an answer, since the models take at most {most} tokens (their max_seq_len)"
-        return fact, ["lower max_generated_tokens", f"lower tokenizer.max_seq_len to {most - self._new}"]
+        return fact, f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - self._new}"
 
     @contextmanager
     def _as_in_training(self, memory: MemorySource) -> Iterator[None]:
@@ -207,9 +205,9 @@ class LimitFinder:
         )
 
     def _worst_rollout(self) -> Rollout:
-        """Collective: the longest whose prompt leaves room for an answer. A longer one is refused, or cut."""
+        """Collective: the longest whose prompt leaves room for an answer. A longer one is refused."""
         length, most = self._settings.adaptive.sequence_length, self._most_tokens
-        sample = worst_sample(self._settings.config, self._data, self._data.kind, length)
+        sample = worst_sample(self._data, length)
         prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
         return worst_rollout(prompt if most is None else prompt[: most - self._new], self._new)
 

@@ -8,7 +8,7 @@ ranks take turns through the prompts, so nothing that goes by the number depends
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
-from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, check_samples, data_of
 from torchtune_adaptive.tune.place import Meshes
@@ -152,20 +151,11 @@ def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answ
 def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     """Samples of text, whose tokens are the prompts."""
 
-    def some_tokens(index: int, sample: Sample) -> Sample:
-        if isinstance(sample, Mapping) and "tokens" in sample and len(sample["tokens"]) == 0:
-            raise SampleError(
-                f"sample {index} of the dataset (on rank {rank()}) has no tokens, but a prompt needs at least one: "
-                "remove it from the dataset"
-            )
-        return sample
-
     def collate(_: object) -> NoReturn:
         raise NotImplementedError("rollouts make their own batches")
 
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = NamedSamples(dataset, TEXT, labelled=False)
-    samples.complete = some_tokens
     check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
     return data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
 

@@ -185,8 +185,6 @@ def of_rollouts(cfg: DictConfig, training: str) -> Iterator[str]:
         ("dataset.packed", True, "prompts cannot be packed", "False"),
         ("adaptive.padding", False, "rows of rollouts are padded to the longest", "null or True"),
         ("adaptive.deal", True, "rollouts stay on the rank that has their prompts", "null or False"),
-        ("adaptive.oversize", "skip", "an iteration needs all of its answers", "error or truncate"),
-        ("adaptive.precompute_reference", True, "the reference scores answers that are not there before", "False"),
     ):
         if value_at(cfg, key) == refused:
             yield f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"

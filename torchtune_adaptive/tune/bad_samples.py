@@ -1,4 +1,4 @@
-"""Samples that no model can take: each is looked at once, where it is read, and named in the error.
+"""Samples that the model cannot take: each is looked at once, where it is read, and named in the error.
 
 A CPU would say of a token that the model does not know "index out of range", a GPU that some assertion failed, in
 whatever it is asked to do next. Looking takes a tenth of a millisecond for 2,048 tokens.
@@ -7,21 +7,37 @@ whatever it is asked to do next. Looking takes a tenth of a millisecond for 2,04
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.engine.oom import is_oom
-from torchtune_adaptive.engine.ranks import rank
-from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLongError, UnrecoverableError
+from torchtune_adaptive.engine.ranks import Agreement, rank
+from torchtune_adaptive.errors import (
+    ConfigError,
+    SampleError,
+    SampleTooLargeError,
+    SampleTooLongError,
+    UnrecoverableError,
+)
+from torchtune_adaptive.life.console import progress_bar
 from torchtune_adaptive.text import shown
 from torchtune_adaptive.tune.samples import INDEX, TEXT, Kind, Sample
 
 SEE_THE_DATASET = "check that the dataset's columns and transform match the data"
+
+
+class Longest(NamedTuple):
+    """The longest sample of a dataset, the first of those that are alike."""
+
+    at: int
+    length: int
 
 
 class NamedSamples(Dataset[Sample]):
@@ -29,12 +45,15 @@ class NamedSamples(Dataset[Sample]):
 
     def __init__(self, dataset: Any, kind: Kind = TEXT, *, labelled: bool = True) -> None:
         self.kind = kind
+        """As this run plans them: padded or not."""
         self.labelled = labelled
         self.vocabulary: int | None = None
         """Tokens that the model knows; None: not known."""
-        self.complete: Callable[[int, Sample], Sample] | None = None
-        """Adds to a sample that has been read, by its index."""
+        self.most_tokens: int | None = None
+        """The longest sequence that the model takes; None: not known."""
         self._dataset = dataset
+        self._room: tuple[int, str] | None = None
+        self._longest: Longest | None = None
 
     def __len__(self) -> int:
         try:
@@ -65,8 +84,43 @@ class NamedSamples(Dataset[Sample]):
             keys = (tokens, labels) if self.labelled else (tokens,)
             if flaw := _flaw(sample, keys, self.vocabulary, self.kind.ignored_label):
                 raise SampleError(f"{name_of({INDEX: index})} has {flaw}")
+        if not self.labelled and not len(sample["tokens"]):
+            raise SampleError(
+                f"{name_of({INDEX: index})} has no tokens, but a prompt needs at least one: remove it from the dataset"
+            )
         sample = {**sample, INDEX: index}
-        return sample if self.complete is None else self.complete(index, sample)
+        self.check_room(index, self.kind.length_of(sample))
+        most, longest = self.most_tokens, max(self.kind.lengths_of(sample))
+        if most is not None and longest > most:
+            raise SampleTooLongError(
+                f"{name_of(sample)} has {longest} tokens, but the model takes at most {most} (its max_seq_len): set "
+                f"tokenizer.max_seq_len to {most} or less, which cuts longer samples"
+            )
+        return sample
+
+    def refuse_longer(self, longest: int, remedy: str) -> None:
+        """From now on, samples may have so many tokens at most; `remedy` ends the error about one that has more."""
+        self._room = longest, remedy
+
+    def check_room(self, index: int, length: int) -> None:
+        """Refuses a sample for which a microbatch has no room."""
+        if self._room is not None and length > self._room[0]:
+            raise SampleTooLargeError(
+                f"sample {index} of the dataset has {length} tokens{self.kind.length_suffix}, but a microbatch has "
+                f"room for {self._room[0]}{self._room[1]}"
+            )
+
+    def longest(self) -> Longest:
+        """Collective: the longest sample. Each rank reads its share of them all, once in a run."""
+        if self._longest is None:
+            own, ranks = Longest(0, 0), dist.get_world_size()
+            with progress_bar("longest sample", len(self), "samples", shown=rank() == 0) as bar:
+                for index in range(rank(), len(self), ranks):
+                    own = max(own, Longest(index, self.kind.length_of(self[index])), key=attrgetter("length"))
+                    bar.update(min(ranks, len(self) - bar.n))
+            everyone = [Longest(int(at), int(length)) for at, length in Agreement(2).gather(own)]
+            self._longest = max(everyone, key=lambda each: (each.length, -each.at))
+        return self._longest
 
 
 def _remedy(error: BaseException) -> str:
@@ -115,18 +169,6 @@ def _flaw(sample: object, keys: Sequence[str], known: int | None, ignored: int) 
 def name_of(sample: Sample) -> str:
     """The sample by its index; a search makes samples that have none."""
     return f"sample {sample[INDEX]} of the dataset (on rank {rank()})" if INDEX in sample else "a sample"
-
-
-def check_lengths(model: nn.Module, kind: Kind, samples: Sequence[Sample]) -> None:
-    """Refuses samples longer than the model takes, once those that `adaptive.oversize` cuts have been cut."""
-    if (taken := longest_taken([model])) is None:
-        return
-    for sample in samples:
-        if (tokens := max(kind.lengths_of(sample))) > taken:
-            raise SampleTooLongError(
-                f"{name_of(sample)} has {tokens} tokens, but the model takes at most {taken} (its max_seq_len): set "
-                f"tokenizer.max_seq_len to {taken} or less, which cuts longer samples"
-            )
 
 
 def longest_taken(models: Iterable[nn.Module]) -> int | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
-from torchtune_adaptive.tune.unpadded import Batch
+from torchtune_adaptive.tune.unpadded import Batch, joined
 
 Item = TypeVar("Item")
 Collate = Callable[[Sequence[Sample]], Batch]
@@ -51,16 +51,7 @@ class Tokenizer(Protocol):
     pad_id: int
 
 
-class Batching(NamedTuple):
-    """How a microbatch is made of samples."""
-
-    kind: Kind
-    """Their kind as this run plans it: padded or not."""
-    collate: Collate
-    """Makes a batch of `kind.rows_of(samples)`."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Data:
     """The dataset of a run, and what stands between it and a microbatch."""
 
@@ -68,6 +59,7 @@ class Data:
     packed: bool
     """All rows are of one length: several samples in each."""
     collate: Collate
+    """Makes a batch of `kind.rows_of(samples)`."""
     loader: StepLoader[Sample]
     max_seq_len: int | None
     """The length at which the tokenizer cuts samples; None if it does not."""
@@ -75,6 +67,11 @@ class Data:
     @property
     def kind(self) -> Kind:
         return self.dataset.kind
+
+    def leave_padding_out(self) -> None:
+        """From now on, samples stand one after another in a microbatch."""
+        self.dataset.kind = replace(self.kind, padded=False)
+        self.collate = partial(joined, ignored=self.kind.ignored_label)
 
 
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:

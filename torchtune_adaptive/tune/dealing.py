@@ -36,20 +36,20 @@ from torchtune_adaptive.tune.samples import INDEX, Cost, Kind, Sample, cost_of
 
 READ_AHEAD = 2
 """Steps that are on their way between the ranks."""
+STAY = "token budget · samples stay on the ranks that read them"
 
 
 def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | FullestRank | None:
     """Collective: the dealer of this run's steps; None where samples stay as the loader gives them."""
-    stay = "token budget · samples stay on the ranks that read them"
     dealt = settings.adaptive.deal is not False and world_size() > 1
-    if dealt:
-        obstacle = obstacle_to_dealing(model, settings, packed=data.packed)
-        dealt = limit is not None and limit.by_length and obstacle is None
-        if limit is None or not limit.by_length:
-            if settings.adaptive.deal:
-                say(f"{stay}: rows limit microbatches, as in torchtune")
-        elif obstacle is not None:
-            say(f"{stay}: {obstacle}")
+    obstacle = obstacle_to_dealing(model, settings, packed=data.packed) if dealt else None
+    if limit is None or not limit.by_length:
+        if dealt and settings.adaptive.deal:
+            say(f"{STAY}: rows limit microbatches, as in torchtune")
+        return None
+    if obstacle is not None:
+        say(f"{STAY}: {obstacle}")
+        dealt = False
     if REHEARSAL.on:
         alike = world_size() == 1 or settings.shuffle  # or nothing tells what others have
         return None if alike else FullestRank(data.dataset, cost_of(model) if dealt else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,17 +25,11 @@ from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.this_run import THIS_RUN
-from torchtune_adaptive.tune.bad_samples import check_lengths, longest_taken
-from torchtune_adaptive.tune.data import Batching, Data
+from torchtune_adaptive.tune.bad_samples import longest_taken
+from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.place import Place
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.unpadded import (
-    batch_to_device,
-    is_padded,
-    joined,
-    taking_long_rows,
-    targets_of,
-)
+from torchtune_adaptive.tune.unpadded import batch_to_device, is_padded, taking_long_rows, targets_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,30 +65,27 @@ def checked_loss(cfg: DictConfig) -> nn.Module:
     return loss_fn
 
 
-@dataclass(frozen=True, kw_only=True)
 class ForwardBackward:
     """Adds the gradients of a microbatch, summed over its target tokens, to the model's."""
 
-    model: nn.Module
-    loss_fn: nn.Module
-    batching: Batching
-    device: torch.device
-    activations: AbstractContextManager[object]
-    weighs_every_split_alike: bool = False
-    """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
-    torchtune counts them before: the same, but for samples whose first token is a label."""
-    updates_in_backward: bool = False
-    """Whether the optimizer steps inside the backward, so that nothing can scale gradients after it."""
+    def __init__(
+        self, model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, device: torch.device
+    ) -> None:
+        self.model, self.loss_fn, self.data, self.device = model, loss_fn, data, device
+        self.activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
+        self._by_tokens, self._updates = settings.adaptive.token_budget is not None, settings.optimizer_in_bwd
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
-        ignored = self.batching.kind.ignored_label
-        check_lengths(self.model, self.batching.kind, samples)
-        batch = self.batching.collate(self.batching.kind.rows_of(samples))
-        tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
+        kind, ignored = self.data.kind, self.data.kind.ignored_label
+        batch = self.data.collate(kind.rows_of(samples))
+        # torchtune counts labels before the shift, and so the first token of a sample if it is one: a step's gradient
+        # would depend on its microbatches where samples are not padded
+        target_tokens = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
         learned_tokens = int(labels.ne(ignored).sum())
-        target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
+        if self._by_tokens:
+            target_tokens = learned_tokens
         choose = None
         if (targets := targets_of(batch, labels, ignored)) is not None:
             labels = labels[:, targets]
@@ -117,7 +107,7 @@ class ForwardBackward:
                 loss = self.loss_fn(logits, labels.to(self.device)) * target_tokens
             del logits, chunks  # or they would live through the backward
             total = loss.detach()
-            if self.updates_in_backward:
+            if self._updates:  # inside the backward, so that nothing can scale gradients after it
                 # a sum over this rank's tokens -> FSDP's share of the mean over all tokens; without any, both are zero
                 tokens_of_all = sum_over_ranks(torch.tensor(target_tokens, device=self.device))
                 loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
@@ -159,21 +149,6 @@ def forgetting_after_errors(activations: AbstractContextManager[object]) -> Iter
         raise
 
 
-def build_forward_backward(
-    model: nn.Module, loss_fn: nn.Module, batching: Batching, settings: Settings, device: torch.device
-) -> ForwardBackward:
-    """The pass of a microbatch, as the config says."""
-    return ForwardBackward(
-        model=model,
-        loss_fn=loss_fn,
-        batching=batching,
-        device=device,
-        activations=training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading),
-        weighs_every_split_alike=settings.adaptive.token_budget is not None,
-        updates_in_backward=settings.optimizer_in_bwd,
-    )
-
-
 def build_step_runner(
     model: nn.Module,
     loss_fn: nn.Module,
@@ -183,21 +158,21 @@ def build_step_runner(
     on_change: Callable[[Change], object],
 ) -> StepRunner[Sample]:
     """Collective: the runner of steps, in microbatches of `batch_size` rows to begin with."""
-    batching = batching_of(data, model, settings, place.device)
+    plan_padding(data, model, settings, place.device)
     return StepRunner(
         model,
-        build_forward_backward(model, loss_fn, batching, settings, place.device),
-        kind=batching.kind.for_steps(model),
+        ForwardBackward(model, loss_fn, data, settings, place.device),
+        kind=data.kind.for_steps(model),
         limit=RowLimit(settings.batch_size),
         recovery=build_recovery(settings, on_change, model),
     )
 
 
-def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> Batching:
-    """Collective: how this run makes microbatches of the data, padded or not."""
+def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """Collective: leaves out the padding of microbatches where the config wants that and it is possible."""
     check_sequence_length(model, settings.adaptive)
-    kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed, run_model=True))
-    return Batching(kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label))
+    if not is_padded(model, settings, device, packed=data.packed, run_model=True):
+        data.leave_padding_out()
 
 
 def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:

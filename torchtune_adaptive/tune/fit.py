@@ -1,10 +1,10 @@
-"""How much fits: a search for rows, a profile of lengths, and the record by which a later run reuses either."""
+"""What fits, before the first step: a search for rows, a profile of lengths, and their record for later runs."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,27 +13,39 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from torchtune_adaptive.atomic_files import keep_file, read_json
-from torchtune_adaptive.config.keys import Settings, on_gpu
-from torchtune_adaptive.engine.limits import Surface
+from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, on_gpu, value_at
+from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import OnProbe, TrainingStep, find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
 from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
-from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.life.console import progress_bar
+from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
+from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.report.journal import SEARCH, Event
 from torchtune_adaptive.report.pictures import draw_profile, draw_search
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.samples import Kind
-from torchtune_adaptive.tune.trainer import Run
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.model import phase_boundaries
+from torchtune_adaptive.tune.optimizer import Optimization
+from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
+from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
+from torchtune_adaptive.tune.trainer import Run, Trainer
 
 logger = logging.getLogger(__name__)
 
 SEARCH_FILE = "batch_search.json"
+FOLDERS = {REFERENCE: "reference"}
+"""Where the record of a stage's search lies in `output_dir`, if not at its top."""
+SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
+LONGEST_SAMPLE = 2**20
+"""The longest sample that is compared with a limit."""
 CUDA_BUDGET_GRAIN = 2**28
 """Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
 DEPENDS_ON = (
@@ -62,9 +74,161 @@ DEPENDS_ON = (
 )
 """Keys of the config that change what a microbatch needs."""
 
-REUSED = ", reused from an earlier run"
-
 Result = TypeVar("Result", SearchResult, Profile)
+
+
+def rows_that_fit(
+    trainer: Trainer,
+    memory: MemorySource | None,
+    stage: str,
+    *,
+    most_samples: int | None = None,
+    whole_step_rows: int | None = None,
+) -> int | None:
+    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them.
+
+    A rank has `most_samples` to run at most, or all those of an epoch. From `whole_step_rows` on a step is one
+    microbatch.
+    """
+    settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
+    grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
+    if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
+        return None
+    if memory is None:
+        say(f"batch search · {SKIPPED}")
+        return None
+    most = most_samples or trainer.data.loader.samples_per_rank
+    found = rows(
+        trainer.run,
+        _worst_step(trainer, stage),
+        memory,
+        trainer.data.kind,
+        most_rows=min(most, adaptive.max_batch_size or most),
+        whole_step_rows=whole_step_rows,
+        folder=FOLDERS.get(stage, ""),
+    )
+    return found.rows
+
+
+def limits_by_length(trainer: Trainer, memory: MemorySource | None, most_rows: int) -> dict[str, Limit]:
+    """Collective: the token budget of the config for each stage, or what was measured for it; none without a budget, or
+    where nothing can be measured. A step has `most_rows` samples at most."""
+    data, stages, budget = trainer.data, trainer.stages, trainer.run.settings.adaptive.token_budget
+    limits: dict[str, Limit] = {}
+    if isinstance(budget, int):
+        limits = dict.fromkeys(stages, TokenLimit(budget, data.kind.padded_rows))
+    elif budget is not None and memory is None:
+        say(f"token budget · {SKIPPED}, or the budget to a number")
+    elif budget is not None and memory is not None:
+        for stage in reversed(stages):
+            step, folder = _worst_step(trainer, stage), FOLDERS.get(stage, "")
+            if data.packed:
+                found = rows(trainer.run, step, memory, data.kind, most_rows=most_rows, folder=folder)
+                limits[stage] = RowLimit(found.rows)
+            else:
+                limits[stage] = profile(trainer.run, step, memory, data.kind, most_rows=most_rows, folder=folder).limit
+    if data.packed:
+        return {stage: _rows_of_packs(limit, data.kind.length_of(data.dataset[0])) for stage, limit in limits.items()}
+    if limits:
+        check_lengths(trainer.run.settings, data, min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()))
+    return limits
+
+
+def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
+    """Packed rows, all of one length: as many as fit, in the order of the data, with nothing to gain from sorting."""
+    rows = limit.rows_at(length)
+    if rows == 0:
+        raise ConfigError(
+            f"adaptive.token_budget is {limit}, but every packed row has {length}: "
+            f"set it to {length} or more, or lower tokenizer.max_seq_len"
+        )
+    say(f"token budget · the dataset is packed, all rows have {length} tokens: microbatches of {RowLimit(rows)}")
+    return RowLimit(rows)
+
+
+def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | None = None) -> None:
+    """Collective: refuses samples for which a microbatch has no room, by default with the ways to make room: before
+    training if the tokenizer does not cut samples to that length, and else, whatever a dataset makes of it, when they
+    are read."""
+    kind = data.kind
+    if remedy is None:
+        shortest, configured = kind.longest_at(longest), value_at(settings.config, "tokenizer.max_seq_len")
+        shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
+        if isinstance(configured, int) and configured <= shortest:
+            shorter = f"use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len ({configured})"
+        remedy = f"; {ways_to_make_room(settings, shorter)}"
+    data.dataset.refuse_longer(longest, remedy)
+    if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
+        data.dataset.check_room(*data.dataset.longest())
+
+
+def ways_to_make_room(settings: Settings, shorter: str) -> str:
+    """Ways to make room for longer samples, or to have shorter ones."""
+    if settings.adaptive.token_budget != "auto":
+        return f"raise adaptive.token_budget, or {shorter}"
+    # then it is memory that says how many tokens fit
+    checkpointing = f"{KEYS[Remedy.CHECKPOINT_ACTIVATIONS]}, " * (not settings.enable_activation_checkpointing)
+    return f"{shorter}, {checkpointing}{KEYS[Remedy.MORE_RANKS]}, or {KEYS[Remedy.LARGER_BUDGET]}"
+
+
+def worst_sample(data: Data, sequence_length: int | None) -> Sample:
+    """Collective: a sample of which every token is a target, as long as samples get: of the configured length and the
+    tokenizer's the shorter, else as long as the longest there is. Never longer than the model takes."""
+    sample: Sample = data.dataset[0]
+    if "encoder_input" in sample:
+        raise ConfigError(
+            "use_maximum_batch_size is True, or adaptive.token_budget is auto, but the dataset has images: their "
+            "memory differs from sample to sample, so there is no worst case to measure; set batch_size yourself"
+        )
+    if data.packed:
+        return {**sample, "labels": sample["tokens"].clone()}
+    tokens = sample[data.kind.sequences[0].tokens]
+    token = int(tokens[0]) if len(tokens) else 0
+    if sequence_length is None and data.max_seq_len is None:
+        longest = data.dataset.longest()
+        return {**data.kind.uniform(token, max(1, longest.length)), INDEX: longest.at}
+    known = min(filter(None, (sequence_length, data.max_seq_len, data.dataset.most_tokens)))
+    if known > MOST_TOKENS:
+        raise ConfigError(
+            f"tokenizer.max_seq_len is {known}, which no model supports: lower it, or set it to null and set "
+            "adaptive.sequence_length"
+        )
+    return data.kind.uniform(token, data.kind.length_at(known))
+
+
+def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
+    """Collective: the step that a search of this stage measures."""
+    runner, kind = trainer.stages.training, trainer.data.kind
+    sample = worst_sample(trainer.data, trainer.run.settings.adaptive.sequence_length)
+    if runner.stage == POLICY:
+        sample = {**sample, KEPT: torch.zeros(2)}
+    training = training_step(runner, trainer.optimization, trainer.loss_fn, kind, sample)
+    if stage == runner.stage:
+        return training
+    runner = trainer.stages[stage]
+    return TrainingStep(
+        runner=runner,
+        sample=sample,
+        update=None,
+        optimizers=(),
+        boundaries=phase_boundaries(runner.model, None),
+        cut=kind.cut,
+        beside=(training,),
+    )
+
+
+def training_step(
+    runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module | None, kind: Kind, sample: Sample
+) -> TrainingStep[Sample]:
+    """The recipe's step, as a search runs it."""
+    return TrainingStep(
+        runner=runner,
+        sample=sample,
+        update=lambda result: optimization.update(result.target_tokens),
+        optimizers=optimization.optimizers,
+        boundaries=phase_boundaries(runner.model, loss_fn),
+        cut=kind.cut,
+    )
 
 
 def rows(
@@ -82,44 +246,30 @@ def rows(
     From `whole_step_rows` on, a step is one microbatch; None: it may have several whatever the rows. The search is
     recorded in this folder of `output_dir`, and in the journal of the run.
     """
-    adaptive, length, stage = run.settings.adaptive, step.length, step.runner.stage
-    options = {
-        "strategy": adaptive.search,
-        "round_to": adaptive.round_to,
+    options: dict[str, Any] = {
+        "strategy": run.settings.adaptive.search,
+        "round_to": run.settings.adaptive.round_to,
         "max_rows": most_rows,
         "whole_step_rows": whole_step_rows,
     }
-    file = SearchFile(run.settings, folder, fingerprint_of(run.settings.config, step, memory, options))
-    result, reused = file.read(SearchResult), REUSED
-    if result is None:
-        reused = ""
-        with _probing(stage, kind) as progress:
-            result = find_max_batch_size(
-                step,
-                memory=memory,
-                strategy=adaptive.search,
-                round_to=adaptive.round_to,
-                max_rows=most_rows,
-                samples_per_step=run.settings.samples_per_step,
-                whole_step_rows=whole_step_rows,
-                progress=progress,
-            )
-        if dist.get_rank() == 0:
-            logger.info("%s", search_table(result, length, stage, kind.noun))
-            file.write(result, length)
-            draw_search(file.directory, result, length, stage, kind.noun)
-    count = f"{count_of(result.rows, 'row')} of {length} tokens ({result.reason})"
+
+    def search(progress: OnProbe) -> SearchResult:
+        samples = run.settings.samples_per_step
+        return find_max_batch_size(step, memory=memory, samples_per_step=samples, progress=progress, **options)
+
+    result, reused = _measured(run, step, memory, kind, folder, options, search, SearchResult)
+    found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason}){reused}"
     event = Event(
         kind=SEARCH,
-        step=0,
-        stage=stage or None,
-        reason=f"batch search{' · ' * bool(stage)}{stage}: {count}{reused}",
+        step=run.journal.starts_after,
+        stage=step.runner.stage or None,
+        reason=f"{' · '.join(filter(None, ('batch search', step.runner.stage)))}: {found}",
         unit="rows",
         after=result.rows,
         peak_bytes=peak_of(result),
         budget_bytes=result.budget_bytes,
     )
-    run.journal.search(event)
+    run.journal.event(event)
     return result
 
 
@@ -132,35 +282,59 @@ def profile(
     run: Run, step: TrainingStep[Any], memory: MemorySource, kind: Kind, *, most_rows: int, folder: str = ""
 ) -> Profile:
     """Collective: what microbatches of up to `most_rows` rows need over rows and length, recorded as a search is."""
-    shorten, stage = run.settings.adaptive.oversize != "error", step.runner.stage
-    options = {"most_rows": most_rows, "shorten": shorten, "padded": step.runner.kind.padded}
-    file = SearchFile(run.settings, folder, fingerprint_of(run.settings.config, step, memory, options))
-    result, reused = file.read(Profile), REUSED
-    if result is None:
-        reused = ""
-        with _probing(stage, kind) as progress:
-            result = profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
-        if dist.get_rank() == 0:
-            logger.info("%s", profile_table(result, stage, kind.length_suffix))
-            file.write(result, step.length)
-            draw_profile(file.directory, result, stage)
-    fits = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow"
+
+    def measure(progress: OnProbe) -> Profile:
+        return profile_memory(step, memory=memory, most_rows=most_rows, progress=progress)
+
+    options = {"most_rows": most_rows, "padded": step.runner.kind.padded}
+    result, reused = _measured(run, step, memory, kind, folder, options, measure, Profile)
+    found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow{reused}"
     event = Event(
         kind=SEARCH,
-        step=0,
-        stage=stage or None,
-        reason=f"token budget{' · ' * bool(stage)}{stage}: {fits}{reused}",
+        step=run.journal.starts_after,
+        stage=step.runner.stage or None,
+        reason=f"{' · '.join(filter(None, ('token budget', step.runner.stage)))}: {found}",
         unit="bytes",
         after=result.limit_bytes,
         budget_bytes=result.budget_bytes,
     )
-    run.journal.search(event)
+    run.journal.event(event)
     return result
 
 
+def _measured(
+    run: Run,
+    step: TrainingStep[Any],
+    memory: MemorySource,
+    kind: Kind,
+    folder: str,
+    options: Mapping[str, object],
+    measure: Callable[[OnProbe], Result],
+    taken: type[Result],
+) -> tuple[Result, str]:
+    """Collective: what an earlier run has found under the same circumstances, with a remark that says so, or what
+    `measure` finds now, shown and recorded."""
+    directory, stage = Path(run.settings.output_dir) / folder, step.runner.stage
+    fingerprint = fingerprint_of(run.settings.config, step, memory, options)
+    result = from_rank_0(read_record(directory, fingerprint, taken) if dist.get_rank() == 0 else None)
+    if result is not None:
+        return result, ", reused from an earlier run"
+    with _probing(step, kind) as progress:
+        result = measure(progress)
+    if dist.get_rank() == 0:
+        if isinstance(result, SearchResult):
+            logger.info("%s", search_table(result, step.length, stage, kind.noun))
+            draw_search(directory, result, step.length, stage, kind.noun)
+        else:
+            logger.info("%s", profile_table(result, stage, kind.length_suffix))
+            draw_profile(directory, result, stage)
+        write_record(directory, fingerprint, step.length, result)
+    return result, ""
+
+
 @contextmanager
-def _probing(stage: str, kind: Kind) -> Iterator[OnProbe]:
-    """Counts probes in a progress bar; an error says of which stage, and of which length, a row does not fit."""
+def _probing(step: TrainingStep[Any], kind: Kind) -> Iterator[OnProbe]:
+    """Counts probes in a progress bar; an error says of which stage, length and sample a row does not fit."""
     with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
 
         def on_probe(rows: int, measured: Peak | None) -> None:
@@ -171,7 +345,9 @@ def _probing(stage: str, kind: Kind) -> Iterator[OnProbe]:
         try:
             yield on_probe
         except OneRowDoesNotFitError as error:
-            raise error.with_remarks(stage, kind.length_suffix.strip()) from None
+            scanned = isinstance(step.sample, dict) and INDEX in step.sample
+            longest = f"sample {step.sample[INDEX]} of the dataset" if scanned else ""
+            raise error.with_remarks(step.runner.stage, kind.length_suffix.strip(), longest) from None
 
 
 def fingerprint_of(
@@ -193,39 +369,30 @@ def fingerprint_of(
     }
 
 
-class SearchFile:
-    """`batch_search.json` in a directory: a later run takes the result over if its fingerprint is the same."""
+def write_record(directory: Path, fingerprint: Mapping[str, Any], length: int, result: SearchResult | Profile) -> None:
+    """Writes a result for later runs. If that fails, a warning says so."""
+    record = {"fingerprint": fingerprint, "sequence_length": length, "result": asdict(result)}
+    keep_file(directory / SEARCH_FILE, f"{json.dumps(record, indent=2)}\n".encode(), "the next run will search again")
 
-    def __init__(self, settings: Settings, folder: str, fingerprint: Mapping[str, Any]) -> None:
-        self.directory = Path(settings.output_dir) / folder
-        self._path, self._fingerprint = self.directory / SEARCH_FILE, fingerprint
 
-    def write(self, result: SearchResult | Profile, length: int) -> None:
-        """Writes the result. If that fails, a warning says so."""
-        record = {"fingerprint": self._fingerprint, "sequence_length": length, "result": asdict(result)}
-        keep_file(self._path, f"{json.dumps(record, indent=2)}\n".encode(), "the next run will search again")
-
-    def read(self, kind: type[Result]) -> Result | None:
-        """Collective: the result of an earlier search with this fingerprint, as rank 0 reads it."""
-        result: Result | None = None
-        if dist.get_rank() == 0:
-            try:
-                result = self._read(kind)
-            except KeyError as error:
-                logger.warning("%s is not a valid search record (missing key %s); searching again", self._path, error)
-            except (AttributeError, TypeError, ValueError) as error:
-                logger.warning("%s is not a valid search record (%s); searching again", self._path, error)
-            if result is not None:
-                logger.info("batch search · reused from %s; delete it to search again", self._path)
-        return from_rank_0(result)
-
-    def _read(self, kind: type[Result]) -> Result | None:
-        record = read_json(self._path)
+def read_record(directory: Path, fingerprint: Mapping[str, Any], taken: type[Result]) -> Result | None:
+    """The result of an earlier search with this fingerprint."""
+    path = directory / SEARCH_FILE
+    try:
+        record = read_json(path)
         # The fingerprint first: it says whether the rest is of this kind.
-        if record is None or record["fingerprint"] != json.loads(json.dumps(self._fingerprint)):
+        if record is None or record["fingerprint"] != json.loads(json.dumps(fingerprint)):
             return None
         result = record["result"]
-        probes, surfaces = ("probes", "lines") if kind is SearchResult else ("points", "surfaces")
+        probes, surfaces = ("probes", "lines") if taken is SearchResult else ("points", "surfaces")
         result[probes] = tuple(Probe(**{**each, "peak": Peak(**each["peak"])}) for each in result[probes])
         result[surfaces] = {name: Surface(**each) for name, each in result[surfaces].items()}
-        return kind(**result)
+        found = taken(**result)
+    except KeyError as error:
+        logger.warning("%s is not a valid search record (missing key %s); searching again", path, error)
+    except (AttributeError, TypeError, ValueError) as error:
+        logger.warning("%s is not a valid search record (%s); searching again", path, error)
+    else:
+        logger.info("batch search · reused from %s; delete it to search again", path)
+        return found
+    return None

@@ -7,9 +7,8 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,8 @@ class RunJournal:
     def __init__(self, settings: Settings) -> None:
         self._directory = Path(settings.output_dir)
         self._journal = Journal(self._directory) if dist.get_rank() == 0 else None
-        self._starts_after: int | None = None
+        self.starts_after = 0
+        """The steps that the run had taken when it started."""
 
     def event(self, event: Event | Change) -> None:
         if self._journal is not None:
@@ -67,30 +67,25 @@ class RunJournal:
             say(f"iteration {step} · answers to {shown(prompt)}\n{in_columns(lines[:8])}")
 
     def start(self, steps_done: int) -> None:
-        """Opens the record at a step, once. What it holds of later steps, of a run that ended early, does not count."""
-        if self._starts_after is None and self._journal is not None:
+        """Opens the record at a step. What it holds of later steps, of a run that ended early, does not count."""
+        self.starts_after = steps_done
+        if self._journal is not None:
             reason = f"training starts after step {steps_done}" if steps_done else "training starts"
             self._journal.start(Event(kind=START, step=steps_done, reason=reason))
-        self._starts_after = steps_done if self._starts_after is None else self._starts_after
-
-    def search(self, event: Event) -> None:
-        """Records a search. It does not know the steps that the run has taken; the journal does."""
-        self.event(replace(event, step=self._starts_after or 0))
 
     def epoch(self, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int) -> None:
         """Records the limit of each stage with which an epoch begins, or goes on, and whether its steps have more or
         fewer samples than those of the epoch before. A single stage is named ""."""
         step, epoch, past = progress.step, f"epoch {sizes.epoch}", progress.past
         for stage, limit in limits.items():
-            reason = f"{', '.join(filter(None, (epoch, stage)))}: microbatches of at most {limit}"
+            reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
             self.event(
                 Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
             )
-        if progress.steps_in_epoch or not past or past[-1].samples_per_step == sizes.samples_per_step:
-            return
-        before, after = past[-1].samples_per_step * ranks, sizes.samples_per_step * ranks
-        reason = f"{epoch}: batch size {past[-1].batch_size} -> {sizes.batch_size}, samples a step {after}"
-        self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
+        if progress.steps_in_epoch == 0 and past and past[-1].samples_per_step != sizes.samples_per_step:
+            before, after = past[-1].samples_per_step * ranks, sizes.samples_per_step * ranks
+            reason = f"{epoch}: batch size {past[-1].batch_size} -> {sizes.batch_size}, samples a step {after}"
+            self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
 
     def close(self) -> None:
         """Draws the picture, once training has ended."""
@@ -106,7 +101,7 @@ class Metrics:
         self._settings, self._device, self._journal = settings, device, journal
         self._memory: MemorySource | None = None
         self._step_began = time.perf_counter()
-        self._since_step, self._first, self._latest = 0, "", ""
+        self._first, self._latest = (0, ""), ""
         """The step whose figure was shown first, its name and value, and the value that was shown last."""
         self._skipped = 0
         self._logger_failed = False
@@ -182,7 +177,7 @@ class Metrics:
     def _log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
         """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
         if self._shown:
-            self._since_step, self._first = self._since_step or step, self._first or headline
+            self._first = self._first if self._first[0] else (step, headline)
             self._latest = headline.split()[-1]
             self._bar.set_postfix_str(headline, refresh=False)
             self._bar.update()
@@ -204,11 +199,11 @@ class Metrics:
     def close(self) -> None:
         if not self._shown:
             return
-        if self._first:
+        step, first = self._first
+        if step:
             what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
-            since = "" if self._since_step == 1 else f" from step {self._since_step}"
-            trend, directory = f"{self._first} -> {self._latest}", checkpoint_directory(self._settings)
-            logger.info("%s%s: %s, checkpoints in %s", what, since, trend, directory)
+            since, directory = "" if step == 1 else f" from step {step}", checkpoint_directory(self._settings)
+            logger.info("%s%s: %s -> %s, checkpoints in %s", what, since, first, self._latest, directory)
         with suppress(OSError):
             self._logger.close()
 
@@ -221,8 +216,7 @@ class LossWatch:
     """
 
     def __init__(self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files") -> None:
-        self._max_skipped = max_skipped_steps
-        self._files = files
+        self._max_skipped, self._files = max_skipped_steps, files
         self._steps = self._learning_steps = self._nan_steps = self._nan_in_a_row = 0
         self._said_why_not_saved = False
 
@@ -259,18 +253,17 @@ class LossWatch:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn (all labels "
                 "are masked); check that the dataset's columns and prompt template match the data, and that "
-                "tokenizer.max_seq_len, or adaptive.oversize under a token budget, does not cut off the answers"
+                "tokenizer.max_seq_len does not cut off the answers"
             )
         if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: every loss was NaN or infinite; lower "
                 f"optimizer.lr, or check that the weights of {self._files} are not NaN"
             )
-        worth = self._learning_steps > 0
-        if not worth and not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
+        if not self._learning_steps and not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
+            self._said_why_not_saved = True
             logger.warning("step %d: no checkpoint is saved yet, since no sample so far has a token to learn", step)
-        self._said_why_not_saved = not worth
-        return worth
+        return self._learning_steps > 0
 
 
 class StepProfiler:
@@ -279,18 +272,16 @@ class StepProfiler:
 
     def __init__(self, cfg: DictConfig, device: torch.device) -> None:
         section = cfg.get("profiler")
-        self._steps = 0
-        self._record_from = self._record_to = -1
+        self._steps, self._recorded = 0, range(0)
+        self._profiler: Any = training.DummyProfiler()
         if section is None or not profiler_is_enabled(section):
-            self._profiler = training.DummyProfiler()
             return
         # resolved here: apart from the whole config, ${output_dir} would be the section's own key
         values = OmegaConf.to_container(section, resolve=True)
-        named = OmegaConf.merge(values, {COMPONENT: PROFILER})
-        self._profiler, chosen = components.build_section("profiler", named)
+        self._profiler, chosen = components.build_section("profiler", OmegaConf.merge(values, {COMPONENT: PROFILER}))
         if device.type == "cuda" and dist.get_rank() == 0 and chosen.get("profile_memory"):
-            self._record_from = chosen["wait_steps"] + chosen["warmup_steps"]
-            self._record_to = self._record_from + chosen["active_steps"]
+            first = chosen["wait_steps"] + chosen["warmup_steps"]
+            self._recorded = range(first, first + chosen["active_steps"])
 
     def start(self) -> None:
         self._profiler.start()
@@ -305,9 +296,9 @@ class StepProfiler:
         self._profiler.stop()
 
     def _switch_record(self) -> None:
-        if self._steps == self._record_from:
+        if self._recorded and self._steps == self._recorded.start:
             torch.cuda.memory._record_memory_history()
-        elif self._steps == self._record_to:
+        elif self._recorded and self._steps == self._recorded.stop:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 

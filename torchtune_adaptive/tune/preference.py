@@ -8,7 +8,6 @@ So the reference's activations never lie beside the policy's, and each stage has
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -26,19 +25,14 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.engine.reports import StepResult, Totals
-from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
+from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.console import say
-from torchtune_adaptive.text import count_of, shown
-from torchtune_adaptive.tune.bad_samples import check_lengths
-from torchtune_adaptive.tune.data import Batching, Data
-from torchtune_adaptive.tune.finetuning import batching_of, build_recovery, forgetting_after_errors
+from torchtune_adaptive.text import shown
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.finetuning import build_recovery, forgetting_after_errors, plan_padding
 from torchtune_adaptive.tune.samples import FILLER, Sample
 from torchtune_adaptive.tune.unpadded import batch_to_device, taking_long_rows
-
-logger = logging.getLogger(__name__)
 
 REFERENCE = "reference log-probabilities"
 POLICY = "policy"
@@ -49,8 +43,8 @@ KEPT = "reference_log_probs"
 
 PAIRS = "pairs"
 ANSWERS = ("chosen", "rejected")
-FLAWS = {"pairs/empty": "an answer without any label", "pairs/identical": "two identical answers"}
-"""Sums: pairs of which little can be learned, on which torchtune trains too."""
+EMPTY, IDENTICAL = "pairs/empty", "pairs/identical"
+"""Sums: pairs with an answer without any label, and with two identical answers. torchtune trains on them, too."""
 
 PairPass = Callable[[Sequence[Sample]], Totals]
 """One microbatch of a stage."""
@@ -67,12 +61,11 @@ class Scores(NamedTuple):
     target_tokens: int
 
 
-def score(model: nn.Module, pairs: Sequence[Sample], batching: Batching, device: torch.device) -> Scores:
+def score(model: nn.Module, pairs: Sequence[Sample], data: Data, device: torch.device) -> Scores:
     """Scores pairs, in the same way whichever of them share a microbatch."""
-    check_lengths(model, batching.kind, pairs)
-    rows, ignored = batching.kind.rows_of(pairs), batching.kind.ignored_label
+    rows, ignored = data.kind.rows_of(pairs), data.kind.ignored_label
     lengths = [len(row["tokens"]) for row in rows]
-    batch = batching.collate(rows)
+    batch = data.collate(rows)
     # the token at a position is the label of the position before it
     labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
     target_tokens = int(labels.ne(ignored).sum())
@@ -118,18 +111,18 @@ def passes_of(
     policy: nn.Module,
     reference: nn.Module,
     loss_fn: nn.Module,
-    batching: Batching,
+    data: Data,
     settings: Settings,
     device: torch.device,
 ) -> tuple[PairPass, PairPass]:
     """One microbatch of each stage, in their order. A policy that is its own reference has its adapters off there."""
-    kind, as_reference = batching.kind, partial(without_adapters, policy) if reference is policy else nullcontext
+    kind, as_reference = data.kind, partial(without_adapters, policy) if reference is policy else nullcontext
     activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
 
     def refer(pairs: Sequence[Sample]) -> Totals:
         """Run again, it writes the same once more."""
         with torch.no_grad(), as_reference():
-            scores = score(reference, pairs, batching, device)
+            scores = score(reference, pairs, data, device)
         for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
             pair[KEPT] = log_probs
         return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
@@ -139,13 +132,13 @@ def passes_of(
         asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
         own = [pair for pair in pairs if FILLER not in pair]
         counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
-        flaws = sum(0 in kind.learned_tokens(pair) for pair in own), sum(map(kind.repeats_itself, own))
+        empty, identical = sum(0 in kind.learned_tokens(pair) for pair in own), sum(map(kind.repeats_itself, own))
         with forgetting_after_errors(activations):
             with activations:
-                scores = score(policy, pairs, batching, device)
+                scores = score(policy, pairs, data, device)
             losses, *rewards = loss_fn(*scores.log_probs, *asked)
             sums = _sums_over_pairs(scores, rewards, counted)
-            sums |= {name: counted.new_tensor(count) for name, count in zip(FLAWS, flaws, strict=True)}
+            sums |= {EMPTY: counted.new_tensor(empty), IDENTICAL: counted.new_tensor(identical)}
             target_tokens = scores.target_tokens
             del scores  # or the logits would live through the backward
             loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
@@ -170,12 +163,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor) -> dict[str, Tensor]:
-    """The sums of which the figures of a step are made; torchtune's names, each summed over pairs."""
-    sums = {PAIRS: counted.sum(), "microbatches": counted.amax()}
-    sums["rewards/accuracies"] = ((rewards[0] > rewards[1]) * counted).sum()
+    """The sums of which the figures of a step are made, over pairs or over their tokens."""
+    sums = {PAIRS: counted.sum(), "rewards/accuracies": ((rewards[0] > rewards[1]) * counted).sum()}
     means, tokens = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
-    padded = means.size(0) == len(tokens)
-    if padded:
+    if means.size(0) == len(tokens):  # without what pads them
         means = means * (torch.arange(means.size(1), device=means.device) < tokens[:, None])
     logits = sums_of_rows(means, scores.row_lengths).chunk(2)
     for at, answer in enumerate(ANSWERS):
@@ -183,36 +174,28 @@ def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor)
         sums[f"log_probs/{answer}"] = (scores.log_probs[at] * counted).sum()
         sums[f"logits/{answer}"] = (logits[at] * counted).sum()
         sums[f"tokens/{answer}"] = (tokens.chunk(2)[at] * counted).sum()
-        if padded:
-            sums[f"padded_logits/{answer}"] = scores.logits.chunk(2)[at].mean() * counted.amax()
     return sums
 
 
 def build_stages(
     policy: nn.Module,
-    reference: nn.Module | None,
+    reference: nn.Module,
     loss_fn: nn.Module,
     data: Data,
     settings: Settings,
     device: torch.device,
     on_change: Callable[[Change], object],
 ) -> Stages[Sample]:
-    """Collective: both stages, in microbatches of `batch_size` pairs to begin with; only one without a reference."""
-    batching = batching_of(data, policy, settings, device)
-    refer, train = passes_of(policy, reference or policy, loss_fn, batching, settings, device)
+    """Collective: both stages, in microbatches of `batch_size` pairs to begin with."""
+    plan_padding(data, policy, settings, device)
+    refer, train = passes_of(policy, reference, loss_fn, data, settings, device)
+    recovery = build_recovery(settings, on_change, *dict.fromkeys((policy, reference)))
 
-    def runner_of(model: nn.Module, run: PairPass, stage: str, recovery: Recovery) -> StepRunner[Sample]:
-        kind, limit = batching.kind.for_steps(model), RowLimit(settings.batch_size)
+    def runner_of(model: nn.Module, run: PairPass, stage: str) -> StepRunner[Sample]:
+        kind, limit = data.kind.for_steps(model), RowLimit(settings.batch_size)
         return StepRunner(model, run, kind=kind, limit=limit, recovery=recovery, stage=stage)
 
-    if reference in (None, policy):
-        trained = asked = build_recovery(settings, on_change, policy)
-    elif settings.adaptive.precompute_reference:  # the reference is gone before training begins
-        trained, asked = build_recovery(settings, on_change, policy), build_recovery(settings, on_change, reference)
-    else:
-        trained = asked = build_recovery(settings, on_change, policy, reference)
-    stages = {} if reference is None else {REFERENCE: runner_of(reference, refer, REFERENCE, asked)}
-    return Stages({**stages, POLICY: runner_of(policy, train, POLICY, trained)})
+    return Stages({REFERENCE: runner_of(reference, refer, REFERENCE), POLICY: runner_of(policy, train, POLICY)})
 
 
 def build_preference_loss(cfg: DictConfig) -> nn.Module:
@@ -234,51 +217,18 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
     return loss_fn
 
 
-class PreferenceFigures:
-    """Rewards, log-probabilities and logits of the answers, under torchtune's names: means over the pairs of a step."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._stock_split = settings.batch_size, settings.gradient_accumulation_steps
-        # a budget takes samples by their length, and may do so in microbatches that only look like torchtune's
-        self._by_rows = settings.adaptive.token_budget is None
-        self._explained = self._counted = False
-        self._seen = dict.fromkeys((PAIRS, *FLAWS), 0.0)
-
-    def figures(self, results: Mapping[str, StepResult]) -> dict[str, float]:
-        """The figures of a step, from the results of its stages. Waits for the GPU."""
-        result, reference = results[POLICY], results.get(REFERENCE)
-        sums = {name: float(value) for name, value in result.sums.items()}
-        if not any(map(self._seen.get, FLAWS)) and any(map(sums.get, FLAWS)) and rank() == 0:
-            logger.warning(
-                "a pair of the dataset has %s: as in torchtune, such pairs are trained on, although the model learns "
-                "little or nothing from them; their number is logged at the end of the epoch",
-                " or ".join(flaw for name, flaw in FLAWS.items() if sums[name]),
-            )
-        self._seen = {name: count + sums[name] for name, count in self._seen.items()}
-        rewards = "rewards/chosen", "rewards/rejected", "rewards/accuracies"
-        log_probs = [f"log_probs/{answer}" for answer in ANSWERS]
-        figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in (*rewards, *log_probs)}
-        figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
-        split = result.load.most_rows, result.microbatches
-        like_stock = self._by_rows and split == self._stock_split and f"padded_logits/{ANSWERS[0]}" in sums
-        if not like_stock and not self._explained:
-            self._explained = True
-            say(
-                "logits/chosen and logits/rejected are averaged over real tokens when the split differs from "
-                "torchtune's, which also averages over padding"
-            )
-        for answer in ANSWERS:  # torchtune's mean is over padded positions, microbatch by microbatch
-            total, count = ("padded_logits", "microbatches") if like_stock else ("logits", f"tokens/{answer}")
-            figures[f"logits/{answer}"] = sums[f"{total}/{answer}"] / max(1.0, sums[count])
-        if reference is not None:
-            figures["reference_microbatches"] = reference.microbatches
-            figures["reference_microbatch_rows"] = reference.load.most_rows
-        return figures
-
-    def end_epoch(self) -> None:
-        """Logs how many pairs there were of which little is learned, once."""
-        seen = {name: round(count) for name, count in self._seen.items()}
-        counts = [f"{seen[name]} {'has' if seen[name] == 1 else 'have'} {FLAWS[name]}" for name in FLAWS if seen[name]]
-        if counts and not self._counted and rank() == 0:
-            logger.warning("of %s so far, %s", count_of(seen[PAIRS], "pair"), ", ".join(counts))
-        self._counted |= bool(counts)
+def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
+    """Rewards, log-probabilities and logits of the answers under torchtune's names: means over the pairs of a step, or
+    over their tokens; and how many pairs teach little. Waits for the GPU."""
+    sums = {name: float(value) for name, value in results[POLICY].sums.items()}
+    names = ["rewards/accuracies", *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
+    figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in names}
+    figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
+    for answer in ANSWERS:
+        figures[f"logits/{answer}"] = sums[f"logits/{answer}"] / max(1.0, sums[f"tokens/{answer}"])
+    return {
+        **figures,
+        **{name: sums[name] for name in (EMPTY, IDENTICAL)},
+        "reference_microbatches": results[REFERENCE].microbatches,
+        "reference_microbatch_rows": results[REFERENCE].load.most_rows,
+    }

@@ -102,13 +102,12 @@ class Kind:
 
     def uniform(self, token: int, length: int) -> Sample:
         """A sample of this length: sequences of like length in which every token is a target."""
-        each = length if self.padded else max(1, length // self.rows)
+        each = max(1, self.longest_at(length))
         return {key: [token] * each for fields in self.sequences for key in fields[:2]}
 
     def cut(self, sample: Sample, length: int) -> Sample:
-        """The beginnings of a sample's sequences, so that it is no longer than this."""
-        shares = [length] * self.rows if self.padded else _shares(self.lengths_of(sample), length)
-        return self._beginnings(sample, shares)
+        """A uniform sample as one of this length."""
+        return self._beginnings(sample, max(1, self.longest_at(length)))
 
     def stand_in(self, sample: Sample) -> Sample:
         """The first two tokens of each sequence: the least that goes through the model like the whole.
@@ -117,7 +116,7 @@ class Kind:
         """
         if "encoder_input" in sample:
             return sample
-        short = self._beginnings(sample, [2] * self.rows)
+        short = self._beginnings(sample, 2)
         return {**short, "seq_lens": torch.tensor([2])} if "seq_lens" in sample else short
 
     def filler(self, sample: Sample) -> Sample:
@@ -155,21 +154,9 @@ class Kind:
                     rows.append({"tokens": sample[tokens], "labels": sample[labels]})
         return rows
 
-    def _beginnings(self, sample: Sample, shares: Sequence[int]) -> Sample:
-        short = dict(sample)
-        for (tokens, labels, others), share in zip(self.sequences, shares, strict=True):
-            short |= {key: sample[key][:share] for key in (tokens, labels, *others) if key in sample}
-        return short
-
-
-def _shares(lengths: Sequence[int], total: int) -> list[int]:
-    """What is left of each sequence if all together may have so many tokens: long ones are cut to one length."""
-    shares = [0] * len(lengths)
-    left = total
-    for done, index in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
-        shares[index] = min(lengths[index], left // (len(lengths) - done))
-        left -= shares[index]
-    return shares
+    def _beginnings(self, sample: Sample, tokens: int) -> Sample:
+        keys = [key for fields in self.sequences for key in (fields.tokens, fields.labels, *fields.others)]
+        return {**sample, **{key: sample[key][:tokens] for key in keys if key in sample}}
 
 
 TEXT = Kind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))

@@ -34,24 +34,16 @@ Increase = Callable[[int, int], int]
 
 def double_every(epochs: int) -> Increase:
     """Twice the batch size after every `epochs` epochs."""
-    _require_int("double_every", "epochs", epochs, least=1)
     return lambda epoch, current: current if epoch > 0 and epoch % epochs == 0 else 0
 
 
 def add_every(epochs: int, amount: int) -> Increase:
     """`amount` more after every `epochs` epochs."""
-    _require_int("add_every", "epochs", epochs, least=1)
-    _require_int("add_every", "amount", amount)
     return lambda epoch, current: amount if epoch > 0 and epoch % epochs == 0 else 0
 
 
 def milestones(batch_sizes: Mapping[int, int]) -> Increase:
     """The batch size to have from each of these epochs on."""
-    if not isinstance(batch_sizes, Mapping):
-        raise ConfigError(f"{KEY}: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}")
-    for epoch, batch_size in batch_sizes.items():
-        _require_int("milestones", "an epoch", epoch, least=0)
-        _require_int("milestones", f"the batch size at epoch {epoch}", batch_size, least=1)
     targets = dict(batch_sizes)
 
     def increase(epoch: int, current: int) -> int:
@@ -59,12 +51,6 @@ def milestones(batch_sizes: Mapping[int, int]) -> Increase:
         return targets[max(reached)] - current if reached else 0
 
     return increase
-
-
-def _require_int(function: str, name: str, value: object, least: int | None = None) -> None:
-    if type(value) is not int or (least is not None and value < least):
-        allowed = "an int" if least is None else f"an int from {least}"
-        raise ConfigError(f"{KEY}: {function}: {name} cannot be {value!r}; allowed: {allowed}")
 
 
 def build_increase_function(cfg: DictConfig) -> Increase | None:
@@ -95,7 +81,8 @@ def size_epochs(
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
 ) -> tuple[EpochSizes, ...]:
-    """Every epoch of the run, in order. With a function the configured size is the start and what fits is the bound.
+    """Every epoch of the run, in order. With a function the configured size is the start and what fits is the bound: an
+    increase beyond it is skipped.
 
     Neither is asked again for the epochs that a resumed run has begun: what fits today does not change them.
     """
@@ -105,12 +92,12 @@ def size_epochs(
     for epoch in range(len(epochs), progress.total_epochs):
         wanted = batch_size
         if increase is not None:
-            most = rows_that_fit or adaptive.max_batch_size
+            most = rows_that_fit or adaptive.max_batch_size or sys.maxsize
             wanted = _wanted(increase, epoch, batch_size)
-            batch_size = _admitted(wanted, batch_size, most, adaptive.beyond_memory, epoch)
+            if wanted <= max(batch_size, most):  # shrinking towards what fits is never refused
+                batch_size = wanted
             samples = batch_size * accumulation
-            fits = most is None or batch_size <= most
-            microbatches, rows = (accumulation, batch_size) if fits else split_step(samples, most or batch_size)
+            microbatches, rows = split_step(samples, most) if batch_size > most else (accumulation, batch_size)
         else:
             microbatches, rows, samples = steady_step(settings, rows_that_fit)
             batch_size = wanted = rows
@@ -174,19 +161,6 @@ def _wanted(increase: Increase, epoch: int, current: int) -> int:
     return current + more
 
 
-def _admitted(wanted: int, current: int, most: int | None, beyond_memory: str, epoch: int) -> int:
-    # shrinking towards what fits is never refused
-    within = most is None or wanted <= max(current, most)
-    if within or beyond_memory == "accumulate":
-        return wanted
-    if beyond_memory == "skip":
-        return current
-    raise ConfigError(
-        f"{KEY}: epoch {epoch} requests a batch size of {wanted}, but at most {most} fit; request a smaller increase "
-        "or set adaptive.beyond_memory to skip or accumulate"
-    )
-
-
 def check_growth(settings: Settings) -> None:
     """Refuses a `batch_increase_function` that no run could ask, whatever its dataset."""
     increase = build_increase_function(settings.config)
@@ -206,7 +180,7 @@ def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
     adaptive, rows = settings.adaptive, settings.samples_per_step
     grows = settings.config.get(KEY) is not None
     if grows or adaptive.accumulation == "fixed":
-        if settings.gradient_accumulation_steps > 1 or (grows and adaptive.beyond_memory == "accumulate"):
+        if settings.gradient_accumulation_steps > 1:
             return None
         rows = settings.batch_size if grows else 1
     return rows if progress.begun is None else max(rows, progress.begun.samples_per_step)

@@ -22,15 +22,13 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.tune.bad_samples import vocabulary_of
+from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader, looking_ahead
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
 from torchtune_adaptive.tune.metrics import LossWatch, Metrics, RunJournal, StepProfiler
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, limited_memory, prepare, resident_tensors, start_clean
-from torchtune_adaptive.tune.samples import Kind, Sample
-from torchtune_adaptive.tune.schedule import total_steps
-from torchtune_adaptive.tune.token_budget import Admission
+from torchtune_adaptive.tune.samples import Sample
 
 Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
 """Samples of each step, and those of the next one where they are planned ahead."""
@@ -69,11 +67,6 @@ class Run:
             state = self.checkpoints.resume(checkpoint, model, optimization.checkpointed)
             self.progress = self.progress.resumed(state, told)
 
-    def open_record(self) -> None:
-        """Opens the record where the run has come to; call it once nothing of the config can be wrong any more."""
-        # torchtune's own checkpoints do not count steps
-        self.journal.start(self.progress.step or total_steps(self.progress.past))
-
     def close(self) -> None:
         """Lets other runs into the output directory, and leaves the group."""
         self._start.release()
@@ -87,8 +80,6 @@ class Course:
     epochs: tuple[EpochSizes, ...]
     limits: Mapping[str, Limit] = field(default_factory=dict)
     """The limits of stages that have one for the whole run; the others take the rows of each epoch."""
-    admission: Admission | None = None
-    """Admission of samples, where some may be too long for any microbatch."""
     dealer: Dealer | FullestRank | None = None
     """Deals the samples of each step to the ranks; None: they stay where they were read."""
     looks_ahead: bool = False
@@ -105,12 +96,9 @@ class Course:
             steps=sizes.steps - progress.steps_in_epoch,
             samples_done=progress.samples_in_epoch,
         )
-        if self.admission is not None:
-            samples = map(self.admission.admit, samples)
         if self.dealer is not None:
             samples = self.dealer.deal(samples)
-        steps = looking_ahead(samples) if self.looks_ahead else ((each, None) for each in samples)
-        return steps if self.admission is None else self.admission.counting(steps, sizes.epoch)
+        return looking_ahead(samples) if self.looks_ahead else ((each, None) for each in samples)
 
 
 class Step(NamedTuple):
@@ -121,7 +109,6 @@ class Step(NamedTuple):
     """This rank's."""
     upcoming: list[Sample] | None
     """This rank's samples of the next step, where they are planned ahead."""
-    ends_epoch: bool
 
 
 class Trainer:
@@ -147,16 +134,12 @@ class Trainer:
         `weights`."""
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn = loss_fn
-        data.dataset.vocabulary = vocabulary_of(stages.training.model)
+        trained = stages.training.model
+        data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), longest_taken([trained])
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
         self._stopping = False
-
-    @property
-    def kind(self) -> Kind:
-        """The data's, as this run plans it: padded or not."""
-        return replace(self.data.kind, padded=self.stages.training.kind.padded)
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         """The memory that this rank may use, which the models of all stages and the optimizers live in."""
@@ -186,7 +169,7 @@ class Trainer:
             with run.checkpoints.going_on_to_draw(run.progress):
                 steps = self.course.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
-                yield Step(run.progress.step + 1, samples, upcoming, run.progress.steps_in_epoch + 1 == sizes.steps)
+                yield Step(run.progress.step + 1, samples, upcoming)
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()

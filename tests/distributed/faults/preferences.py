@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import count
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,9 @@ from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.finetuning import batching_of
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.finetuning import plan_padding
 from torchtune_adaptive.tune.preference import (
     KEPT,
     POLICY,
@@ -96,7 +97,13 @@ def models_of(config: ModelConfig) -> Models:
 
 
 COLLATE = partial(padded_collate_sft, padding_idx=0, ignore_idx=-100)
-DATA: Any = SimpleNamespace(kind=PAIR, collate=COLLATE, packed=False)
+
+
+def data_of_pairs() -> Data:
+    """As it is before a run plans its padding."""
+    return Data(NamedSamples([], PAIR), packed=False, collate=COLLATE, loader=cast(Any, None), max_seq_len=None)
+
+
 JOINED = AdaptiveConfig(token_budget=1000, padding=False)
 
 
@@ -108,7 +115,7 @@ def settings_of(config: ModelConfig, rows: int, samples: int) -> Settings:
 
 def stages_of(models: Models, settings: Settings, on_change: Callable[[Change], object] = lambda _: None) -> Stages:
     """Collective: as the recipes have them."""
-    return build_stages(*models, LOSS, DATA, settings, HOST, on_change)
+    return build_stages(*models, LOSS, data_of_pairs(), settings, HOST, on_change)
 
 
 def pairs_of_the_step(pairs: int) -> list[Sample]:
@@ -150,8 +157,9 @@ class PreferenceBench:
 
     def _passes(self) -> tuple[PairPass, PairPass]:
         """Collective."""
-        batching = batching_of(DATA, self.models.policy, self._settings, HOST)
-        return passes_of(*self.models, LOSS, batching, self._settings, HOST)
+        data = data_of_pairs()
+        plan_padding(data, self.models.policy, self._settings, HOST)
+        return passes_of(*self.models, LOSS, data, self._settings, HOST)
 
     def _microbatch(self, run: PairPass, pairs: Sequence[Sample]) -> Totals:
         """Collective: what a pass without a backward leaves gathered is sharded again after it."""

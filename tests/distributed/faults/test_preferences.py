@@ -69,8 +69,7 @@ def outcome(lora: bool, limit: Limit, joined: bool = False) -> tuple[dict[str, A
     both = Both(lora=lora, joined=joined)
     both.stages.use_limits(dict.fromkeys(both.stages, limit))
     result = both.step(own_pairs())
-    sums = {name: float(value) for name, value in result.sums.items() if "padded" not in name}
-    del sums["microbatches"]
+    sums = {name: float(value) for name, value in result.sums.items()}
     return whole(both.policy), {**sums, "loss": float(result.loss_sum), "labels": float(result.target_tokens)}
 
 

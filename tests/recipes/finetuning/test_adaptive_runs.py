@@ -26,8 +26,7 @@ GROWING = (
     "clip_grad_norm=inf",
     "batch_increase_function._component_=torchtune_adaptive.tune.schedule.double_every",
     "batch_increase_function.epochs=1",
-    "adaptive.max_batch_size=2",
-    "adaptive.beyond_memory=accumulate",
+    "adaptive.max_batch_size=4",
     "adaptive.lr_scaling=sqrt",
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
     "lr_scheduler.num_warmup_steps=3",
@@ -147,10 +146,10 @@ def test_only_the_first_rank_speaks(runs: Runs) -> None:
 
 
 def test_a_growing_batch_takes_the_steps_and_microbatches_of_its_plan(runs: Runs) -> None:
-    # 64 samples on 2 ranks: 32 a rank; 1, 2, then 4 rows of which 2 fit, twice a step
+    # 64 samples on 2 ranks: 32 a rank; 1, 2, then 4 rows, twice a step
     log = runs.log("growing")
     assert [step["step"] for step in log] == list(range(1, 16 + 8 + 4 + 1))
-    assert [step["microbatch_rows"] for step in log] == [1] * 16 + [2] * 8 + [2] * 4
+    assert [step["microbatch_rows"] for step in log] == [1] * 16 + [2] * 8 + [4] * 4
 
 
 def test_a_growing_batch_has_the_learning_rate_that_a_hand_computes(runs: Runs) -> None:

@@ -57,11 +57,6 @@ def every_token_a_label(tokenizer: DemoTokenizer, *, samples: int, packed: bool)
     return EveryTokenALabel(samples, partial(demo_sample, tokenizer, 0))
 
 
-def longer_than_the_tokenizer_says(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> DemoDataset:
-    """Component for a config's `dataset:`, whose samples were made by another tokenizer."""
-    return DemoDataset(samples, partial(demo_sample, DemoTokenizer(max_seq_len=None), 0))
-
-
 class OneLongOnRank0(DemoDataset):
     """As many tokens for both of two ranks: in a step of four samples, one of rank 0's is long, rank 1's are alike."""
 
@@ -258,14 +253,6 @@ def test_a_resumed_run_by_tokens_is_the_run_that_was_never_stopped(grown: tuple[
 SMALL = ("dataset.samples=48", "batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=inf")
 EVERY_TOKEN = "dataset._component_=tests.recipes.finetuning.test_token_budget.every_token_a_label"
 LONG = {
-    "truncate": ("adaptive.token_budget=200", "adaptive.oversize=truncate", "tokenizer.max_seq_len=null"),
-    "skip": ("adaptive.token_budget=200", "adaptive.oversize=skip", "tokenizer.max_seq_len=null"),
-    "truncate, unexpected": (
-        "adaptive.token_budget=200",
-        "adaptive.oversize=truncate",
-        "tokenizer.max_seq_len=150",
-        "dataset._component_=tests.recipes.finetuning.test_token_budget.longer_than_the_tokenizer_says",
-    ),
     "packed": ("adaptive.token_budget=1100", "dataset.packed=True", "tokenizer.max_seq_len=256", "dataset.samples=96"),
     "packed by rows": (
         "dataset.packed=True",
@@ -301,25 +288,6 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs("full", 2, folder, lines)
 
 
-@pytest.mark.parametrize("what", ["truncate", "skip"])
-def test_samples_that_are_too_long_are_cut_or_left_out_and_the_limit_holds(long: Runs, what: str) -> None:
-    log = long.log(what)
-    assert len(log) == 6
-    assert all(step["microbatch_tokens"] <= 200 for step in log)
-    done = {"truncate": "truncated", "skip": "skipped"}[what]
-    assert f"token budget · samples of more than 200 tokens are {done} (adaptive.oversize)" in long.lines[0][what]
-    assert any(f"were longer than 200 tokens and {done}" in line for line in long.lines[0][what])
-
-
-def test_samples_longer_than_the_tokenizer_makes_them_are_cut_all_the_same(long: Runs) -> None:
-    losses = [step["loss"] for step in long.log("truncate, unexpected")]
-    assert losses == [step["loss"] for step in long.log("truncate")]
-
-
-def test_what_is_cut_or_left_out_is_not_the_same(long: Runs) -> None:
-    assert long.log("truncate")[0]["loss"] != long.log("skip")[0]["loss"]
-
-
 def test_a_rank_with_a_long_sample_counts_as_fuller_than_one_with_as_many_tokens(long: Runs) -> None:
     steps = long.log("one long")
     assert len(steps) == 6
@@ -351,11 +319,14 @@ def run_too_long(folder: Path, *overrides: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "remedy"),
-    [("200", r"adaptive\.oversize"), ("auto", "pass shorten=True")],  # the launcher says that in keys of the config
+    ("budget", "told"),
+    [
+        ("200", r"SampleTooLargeError: sample \d+ of the dataset has \d+ tokens.* raise adaptive\.token_budget"),
+        ("auto", r"OneRowDoesNotFitError: one row of \d+ tokens .* \(sample \d+ of the dataset\); "),
+    ],
 )
-def test_a_sample_that_does_not_fit_is_named_before_training_starts(tmp_path: Path, budget: str, remedy: str) -> None:
+def test_a_sample_that_does_not_fit_is_named_before_training_starts(tmp_path: Path, budget: str, told: str) -> None:
     limit = "adaptive.memory_limit=13MiB" if budget == "auto" else "adaptive.memory_limit=null"
     overrides = (f"adaptive.token_budget={budget}", "tokenizer.max_seq_len=null", limit)
-    with pytest.raises(RankFailed, match=rf"SampleTooLargeError: sample \d+ of the dataset .* tokens.* {remedy}"):
+    with pytest.raises(RankFailed, match=told):
         run_on_ranks(2, run_too_long, tmp_path / "run", *overrides, timeout_s=100, in_group=False)

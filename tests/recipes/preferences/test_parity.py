@@ -35,7 +35,7 @@ FIGURES = (
     "loss",
     "lr",
     *(f"rewards/{figure}" for figure in ("chosen", "rejected", "accuracies", "margins")),
-    *(f"{what}/{answer}" for what in ("log_probs", "logits") for answer in ("chosen", "rejected")),
+    *(f"log_probs/{answer}" for answer in ("chosen", "rejected")),
 )
 
 

@@ -32,10 +32,10 @@ FIGURES = (
 )
 COMPILED = ("compile=True", "enable_activation_checkpointing=True")
 ASYNCHRONOUS = ("enable_async_checkpointing=True", "save_every_n_steps=1", "keep_last_n_checkpoints=1")
-PRECOMPUTED = ("compile=True", "adaptive.precompute_reference=True", "adaptive.token_budget=500")
+BY_TOKENS = ("compile=True", "adaptive.token_budget=500")
 CASES = {
     "full_dpo": {"compiled": COMPILED, "asynchronous": ASYNCHRONOUS},
-    "lora_dpo": {"precomputed": PRECOMPUTED},
+    "lora_dpo": {"compiled, by tokens": BY_TOKENS},
 }
 # so that a shard of each projection is whole blocks of 64 weights in whole blocks of 256 scalers
 NF4_SIZES = ("embed_dim=256", "intermediate_dim=512", "num_kv_heads=4")

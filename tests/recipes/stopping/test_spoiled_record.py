@@ -25,14 +25,14 @@ def only_steps_can_be_written(out: Path) -> None:
     """So that there is something to draw."""
     out.mkdir(parents=True)
     (out / EVENTS_FILE).symlink_to("/dev/full")
-    for name in ("adaptive_report.png", "batch_search.json", "batch_search.png", "sample_lengths.json"):
+    for name in ("adaptive_report.png", "batch_search.json", "batch_search.png"):
         (out / name).mkdir()
 
 
 def nothing_can_be_read(out: Path) -> None:
     out.mkdir(parents=True)
     lines = b"null\n[1]\n{}\n" + b"[" * 100_000 + b'\n{"time": 1, "step": 1, "kind": ["start"]}\n{"step": 3, "ki\xff'
-    for name in (STEPS_FILE, EVENTS_FILE, "batch_search.json", "sample_lengths.json"):
+    for name in (STEPS_FILE, EVENTS_FILE, "batch_search.json"):
         (out / name).write_bytes(lines)
 
 
@@ -50,8 +50,7 @@ def test_a_run_that_cannot_write_its_record_trains_to_its_end_and_says_each_thin
     ]
     for name in ("adaptive_report.png", "batch_search.png"):
         assert [line for line in said if name in line] == [f"{name} is not drawn: Is a directory"]
-    for name in ("batch_search.json", "sample_lengths.json"):
-        assert sum(f"{name} (Is a directory): " in line for line in said) == 1
+    assert sum("batch_search.json (Is a directory): " in line for line in said) == 1
     assert sum("searching again" in line for line in said) == 1
     assert elsewhere == []
 

@@ -147,11 +147,9 @@ def told_of(errors: str) -> list[str]:
 
 def test_mistakes_of_one_section_do_not_hide_each_other(validate: Validate) -> None:
     at_the_top = ("batch_size=0", "epochs=0", "dtype=fp8")
-    status, _, errors = validate(
-        DEMO["full"], *at_the_top, "adaptive.serch=1", "adaptive.deal=7", "adaptive.oversize=x"
-    )
+    status, _, errors = validate(DEMO["full"], *at_the_top, "adaptive.serch=1", "adaptive.deal=7", "adaptive.search=x")
     assert status == 1
-    keys = ["dtype", "batch_size", "epochs", "adaptive.serch", "adaptive.deal", "adaptive.oversize"]
+    keys = ["dtype", "batch_size", "epochs", "adaptive.serch", "adaptive.deal", "adaptive.search"]
     assert told_of(errors) == keys
 
 

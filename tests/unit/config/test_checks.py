@@ -128,11 +128,6 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
         (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
         (FULL, "", {"deal": True}, "adaptive.deal is True, but adaptive.token_budget is null"),
         (FULL, "", {"padding": False}, "adaptive.padding is False, but adaptive.token_budget is null"),
-        (FULL, "", {"precompute_reference": True}, "finetuning has no reference"),
-        (LORA, "", {"precompute_reference": True}, "finetuning has no reference"),
-        (FULL_DPO, "", {"precompute_reference": True, "oversize": "truncate"}, "not valid for truncated samples"),
-        (LORA_DPO, "", {"precompute_reference": True, "oversize": "truncate"}, "not valid for truncated samples"),
-        (PPO, "", {"precompute_reference": True}, "adaptive.precompute_reference is True"),
         (FULL_DPO, "collate_fn=mine.collate", {}, "preference training has its own collation"),
         (LORA, "tensor_parallel_dim=2", {}, "which LoRA finetuning does not support: allowed is 1"),
         (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU"),
@@ -165,9 +160,9 @@ def test_mistakes_in_several_places_are_told_at_once() -> None:
     told = problems(LORA, demo(LORA, *wrong, "optimizer.fused=True"))
     for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1", "fused update of torch.optim.SGD"):
         assert part in told
-    told = problems(LORA, demo(LORA, "model.lora_rank=0", precompute_reference=True))
+    told = problems(LORA, demo(LORA, "model.lora_rank=0", deal=True))
     assert "model.lora_rank is 0" in told
-    assert "finetuning has no reference" in told
+    assert "adaptive.deal is True" in told
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fake_memory import FakeMemory
-from torchtune_adaptive.engine.governor import BEFORE_THE_FIRST, EXHAUSTED, RECOVERY
+from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.reports import Totals
@@ -188,15 +188,6 @@ def test_a_stage_without_a_backward_is_not_told_to_checkpoint_its_activations():
                 runner.run(SAMPLES, step=3)
         expected = [Remedy.SHORTER_SAMPLES, Remedy.MORE_RANKS, *([Remedy.LARGER_BUDGET] if watched else [])]
         assert list(caught.value.remedies) == expected
-
-
-def test_what_runs_before_training_is_in_no_step(caplog):
-    changes = []
-    runner = runner_of(a_model(), 4, stage="ask", on_change=changes.append)
-    with caplog.at_level("WARNING"), FaultInjector(runner).fail_at(rank=0, step=BEFORE_THE_FIRST):
-        runner.run(SAMPLES, step=BEFORE_THE_FIRST)
-    assert caplog.messages[0].startswith("before the first step, ask: out of memory on rank 0")
-    assert [change.step for change in changes] == [0]
 
 
 def test_left_over_gradients_are_refused():

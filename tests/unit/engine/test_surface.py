@@ -64,16 +64,13 @@ class Device:
         need_bytes = self.need(1, 3000)
         return one_row_error(*remedies, length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
-    def profile(
-        self, longest: int, most_rows: int = 4096, shorten: bool = False, padded: bool = True, **grows: int
-    ) -> Profile:
+    def profile(self, longest: int, most_rows: int = 4096, padded: bool = True, **grows: int) -> Profile:
         return profile(
             self.measure,
             Room(self.budget_bytes, self.resident_bytes),
             SampleLengths(longest, padded=padded, **grows),
             refuse=self.refuse,
             most_rows=most_rows,
-            shorten=shorten,
         )
 
 
@@ -206,22 +203,13 @@ def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
     assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
 
 
-def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None:
+def test_a_sample_too_long_for_the_device_is_told_with_its_need() -> None:
     device = Device(1_000_000, Surface(10_000, 0, 1000))
-    assert device.profile(3000, shorten=True).limit.rows_at(700) == 1
     with pytest.raises(
         OneRowDoesNotFitError,
-        match=r"one row of 3000 tokens needs 2.9 MiB .* use shorter samples, pass shorten=True, .*, or raise the",
+        match=r"one row of 3000 tokens needs 2.9 MiB .* use shorter samples, checkpoint activations, .*, or raise the",
     ):
         device.profile(3000)
-
-
-def test_who_lets_long_samples_be_cut_already_is_not_told_to() -> None:
-    device = Device(1000, Surface(10_000, 0, 1000))
-    with pytest.raises(
-        OneRowDoesNotFitError, match=r"; use shorter samples, checkpoint activations, train on more ranks, or"
-    ):
-        device.profile(3000, shorten=True)
 
 
 joined_devices = st.builds(

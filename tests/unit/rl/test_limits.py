@@ -52,13 +52,12 @@ def test_by_rows_a_prompt_that_is_too_long_is_named_when_it_is_read() -> None:
     )
     asked = {name: SimpleNamespace(model=model) for name, model in (("generate", LONG), ("values", SHORT))}
     stages: Any = SimpleNamespace(stages=asked, runners=SimpleNamespace(limits={}))
-    _, admission = LimitFinder(trainer, stages, SimpleNamespace(max_generated_tokens=12, answers=1)).find(memory=None)
-    assert admission is not None
-    assert len(admission.admit([dataset[0], dataset[1]])) == 2
+    LimitFinder(trainer, stages, SimpleNamespace(max_generated_tokens=12, answers=1)).find(memory=None)
+    assert [len(dataset[at]["tokens"]) for at in range(2)] == [8, 3]
     with pytest.raises(
         SampleTooLargeError,
         match=r"^sample 2 of the dataset has 9 tokens, but a microbatch has room for 8 plus an answer, since the "
         r"models take at most 20 tokens \(their max_seq_len\); lower max_generated_tokens, or lower "
         r"tokenizer\.max_seq_len to 8$",
     ):
-        admission.admit([dataset[2]])
+        dataset[2]

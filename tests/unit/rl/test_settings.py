@@ -113,12 +113,12 @@ def test_what_clips_nothing_or_costs_nothing_is_taken(overrides: list[str]) -> N
 
 @pytest.mark.parametrize(
     "values",
-    [{"padding": False}, {"deal": True}, {"precompute_reference": True}, {"oversize": "skip"}],
+    [{"padding": False}, {"deal": True}],
     ids=lambda values: next(iter(values)),
 )
 def test_what_no_stage_can_do_is_refused_by_its_name(values: dict[str, Any]) -> None:
     assert f"adaptive.{next(iter(values))} is" in refused(having(values))
-    for taken in ({}, {"token_budget": "auto"}, {"token_budget": 100, "oversize": "truncate", "padding": True}):
+    for taken in ({}, {"token_budget": "auto"}, {"token_budget": 100, "padding": True}):
         read_ppo_settings(having(taken))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +16,12 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
+from tests.unit.tune.settings import NEEDED
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.tune.data import Batching
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.finetuning import ForwardBackward
-from torchtune_adaptive.tune.samples import TEXT
 from torchtune_adaptive.tune.unpadded import joined, take_documents
 
 CPU = torch.device("cpu")
@@ -92,14 +93,9 @@ def totals_and_gradients(
     loss_fn: nn.Module | None = None,
 ) -> tuple[Totals, dict[str, Tensor]]:
     """Of these microbatches, summed."""
-    step = ForwardBackward(
-        model=model,
-        loss_fn=loss_fn or CEWithChunkedOutputLoss(),
-        batching=Batching(TEXT, collate),
-        device=device,
-        activations=nullcontext(),
-        weighs_every_split_alike=True,
-    )
+    data: Any = Data(NamedSamples([]), packed=False, collate=collate, loader=None, max_seq_len=None)
+    settings = Settings(**NEEDED, adaptive=AdaptiveConfig(token_budget=1))
+    step = ForwardBackward(model, loss_fn or CEWithChunkedOutputLoss(), data, settings, device)
     model.zero_grad()
     parts = [step(microbatch) for microbatch in microbatches]
     totals = Totals(sum(part.loss_sum for part in parts), sum(part.target_tokens for part in parts))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from tests.unit.tune.models import build
-from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLongError, UnrecoverableError
-from torchtune_adaptive.tune.bad_samples import NamedSamples, check_lengths, vocabulary_of
-from torchtune_adaptive.tune.samples import INDEX, PAIR, TEXT
+from torchtune_adaptive.errors import (
+    ConfigError,
+    SampleError,
+    SampleTooLargeError,
+    SampleTooLongError,
+    UnrecoverableError,
+)
+from torchtune_adaptive.tune.bad_samples import NamedSamples, vocabulary_of
+from torchtune_adaptive.tune.samples import INDEX, PAIR
 
+JOINED = replace(PAIR, padded=False)
 WRONG: list[tuple[Any, str]] = [
     ({"text": "x"}, "no tokens or no labels"),
     ({"tokens": [1]}, "no tokens or no labels"),
@@ -99,13 +105,22 @@ def test_a_host_without_memory_is_no_matter_of_the_sample() -> None:
         NamedSamples(Broken(MemoryError))[0]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_is_too_long_is_named_whatever_has_been_read_since(workers: int) -> None:
-    samples = NamedSamples([{"tokens": [1] * count, "labels": [1] * count} for count in (2, 5, 3, 3)])
-    first, _ = DataLoader(samples, batch_size=2, num_workers=workers, collate_fn=list)
-    model: Any = SimpleNamespace(max_seq_len=4)
+def test_a_sample_that_is_longer_than_the_model_takes_is_named() -> None:
+    samples = NamedSamples([{"tokens": [1] * count, "labels": [1] * count} for count in (4, 5)])
+    samples.most_tokens = 4
+    assert samples[0][INDEX] == 0
     message = r"^sample 1 of the dataset \(on rank 0\) has 5 tokens, but the model takes at most 4 .* to 4 or less, whi"
     with pytest.raises(SampleTooLongError, match=message):
-        check_lengths(model, TEXT, first)
-    with pytest.raises(SampleTooLongError, match=r"^a sample has 9 tokens"):
-        check_lengths(model, TEXT, [TEXT.uniform(1, 9)])
+        samples[1]
+
+
+def test_a_pair_that_is_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
+    pairs = [JOINED.uniform(1, length) for length in (886, 984)]
+    samples = NamedSamples(pairs, JOINED)
+    samples.refuse_longer(887, "; raise it")
+    assert samples[0][INDEX] == 0
+    with pytest.raises(
+        SampleTooLargeError,
+        match=r"^sample 1 of the dataset has 984 tokens in both answers together, but .* has room for 887; raise it$",
+    ):
+        samples[1]

@@ -1,23 +1,27 @@
-"""`batch_search.json`, when a search is reused, and what a search tells."""
+"""`batch_search.json`, when a search is reused, what a search tells, and what is said of samples that do not fit."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.unit.report.test_tables import example, profiled
-from tests.unit.tune.test_token_budget import having
+from tests.unit.tune.settings import NEEDED
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleTooLargeError
 from torchtune_adaptive.report.journal import Event
 from torchtune_adaptive.tune import fit
-from torchtune_adaptive.tune.fit import SEARCH_FILE, SearchFile
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.fit import SEARCH_FILE, check_lengths, read_record, write_record
 from torchtune_adaptive.tune.samples import PAIR
 
 FINGERPRINT = {"model": "llama3_1.llama3_1_8b", "world_size": 8, "shape": (1, 2), "budget": 75.2}
@@ -27,26 +31,28 @@ KIND = dataclasses.replace(PAIR, padded=False)
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr(fit, "from_rank_0", lambda value: value)
     monkeypatch.setattr(fit, "fingerprint_of", lambda *_: FINGERPRINT)
 
 
-def file_in(directory: Path, **changed: Any) -> SearchFile:
-    return SearchFile(dataclasses.replace(having(), output_dir=str(directory)), "", {**FINGERPRINT, **changed})
+def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings:
+    return Settings(**{**NEEDED, **(changed or {}), "adaptive": AdaptiveConfig(**adaptive)})
 
 
 @pytest.mark.parametrize("result", [example(), profiled()], ids=["rows", "profile"])
 def test_a_written_search_is_read_back_under_the_same_fingerprint(
     tmp_path: Path, result: SearchResult | Profile
 ) -> None:
-    file_in(tmp_path / "new").write(result, 4096)
-    assert file_in(tmp_path / "new").read(type(result)) == result
+    write_record(tmp_path / "new", FINGERPRINT, 4096, result)
+    assert read_record(tmp_path / "new", FINGERPRINT, type(result)) == result
     assert [path.name for path in (tmp_path / "new").iterdir()] == [SEARCH_FILE]
 
 
 def test_a_search_of_another_fingerprint_or_none_is_no_answer(tmp_path: Path) -> None:
-    assert file_in(tmp_path).read(SearchResult) is None
-    file_in(tmp_path).write(profiled(), 4096)
-    assert file_in(tmp_path, world_size=4).read(SearchResult) is None
+    assert read_record(tmp_path, FINGERPRINT, SearchResult) is None
+    write_record(tmp_path, FINGERPRINT, 4096, profiled())
+    assert read_record(tmp_path, {**FINGERPRINT, "world_size": 4}, SearchResult) is None
 
 
 def without(key: str) -> dict[str, Any]:
@@ -66,7 +72,7 @@ def test_a_file_that_is_no_record_is_one_line_and_no_answer(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / SEARCH_FILE).write_bytes(content)
-    assert file_in(tmp_path).read(SearchResult) is None
+    assert read_record(tmp_path, FINGERPRINT, SearchResult) is None
     [message] = caplog.messages
     assert message.startswith(f"{tmp_path / SEARCH_FILE} is not a valid search record (")
     assert message.endswith("); searching again")
@@ -74,7 +80,7 @@ def test_a_file_that_is_no_record_is_one_line_and_no_answer(
 
 def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / SEARCH_FILE).mkdir()
-    file_in(tmp_path).write(example(), 4096)
+    write_record(tmp_path, FINGERPRINT, 4096, example())
     assert caplog.messages == [
         f"cannot write {tmp_path / SEARCH_FILE} (Is a directory): the next run will search again"
     ]
@@ -82,13 +88,13 @@ def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pyt
 
 def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
     """The event of a search of 4096 tokens that finds what `measure` returns."""
-    step, run = mock.Mock(length=4096), mock.Mock()
+    step, run = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
-    run.settings = dataclasses.replace(having(**adaptive), output_dir=str(folder))
+    run.settings = settings({"output_dir": str(folder)}, **adaptive)
     with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
         search: Any = fit.profile if adaptive.get("token_budget") else fit.rows
         search(run, step, mock.Mock(), KIND, most_rows=64)
-    (event,) = run.journal.search.call_args.args
+    (event,) = run.journal.event.call_args.args
     assert isinstance(event, Event)
     return event
 
@@ -112,3 +118,29 @@ def test_a_row_that_does_not_fit_is_told_with_its_stage(tmp_path: Path) -> None:
     with pytest.raises(OneRowDoesNotFitError, match=told) as error:
         searched(tmp_path, measure)
     assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
+
+
+def too_long(budget: int | str, length: int, max_seq_len: int | None = None, **changed: Any) -> str:
+    """The error of a microbatch that has room for 887 tokens of a pair, which has more."""
+    data: Any = SimpleNamespace(dataset=NamedSamples([KIND.uniform(1, length)], KIND), kind=KIND, max_seq_len=None)
+    cfg = OmegaConf.create({"tokenizer": {"max_seq_len": max_seq_len}})
+    with pytest.raises(SampleTooLargeError) as error:
+        check_lengths(settings({**changed, "config": cfg}, token_budget=budget), data, 887)
+    return str(error.value)
+
+
+def test_a_sample_that_is_too_long_is_named_before_training_with_the_ways_to_make_room() -> None:
+    told = too_long(887, 984)
+    assert told.startswith("sample 0 of the dataset has 984 tokens in both answers together, but a microbatch has room")
+    assert told.endswith("room for 887; raise adaptive.token_budget, or lower tokenizer.max_seq_len to 443")
+    assert KIND.length_at(443) <= 887 < KIND.length_at(444)
+    by_memory = too_long("auto", 984, enable_activation_checkpointing=False)
+    assert "raise adaptive.token_budget" not in by_memory
+    assert "set enable_activation_checkpointing: True, train on more ranks, or raise adaptive.memory_limit" in by_memory
+    assert "checkpointing" not in too_long("auto", 984, enable_activation_checkpointing=True)
+
+
+def test_a_dataset_that_does_not_heed_the_tokenizer_is_not_answered_by_a_larger_tokenizer_limit() -> None:
+    told = too_long(887, 984, max_seq_len=300)
+    assert "use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len (300)" in told
+    assert "lower tokenizer.max_seq_len" not in told

@@ -103,15 +103,8 @@ def test_a_smaller_increase_after_a_skipped_one_is_taken() -> None:
     assert [plan.batch_size for plan in plans] == [2, 2, 5]
 
 
-def test_beyond_memory_a_step_can_grow_in_more_microbatches() -> None:
-    plans = plans_of(double_every(2), fits=3, beyond_memory="accumulate")
-    assert [plan.samples_per_step for plan in plans] == [4, 4, 8, 8, 16, 16]
-    assert [(plan.microbatches, plan.microbatch_rows) for plan in plans[::2]] == [(2, 2), (3, 3), (6, 3)]
-
-
-@pytest.mark.parametrize("beyond_memory", ["skip", "error", "accumulate"])
-def test_a_start_above_what_fits_is_split_and_may_shrink(beyond_memory: str) -> None:
-    plans = plans_of(add_every(1, -3), epochs=3, batch_size=12, fits=4, beyond_memory=beyond_memory)
+def test_a_start_above_what_fits_is_split_and_may_shrink() -> None:
+    plans = plans_of(add_every(1, -3), epochs=3, batch_size=12, fits=4)
     assert [plan.batch_size for plan in plans] == [12, 9, 6]
     assert [(plan.microbatches, plan.microbatch_rows) for plan in plans] == [(6, 4), (5, 4), (3, 4)]
 
@@ -121,14 +114,12 @@ def test_a_start_above_what_fits_is_split_and_may_shrink(beyond_memory: str) -> 
     st.integers(1, 20),
     st.integers(1, 5),
     st.integers(1, 50),
-    st.sampled_from(["skip", "accumulate"]),
 )
 def test_no_microbatch_is_ever_above_what_fits(
-    increases: list[int], batch_size: int, accumulation: int, fits: int, beyond_memory: str
+    increases: list[int], batch_size: int, accumulation: int, fits: int
 ) -> None:
     function = lambda epoch, _: increases[epoch]  # noqa: E731
-    bounds: dict[str, Any] = {"fits": fits, "beyond_memory": beyond_memory}
-    for plan in plans_of(function, len(increases), batch_size, accumulation, **bounds):
+    for plan in plans_of(function, len(increases), batch_size, accumulation, fits):
         assert plan.microbatch_rows <= fits
         assert plan.microbatches * plan.microbatch_rows >= plan.samples_per_step == plan.batch_size * accumulation
 
@@ -177,20 +168,11 @@ def raises(epoch: int, current: int) -> int:
     ("run", "message"),
     [
         (partial(plans_of, milestones({2: 8}), samples=15), "epoch 2: a step takes 16 samples, but a rank has only 15"),
-        (
-            partial(plans_of, double_every(2), fits=7, beyond_memory="error"),
-            "batch_increase_function: epoch 4 requests a batch size of 8, but at most 7 fit; request a smaller "
-            "increase or set adaptive.beyond_memory",
-        ),
         (partial(plans_of, raises), f"{__name__}.raises at epoch 0, batch size 2, raised KeyError: 'table'"),
         (partial(plans_of, add_every(1, -1)), "add_every at epoch 2, batch size 1, returned -1, which leaves 0 rows"),
-        (partial(double_every, 0), "double_every: epochs cannot be 0; allowed: an int from 1"),
-        (partial(double_every, True), "double_every: epochs cannot be True"),
-        (partial(add_every, 1.5, 1), "add_every: epochs cannot be 1.5"),
-        (partial(add_every, 1, "2"), "add_every: amount cannot be '2'; allowed: an int"),
-        (partial(milestones, {-1: 2}), "milestones: an epoch cannot be -1; allowed: an int from 0"),
-        (partial(milestones, {1: 0}), "milestones: the batch size at epoch 1 cannot be 0"),
-        (partial(milestones, [1, 2]), "milestones: [1, 2]; allowed"),
+        (partial(plans_of, double_every(0)), "double_every at epoch 1, batch size 2, raised ZeroDivisionError"),
+        (partial(plans_of, add_every(1, "2")), "add_every at epoch 1, batch size 2, returned '2' (str); allowed: an"),
+        (partial(plans_of, milestones({1: 0})), "milestones at epoch 1, batch size 2, returned -2, which leaves 0 row"),
     ],
 )
 def test_what_cannot_be_done_is_told_before_training(run: Any, message: str) -> None:
@@ -213,8 +195,8 @@ def test_what_is_not_an_int_is_an_error_that_names_function_epoch_and_value(retu
         ("no.such.function", "is 'no.such.function', which cannot be imported"),
         ("math.pi", "is 'math.pi'; it must be a callable"),
         (
-            {"_component_": "torchtune_adaptive.tune.schedule.double_every", "epochs": 0},
-            "batch_increase_function: double_every: epochs cannot be 0",
+            {"_component_": "torchtune_adaptive.tune.schedule.milestones", "batch_sizes": 5},
+            "batch_sizes is 5, but milestones takes",
         ),
     ],
 )
