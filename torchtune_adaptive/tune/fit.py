@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,23 +198,15 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
 
 def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
     """Collective: the step that a search of this stage measures."""
-    runner, kind = trainer.stages.training, trainer.data.kind
+    runner, last = trainer.stages[stage], trainer.stages.training
     sample = worst_sample(trainer.data, trainer.run.settings.adaptive.sequence_length)
-    if runner.stage == POLICY:
+    if last.stage == POLICY:
         sample = {**sample, KEPT: torch.zeros(2)}
-    training = training_step(runner, trainer.optimization, trainer.loss_fn, kind, sample)
-    if stage == runner.stage:
+    training = training_step(last, trainer.optimization, trainer.loss_fn, trainer.data.kind, sample)
+    if runner is last:
         return training
-    runner = trainer.stages[stage]
-    return TrainingStep(
-        runner=runner,
-        sample=sample,
-        update=None,
-        optimizers=(),
-        boundaries=phase_boundaries(runner.model, None),
-        cut=kind.cut,
-        beside=(training,),
-    )
+    boundaries = phase_boundaries(runner.model, None)
+    return replace(training, runner=runner, update=None, optimizers=(), boundaries=boundaries, beside=(training,))
 
 
 def training_step(
@@ -259,17 +251,7 @@ def rows(
 
     result, reused = _measured(run, step, memory, kind, folder, options, search, SearchResult)
     found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason}){reused}"
-    event = Event(
-        kind=SEARCH,
-        step=run.journal.starts_after,
-        stage=step.runner.stage or None,
-        reason=f"{' · '.join(filter(None, ('batch search', step.runner.stage)))}: {found}",
-        unit="rows",
-        after=result.rows,
-        peak_bytes=peak_of(result),
-        budget_bytes=result.budget_bytes,
-    )
-    run.journal.event(event)
+    _tell(run, step, "batch search", found, result, unit="rows", after=result.rows, peak_bytes=peak_of(result))
     return result
 
 
@@ -289,17 +271,24 @@ def profile(
     options = {"most_rows": most_rows, "padded": step.runner.kind.padded}
     result, reused = _measured(run, step, memory, kind, folder, options, measure, Profile)
     found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow{reused}"
+    _tell(run, step, "token budget", found, result, unit="bytes", after=result.limit_bytes)
+    return result
+
+
+def _tell(
+    run: Run, step: TrainingStep[Any], what: str, found: str, result: SearchResult | Profile, **figures: Any
+) -> None:
+    """Records what was found in the journal."""
+    stage = step.runner.stage
     event = Event(
         kind=SEARCH,
         step=run.journal.starts_after,
-        stage=step.runner.stage or None,
-        reason=f"{' · '.join(filter(None, ('token budget', step.runner.stage)))}: {found}",
-        unit="bytes",
-        after=result.limit_bytes,
+        stage=stage or None,
+        reason=f"{what}{' · ' * bool(stage)}{stage}: {found}",
         budget_bytes=result.budget_bytes,
+        **figures,
     )
     run.journal.event(event)
-    return result
 
 
 def _measured(

@@ -30,8 +30,8 @@ from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, limited_memory, prepare, resident_tensors, start_clean
 from torchtune_adaptive.tune.samples import Sample
 
-Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
-"""Samples of each step, and those of the next one where they are planned ahead."""
+Samples = tuple[list[Sample], list[Sample] | None]
+"""The samples of a step, and of the next one where they are planned ahead."""
 
 
 class Run:
@@ -88,8 +88,8 @@ class Course:
     def limits_of(self, stages: Stages[Any], sizes: EpochSizes) -> dict[str, Limit]:
         return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
 
-    def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Steps:
-        """Collective: the steps that are left of an epoch."""
+    def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Iterator[Samples]:
+        """Collective: the samples of the steps that are left of an epoch."""
         samples: Iterator[list[Sample]] = loader.epoch(
             sizes.epoch,
             samples_per_step=sizes.samples_per_step,

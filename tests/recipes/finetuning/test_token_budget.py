@@ -194,10 +194,6 @@ def test_a_budget_that_does_not_fit_is_recovered_from_with_the_losses_of_stock(r
         assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
 
 
-def test_only_the_first_rank_speaks(runs: Runs) -> None:
-    assert not any(line for lines in runs.lines[1:] for line in lines.values())
-
-
 EPOCHS = 4
 GROWING = (
     *(f"epochs={EPOCHS}", "dataset.samples=48", "batch_size=1", "gradient_accumulation_steps=2", "clip_grad_norm=inf"),

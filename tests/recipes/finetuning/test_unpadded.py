@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overhead import sharding_always
-from tests.ranks import RankFailed, free_ports, run_on_ranks
-from tests.recipes.finetuning.test_adaptive_runs import run_and_listen
+from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.finetuning.test_parity import EVERYTHING
 from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, run_ours, run_stock
@@ -50,26 +49,3 @@ def test_checkpointing_clipping_accumulation_and_a_schedule_give_the_figures_of_
         assert step_of_ours["padding_fraction"] == 0
         for figure in ("step", "loss", "grad_norm", "lr"):
             assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
-
-
-def run_with_dropout(folder: Path) -> list[str]:
-    return run_and_listen("full", folder, "adaptive.token_budget=500", "model.attn_dropout=0.1", "dataset.samples=16")
-
-
-def test_where_it_is_not_possible_one_line_says_why(tmp_path: Path) -> None:
-    said, other = run_on_ranks(2, run_with_dropout, tmp_path / "run", timeout_s=60, in_group=False)
-    lines = [line for line in said if "padded" in line]
-    assert lines == ["token budget · samples are padded: the model has attention dropout (0.1)"]
-    assert not other
-    assert any(step["padding_fraction"] > 0 for step in read_log(tmp_path / "run" / "log.jsonl"))
-
-
-def refuse(folder: Path) -> None:
-    run_ours("full", demo_config("full", folder, *BUDGET, "model.attn_dropout=0.1"))
-
-
-def test_where_it_is_asked_for_and_not_possible_the_run_ends_before_it_begins(tmp_path: Path) -> None:
-    with pytest.raises(
-        RankFailed, match=r"padding is False, but the model has attention dropout .*set adaptive\.padding"
-    ):
-        run_on_ranks(2, refuse, tmp_path / "run", timeout_s=60, in_group=False)

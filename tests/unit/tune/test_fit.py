@@ -90,6 +90,7 @@ def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any)
     """The event of a search of 4096 tokens that finds what `measure` returns."""
     step, run = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
+    run.journal.starts_after = 0
     run.settings = settings({"output_dir": str(folder)}, **adaptive)
     with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
         search: Any = fit.profile if adaptive.get("token_budget") else fit.rows

@@ -196,7 +196,7 @@ def test_what_is_not_an_int_is_an_error_that_names_function_epoch_and_value(retu
         ("math.pi", "is 'math.pi'; it must be a callable"),
         (
             {"_component_": "torchtune_adaptive.tune.schedule.milestones", "batch_sizes": 5},
-            "batch_sizes is 5, but milestones takes",
+            "schedule.milestones: TypeError: 'int' object is not iterable",
         ),
     ],
 )
