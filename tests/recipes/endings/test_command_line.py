@@ -100,17 +100,6 @@ def _comparable(line: str) -> str:
     return re.sub(r"\b(\d+\.\d)\d{3}\b", r"\1", line)
 
 
-def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: Path) -> None:
-    ended = tune_run(
-        FULL, "--config", "llama3_2/1B_full", *STOCK_ON_A_LAPTOP, *SMALL, ranks=None, cwd=tmp_path, timeout_s=120
-    )
-    assert_trained(
-        ended,
-        tmp_path,
-        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epoch",
-    )
-
-
 def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as my_dataset\n")
     shutil.copy(STOCK / "configs" / "llama3_2" / "1B_lora.yaml", tmp_path / "mine.yaml")

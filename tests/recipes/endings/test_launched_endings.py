@@ -58,10 +58,9 @@ def slow(tokenizer, **options):
 
 @contextmanager
 def tune_run_in_a_terminal(
-    ranks: int | None, folder: Path, *overrides: str, forked: bool = False, **variables: str
+    ranks: int, folder: Path, *overrides: str, forked: bool = False, **variables: str
 ) -> Iterator[Started]:
-    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
-    command = [*launcher, FULL, "--config", "adaptive/demo/full", *overrides]
+    command = ["--nproc_per_node", str(ranks), FULL, "--config", "adaptive/demo/full", *overrides]
     with in_a_terminal(folder, command, forked=forked, **variables) as started:
         yield started
 
@@ -78,9 +77,8 @@ def in_a_step_without_end(folder: Path, **variables: str) -> Iterator[Started]:
         yield run
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_ctrl_c_saves_and_is_told_in_one_line(ranks: int | None, tmp_path: Path) -> None:
-    with tune_run_in_a_terminal(ranks, tmp_path, *LONG) as run:
+def test_ctrl_c_saves_and_is_told_in_one_line(tmp_path: Path) -> None:
+    with tune_run_in_a_terminal(2, tmp_path, *LONG) as run:
         run.when(lambda: TRAINS.search(run.output), STARTS_S)
         os.killpg(run.process.pid, signal.SIGINT)
         status = run.process.wait(60)
@@ -91,17 +89,13 @@ def test_ctrl_c_saves_and_is_told_in_one_line(ranks: int | None, tmp_path: Path)
     step, saved, command = told[0]
     assert saved == str(tmp_path / "out" / f"step_{step}")
     assert (tmp_path / "out" / f"step_{step}" / "adaptive_checkpoint.json").is_file()
-    launcher = [] if ranks is None else ["--nproc_per_node", "2"]
-    typed = ["tune", "run", *launcher, FULL, "--config", "adaptive/demo/full", *LONG, "resume_from_checkpoint=auto"]
-    assert command.split() == typed
+    start = ("tune", "run", "--nproc_per_node", "2", FULL, "--config", "adaptive/demo/full")
+    assert command.split() == [*start, *LONG, "resume_from_checkpoint=auto"]
     assert "KeyboardInterrupt" not in run.output, run.output
-    launchers = run.output.partition("Traceback")[2]
-    if ranks is None:
-        assert (status, launchers) == (0, ""), run.output
-    else:  # the launcher's own traceback and status are all that it adds
-        assert status == 1
-        assert "SignalException" in launchers, run.output
-        assert "Traceback" not in launchers, run.output
+    launchers = run.output.partition("Traceback")[2]  # its own traceback and status are all that it adds
+    assert status == 1
+    assert "SignalException" in launchers, run.output
+    assert "Traceback" not in launchers, run.output
 
 
 @pytest.mark.parametrize(("ranks", "failing"), [(2, [1]), (3, [1, 2])])
@@ -118,15 +112,6 @@ def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: 
     # the rank, the launcher and this process may each have been kept from running
     assert told[0][0] - raised < 2.0 + 3 * lateness.between(raised, told[0][0])
     assert run.output.count("Traceback") == 1, "the launcher's"
-
-
-def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    """Those of the stock recipes train on without it."""
-    with tune_run_in_a_terminal(2, tmp_path, *LONG, forked=True) as run:
-        run.when(lambda: TRAINS.search(run.output), STARTS_S)
-        assert len(run.ranks()) == 2
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.when(lambda: not run.ranks(), timeout_s=5)
 
 
 def saved(run: Started) -> str:
