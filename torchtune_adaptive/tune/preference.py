@@ -43,8 +43,6 @@ KEPT = "reference_log_probs"
 
 PAIRS = "pairs"
 ANSWERS = ("chosen", "rejected")
-EMPTY, IDENTICAL = "pairs/empty", "pairs/identical"
-"""Sums: pairs with an answer without any label, and with two identical answers. torchtune trains on them, too."""
 
 PairPass = Callable[[Sequence[Sample]], Totals]
 """One microbatch of a stage."""
@@ -116,7 +114,7 @@ def passes_of(
     device: torch.device,
 ) -> tuple[PairPass, PairPass]:
     """One microbatch of each stage, in their order. A policy that is its own reference has its adapters off there."""
-    kind, as_reference = data.kind, partial(without_adapters, policy) if reference is policy else nullcontext
+    as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
     activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
 
     def refer(pairs: Sequence[Sample]) -> Totals:
@@ -130,15 +128,12 @@ def passes_of(
     def train(pairs: Sequence[Sample]) -> Totals:
         """Adds the gradients of pairs, summed over them, to the policy's."""
         asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
-        own = [pair for pair in pairs if FILLER not in pair]
         counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
-        empty, identical = sum(0 in kind.learned_tokens(pair) for pair in own), sum(map(kind.repeats_itself, own))
         with forgetting_after_errors(activations):
             with activations:
                 scores = score(policy, pairs, data, device)
             losses, *rewards = loss_fn(*scores.log_probs, *asked)
             sums = _sums_over_pairs(scores, rewards, counted)
-            sums |= {EMPTY: counted.new_tensor(empty), IDENTICAL: counted.new_tensor(identical)}
             target_tokens = scores.target_tokens
             del scores  # or the logits would live through the backward
             loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
@@ -219,7 +214,7 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
 
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
     """Rewards, log-probabilities and logits of the answers under torchtune's names: means over the pairs of a step, or
-    over their tokens; and how many pairs teach little. Waits for the GPU."""
+    over their tokens. Waits for the GPU."""
     sums = {name: float(value) for name, value in results[POLICY].sums.items()}
     names = ["rewards/accuracies", *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
     figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in names}
@@ -228,7 +223,6 @@ def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
         figures[f"logits/{answer}"] = sums[f"logits/{answer}"] / max(1.0, sums[f"tokens/{answer}"])
     return {
         **figures,
-        **{name: sums[name] for name in (EMPTY, IDENTICAL)},
         "reference_microbatches": results[REFERENCE].microbatches,
         "reference_microbatch_rows": results[REFERENCE].load.most_rows,
     }

@@ -127,17 +127,6 @@ class Kind:
             short[key] = torch.full_like(labels, ignored) if isinstance(labels, Tensor) else [ignored] * len(labels)
         return short
 
-    def learned_tokens(self, sample: Sample) -> tuple[int, ...]:
-        """Labels of each sequence that the loss counts; no token comes before the first."""
-        return tuple(
-            sum(label != self.ignored_label for label in list(sample[fields.labels])[1:]) for fields in self.sequences
-        )
-
-    def repeats_itself(self, sample: Sample) -> bool:
-        """Whether all sequences are the same."""
-        first, *others = [list(sample[fields.tokens]) for fields in self.sequences]
-        return any(others) and all(first == other for other in others)
-
     def rows_of(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows of a microbatch, each as a sample of text: the first sequences of all samples, then the second.
 

@@ -127,14 +127,6 @@ def test_a_step_holds_the_samples_that_torchtune_would_accumulate(rank: int, wor
         assert ours.samples_per_rank // SAMPLES_PER_STEP == len(expected) > 1
 
 
-def test_epochs_are_shuffled_differently_and_each_the_same_every_time() -> None:
-    ours = step_loader(0, 2, shuffle=True)
-    first, second = epoch_of(ours, 0), epoch_of(ours, 1)
-    assert first != second
-    assert epoch_of(ours, 0) == first
-    assert epoch_of(step_loader(0, 2, shuffle=True), 1) == second
-
-
 def test_ranks_share_the_samples_without_a_repeat() -> None:
     loaders = [step_loader(rank, 2, shuffle=True) for rank in range(2)]
     seen = [sample for loader in loaders for step in epoch_of(loader, 0) for sample in step]
@@ -147,22 +139,12 @@ def test_an_epoch_cut_short_does_not_shift_the_next() -> None:
     assert epoch_of(cut, 1) == epoch_of(whole, 1)
 
 
-def test_an_incomplete_last_step_is_dropped() -> None:
-    assert len(epoch_of(step_loader(0, 1, shuffle=False, samples=2 * SAMPLES_PER_STEP - 1), 0)) == 1
-    assert epoch_of(step_loader(0, 1, shuffle=False, samples=SAMPLES_PER_STEP - 1), 0) == []
-
-
 def test_a_step_may_have_another_size_in_every_epoch_and_none_loses_a_sample() -> None:
     loader = step_loader(0, 1, shuffle=True, samples=24)
     for epoch, size in enumerate((2, 4, 8)):
         steps = list(loader.epoch(epoch, samples_per_step=size, steps=1000))
         assert [len(step) for step in steps] == [size] * (24 // size)
         assert sorted(chain(*steps)) == list(range(24))
-
-
-def test_samples_arrive_as_they_are() -> None:
-    step = epoch_of(step_loader(0, 1, shuffle=False), 0)[0]
-    assert step == list(range(SAMPLES_PER_STEP))
 
 
 def test_the_order_takes_a_few_bytes_of_a_sample() -> None:

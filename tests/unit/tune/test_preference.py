@@ -66,8 +66,6 @@ def test_a_dataset_for_finetuning_is_refused() -> None:
 def test_figures_are_means_over_pairs_and_of_logits_over_tokens() -> None:
     sums = {
         "pairs": 12.0,
-        "pairs/empty": 0.0,
-        "pairs/identical": 2.0,
         "rewards/chosen": 24.0,
         "rewards/rejected": 6.0,
         "rewards/accuracies": 9.0,
@@ -90,7 +88,7 @@ def test_figures_are_means_over_pairs_and_of_logits_over_tokens() -> None:
     assert (figures["rewards/chosen"], figures["rewards/rejected"], figures["rewards/margins"]) == (2.0, 0.5, 1.5)
     assert (figures["rewards/accuracies"], figures["log_probs/rejected"]) == (0.75, -20.0)
     assert (figures["logits/chosen"], figures["logits/rejected"]) == (2.0, 4.0)
-    assert (figures["pairs/empty"], figures["pairs/identical"], figures["reference_microbatches"]) == (0, 2, 2)
+    assert figures["reference_microbatches"] == 2
 
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])

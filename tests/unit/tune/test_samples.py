@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torchtune.data import padded_collate_dpo, padded_collate_sft
 
@@ -40,16 +39,6 @@ def test_rows_of_pairs_are_those_of_the_stock_recipe() -> None:
     ours = padded_collate_sft(PAIR.rows_of(pairs), padding_idx=0, ignore_idx=-100)
     assert ours["tokens"].equal(ids)
     assert ours["labels"].equal(labels)
-
-
-def test_a_pair_knows_what_is_learned_of_it_and_whether_its_answers_are_the_same() -> None:
-    assert PAIR.learned_tokens(pair(3, 7)) == (2, 6)
-    first_label_only = {**pair(3, 7), "rejected_labels": [5, *[-100] * 6]}
-    assert PAIR.learned_tokens(first_label_only) == (2, 0), "which no token comes before"
-    assert PAIR.learned_tokens({**pair(3, 7), "chosen_labels": torch.tensor([-100, 4, -100])}) == (1, 6)
-    assert PAIR.repeats_itself(pair(4, 4))
-    assert not PAIR.repeats_itself(pair(4, 5))
-    assert not PAIR.repeats_itself(pair(0, 0)), "both are empty"
 
 
 @pytest.mark.parametrize("kind", [TEXT, PAIR, JOINED])

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torchtune import modules, training
-from torchtune.modules import MultiHeadAttention
 
 from tests.unit.tune.models import (
     IGNORED,
@@ -25,7 +24,7 @@ from tests.unit.tune.models import (
     unpadded,
 )
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.unpadded import Documents, EachAlone, attend_each, joined, take_documents
+from torchtune_adaptive.tune.unpadded import Documents, attend_each, joined
 
 TOLERANCE = 2e-6
 PROMPTS = (0, 4, 30, 1, 18, 2, 5, 1, 39)
@@ -69,14 +68,6 @@ def test_losses_and_gradients_are_those_of_padded_rows(kind: str, checkpointing:
         assert furthest(gradients, expected) < TOLERANCE
 
 
-def test_the_gradient_does_not_depend_on_the_split() -> None:
-    model, batch = build(), samples()
-    totals, whole = totals_and_gradients(model, unpadded, batch)
-    same_totals, split = totals_and_gradients(model, unpadded, batch[:1], batch[1:2], batch[2:])
-    assert same_totals.target_tokens == totals.target_tokens == sum(LENGTHS) - len(LENGTHS)
-    assert furthest(split, whole) < TOLERANCE
-
-
 @pytest.mark.parametrize("chunks", [0, 8])
 def test_logits_are_those_of_targets_only(chunks: int) -> None:
     model = build()
@@ -111,13 +102,6 @@ def test_no_sample_sees_another() -> None:
     one, same = (torch.cat(chunks, dim=1)[0] for chunks in outputs)
     assert not torch.equal(one[:9], same[:9])
     assert torch.equal(one[9:], same[9:])
-
-
-def test_a_row_may_be_longer_than_the_model_takes() -> None:
-    model = build()
-    assert sum(LENGTHS) > model.max_seq_len == max(LENGTHS)
-    totals_and_gradients(model, unpadded, samples())
-    assert model.max_seq_len == 64
 
 
 def test_after_an_error_the_model_takes_what_it_took_and_makes_all_logits() -> None:
@@ -160,17 +144,6 @@ def test_the_kernels_pass_the_checks_of_torch_for_custom_operations() -> None:
     sides = [torch.randn(6, 2, 8).requires_grad_() for _ in range(3)]
     ends = torch.tensor([0, 2, 6], dtype=torch.int32)
     torch.library.opcheck(torch.ops.torchtune_adaptive.attend_each, (*sides, ends))
-
-
-def test_an_attention_that_somebody_replaced_stays_as_it_is() -> None:
-    model = MODELS["llama3_2"](
-        vocab_size=8, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=8, intermediate_dim=8, max_seq_len=8
-    )
-    attentions = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
-    own = attentions[0]._attention_call = lambda *args, **kwargs: None
-    take_documents(model)
-    assert attentions[0]._attention_call is own
-    assert isinstance(attentions[1]._attention_call, EachAlone)
 
 
 def test_documents_are_where_fsdp_and_checkpointing_look_for_tensors() -> None:
