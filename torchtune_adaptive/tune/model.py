@@ -6,7 +6,7 @@ sharded, then filled from the checkpoint shard by shard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,7 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
-from torchtune_adaptive.life.console import say
-from torchtune_adaptive.text import count_of, did_you_mean
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.place import SHARDING, Meshes, Place, dtype_of
 from torchtune_adaptive.tune.unpadded import take_documents
 
@@ -157,19 +156,11 @@ def check_replicas_of(model: nn.Module, settings: Settings) -> None:
     refuse(quantized_replicas(settings, quantized=_is_quantized(model)))
 
 
-def tell_ignored_layers(model: nn.Module, names: Sequence[str]) -> None:
-    """One line for each name of `custom_sharded_layers` that nothing has: torchtune shards the layer with the rest."""
-    modules = {name for name, _ in model.named_modules()}
-    for name in sorted({*names} - modules):
-        say(f"custom_sharded_layers · {name} is ignored: the model has no such module{did_you_mean(name, modules)}")
-
-
 def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
     if not is_sharded(settings, mesh):
         return
     check_replicas_of(model, settings)
     layers = list(settings.custom_sharded_layers or ())
-    tell_ignored_layers(model, layers)
     try:
         training.shard_model(
             model=model,

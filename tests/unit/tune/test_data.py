@@ -44,12 +44,6 @@ def test_a_dataset_that_fills_no_step_is_told_with_the_arithmetic(samples: int, 
         load(samples, ranks)
 
 
-@pytest.mark.parametrize(("ranks", "said"), [(1, "1 rank; lower batch_size"), (2, "2 ranks; lower one of them")])
-def test_only_what_can_be_lowered_is_told(ranks: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"one step takes {2 * ranks}: batch_size 2 × {said}$"):
-        load(1, ranks, gradient_accumulation_steps=1)
-
-
 def test_a_dataset_of_one_step_is_taken() -> None:
     assert load(12, 2).samples_per_rank == 6
 
