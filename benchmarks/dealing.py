@@ -23,7 +23,7 @@ from benchmarks.packing import DISTRIBUTIONS, LONGEST, Lengths, RandomTokens
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import TokenLimit
-from torchtune_adaptive.engine.plans import deal, join_step, spread_joined, tokens_of_joined
+from torchtune_adaptive.engine.plans import deal, plan_step, spread
 from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.dealing import READ_AHEAD, Dealer
 
@@ -72,10 +72,10 @@ def simulate(lengths: Lengths, ranks: int, steps: int) -> dict[str, Any]:
 
 def step_over_work(shares: Sequence[Sequence[int]]) -> float:
     """Step time over work, planned as StepRunner plans: as few microbatches as the fullest rank needs, on all ranks."""
-    plans = [join_step(own, BUDGET) for own in shares]
+    plans = [plan_step(own, BUDGET, padded=False) for own in shares]
     most = max(map(len, plans))
     sizes = [
-        [tokens_of_joined(rows, own) for rows in spread_joined(plan, own, BUDGET, most)]
+        [sum(own[index] for index in rows) for rows in spread(plan, own, BUDGET, most, padded=False)]
         for plan, own in zip(plans, shares, strict=True)
     ]
     return sum(map(max, zip(*sizes, strict=True))) * len(shares) / sum(map(sum, sizes))

@@ -32,12 +32,9 @@ from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import (
     Plan,
-    join_step,
-    padded_tokens,
     plan_step,
+    size_of,
     spread,
-    spread_joined,
-    tokens_of_joined,
 )
 
 RANKS = (1, 2)
@@ -297,8 +294,7 @@ def _balance(recipe: Any) -> float:
     for samples, _ in course.steps(recipe.data.loader, course.epochs[0], recipe.run.progress):
         lengths, padded = runner.kind.lengths(samples), runner.kind.padded
         split = _split(lengths, runner.limit, padded=padded)
-        tokens_of = padded_tokens if padded else tokens_of_joined
-        sizes = _everywhere([tokens_of(rows, lengths) for rows in split])
+        sizes = _everywhere([size_of(rows, lengths, padded=padded).room_tokens for rows in split])
         fullest += sum(map(max, zip(*sizes, strict=True)))
         mean += sum(map(sum, sizes)) / len(sizes)
     return fullest / mean
@@ -308,8 +304,8 @@ def _split(lengths: Sequence[int], limit: Limit, *, padded: bool) -> Plan:
     """Collective: the plan of this rank, as a runner makes it."""
     if not limit.by_length:
         return plan_step(lengths, limit)
-    own = plan_step(lengths, limit) if padded else join_step(lengths, limit)
-    return (spread if padded else spread_joined)(own, lengths, limit, max(_everywhere(len(own))))
+    own = plan_step(lengths, limit, padded=padded)
+    return spread(own, lengths, limit, max(_everywhere(len(own))), padded=padded)
 
 
 def _everywhere(mine: Any) -> list[Any]:
@@ -326,8 +322,8 @@ def packing_share(lengths: Lengths, limit: Limit, tokens_per_second: float) -> d
     times = []
     for _ in range(9):
         began = time.perf_counter()
-        plan = join_step(drawn, limit)
-        spread_joined(plan, drawn, limit, len(plan) + 1)
+        plan = plan_step(drawn, limit, padded=False)
+        spread(plan, drawn, limit, len(plan) + 1, padded=False)
         times.append(time.perf_counter() - began)
     seconds = statistics.median(times)
     return {"pack 4096 ms": 1e3 * seconds, "share of a step %": 100 * seconds * tokens_per_second / (sum(drawn) / 2)}

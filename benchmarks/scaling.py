@@ -153,7 +153,7 @@ def conclude(ranks: int) -> None:
     reports = Reports([Report(position=7, target_tokens=rank, tokens=rank) for rank in range(ranks)])
     reports.check_positions()
     assert not reports.failed
-    assert reports.target_tokens == reports.load.tokens
+    assert reports.target_tokens == sum(report.tokens for report in reports)
     assert sum(report.loss_sum for report in reports) == reports.upcoming_microbatches == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -88,14 +88,10 @@ class FaultInjector:
     @contextmanager
     def _around(self, inside: KindOfPass) -> Iterator[None]:
         step = self._runner.current_step  # None in a probe, which belongs to no step
-        at = None if step is None else _At(step, inside)
         # Watching changes how autograd accumulates gradients, so passes in which nothing is to fail stay as they are.
-        watching = self._watching(at) if at is not None and self._due[at] else nullcontext()
-        with watching:
+        if step is None or not self._due[at := _At(step, inside)]:
             yield
-
-    @contextmanager
-    def _watching(self, at: _At) -> Iterator[None]:
+            return
         if at != self._counting:
             self._counting, self.operations = at, []
         grow = torch.UntypedStorage.resize_
@@ -147,6 +143,8 @@ def memory_cap(cap_bytes: int | None, resident: Iterable[Tensor] = ()) -> Iterat
     `resident` are tensors that exist already, such as parameters. If they are on a GPU, or there are none and this
     machine has a GPU, CUDA's allocator enforces the cap; otherwise a MemoryMeter does.
     """
+    if cap_bytes is not None and cap_bytes < 0:
+        raise ValueError(f"cap_bytes is {cap_bytes}; pass a number of bytes, 0 or more, or None")
     here = list(resident)
     on_gpu = any(tensor.is_cuda for tensor in here) if here else torch.cuda.is_available()
     if not on_gpu:

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from torchtune_adaptive.engine.governor import CompletedStep
+from torchtune_adaptive.engine.reports import Reports
 from torchtune_adaptive.rehearse.step_writer import StepWriter
 
 if __name__ == "__main__":
     _, folder, steps, recipe, *_ = sys.argv
     sys.argv = sys.argv[3:]
-    alike = mock.patch.object(CompletedStep, "rate", 1.0)
+    alike = mock.patch.object(Reports, "rate", 1.0)
     with alike, StepWriter(Path(folder) / f"rank{os.environ['RANK']}.jsonl", most_steps=int(steps)):
         runpy.run_module(recipe, run_name="__main__", alter_sys=True)

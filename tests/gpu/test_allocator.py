@@ -54,7 +54,7 @@ def train_near_the_limit(name: str) -> list[NearLimit]:
 def trains(step: RealStep, runner: StepRunner[Sample]) -> bool:
     """Collective: one step, beginning with an empty cache; False if it runs out of memory."""
     release()
-    result = runner.attempt([[worst(tokens)] * ROWS for tokens in LENGTHS]).result
+    result, _ = runner.attempt([[worst(tokens)] * ROWS for tokens in LENGTHS])
     if result is not None:
         step.optimization.update(result.target_tokens)
     return result is not None

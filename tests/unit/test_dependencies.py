@@ -46,7 +46,7 @@ def test_a_name_that_fsdp2_does_not_have_is_found(monkeypatch: pytest.MonkeyPatc
     assert fsdp.missing_names(fsdp._TOUCHED) == []
     monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
     assert fsdp.missing_names(fsdp._TOUCHED) == ["FSDPModule.set_custom_all_gather"]
-    assert fsdp.missing_names({fsdp._reset_parameters: "group event"}) == ["event in _reset_parameters()"]
+    assert fsdp.missing_names({fsdp.reset: "root event"}) == ["event in reset()"]
 
 
 @pytest.mark.parametrize("arguments", [None, []])

@@ -176,11 +176,6 @@ def has_replicas(root: FSDPModule) -> bool:
     return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))
 
 
-def reduce_over_replicas(root: FSDPModule, now: bool) -> None:
-    """Makes the next backward sum gradients over replicas, or leave them for a later one to add."""
-    root.set_requires_all_reduce(now)
-
-
 def partially_summed(root: FSDPModule) -> list[str]:
     """Modules with gradients that are not summed over replicas yet: the next backward would add them to its own."""
     return [group._module_fqn or "the model" for group in groups_of(root) if group._partial_reduce_output is not None]
@@ -189,7 +184,7 @@ def partially_summed(root: FSDPModule) -> list[str]:
 def abandon(root: FSDPModule) -> None:
     """Cleans up after an aborted step, so that the next backward adds nothing of it. Waits for nothing, since peers may
     have exited."""
-    reduce_over_replicas(root, True)
+    root.set_requires_all_reduce(True)
     for group in groups_of(root):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
@@ -235,19 +230,14 @@ def prepare(root: FSDPModule) -> None:
     """Before a step: runs FSDP's lazy initialization, and resets what a pass outside of steps left."""
     # The initialization cannot be repeated if it fails halfway, so it must not run inside a microbatch.
     root._get_fsdp_state()._lazy_init()
-    if not is_idle(root):  # for example, after an evaluation
+    begun = awaits_backward(root) or partially_summed(root)
+    if begun or not all(group.is_sharded for group in groups_of(root)):  # for example, after an evaluation
         reset(root)
 
 
 def awaits_backward(root: FSDPModule) -> bool:
     """Whether a forward has run whose backward has not. Cheap enough to ask after every microbatch."""
     return bool(root._get_fsdp_state()._comm_ctx.post_forward_order)
-
-
-def is_idle(root: FSDPModule) -> bool:
-    """Whether an earlier pass left nothing behind: no unsharded parameter, no prefetch order, no partial sum."""
-    begun = awaits_backward(root) or partially_summed(root)
-    return not begun and all(group.is_sharded for group in groups_of(root))
 
 
 def settle(root: FSDPModule) -> None:
@@ -268,23 +258,19 @@ def reset(root: FSDPModule) -> None:
     """Returns FSDP to its state between two steps, and drops the gradients of an unfinished pass."""
     root.reset_iter_state()
     # Off if the step ended before its last microbatch. A backward outside of steps relies on it.
-    reduce_over_replicas(root, True)
+    root.set_requires_all_reduce(True)
+    # What `reset_iter_state` leaves behind, and the next pass would add to its own gradients:
     for group in groups_of(root):
-        _reset_parameters(group)
-
-
-def _reset_parameters(group: FSDPParamGroup) -> None:
-    """Clears what `reset_iter_state` leaves behind, which the next pass would add to its own gradients."""
-    for parameter in group.fsdp_params:
-        # Even if the group claims to be sharded: some of its parameters may be allocated already.
-        parameter.to_sharded()
-        _drop_whole_gradient(parameter)
-        # A gradient may still be on its way to the host.
-        if parameter.grad_offload_event is not None:
-            parameter.grad_offload_event.synchronize()
-            parameter.grad_offload_event = None
-        # A weight with its own all-gather (for example, NF4) keeps data between the two halves of it.
-        if hasattr(parameter, "_extensions_data"):
-            parameter._extensions_data.clear()
-    # The group's own method would skip all of this if the group claims to be sharded.
-    group._sharded_state = ShardedState.SHARDED
+        for parameter in group.fsdp_params:
+            # Even if the group claims to be sharded: some of its parameters may be allocated already.
+            parameter.to_sharded()
+            _drop_whole_gradient(parameter)
+            # A gradient may still be on its way to the host.
+            if parameter.grad_offload_event is not None:
+                parameter.grad_offload_event.synchronize()
+                parameter.grad_offload_event = None
+            # A weight with its own all-gather (for example, NF4) keeps data between the two halves of it.
+            if hasattr(parameter, "_extensions_data"):
+                parameter._extensions_data.clear()
+        # The group's own method would skip all of this if the group claims to be sharded.
+        group._sharded_state = ShardedState.SHARDED

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from torchtune_adaptive.engine.limits import Limit, Microbatch
-from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.text import count_of, ranks_named
 
 RECOVERY = "recovery"
@@ -62,31 +60,6 @@ TRIAL_STEPS = 4
 """Steps whose speed decides between two limits; the first after a change is not one of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletedStep:
-    """What all ranks know of a completed step."""
-
-    target_tokens: int
-    seconds: float
-    """Seconds that the slowest rank took."""
-    retrying: Mapping[int, Microbatch]
-    """Ranks whose allocator flushed its cache in this step, each with its largest microbatch."""
-
-    @property
-    def rate(self) -> float:
-        """Target tokens a second. In a rehearsal, where nothing takes its time, always the same: smaller sizes stay."""
-        return 1.0 if REHEARSAL.on else self.target_tokens / self.seconds
-
-
-@dataclass
-class Counters:
-    """What a run has been through."""
-
-    recoveries: int = 0
-    thrashings: int = 0
-    growths: int = 0
-
-
 class LimitState(TypedDict):
     """What a checkpoint keeps of a limit: numbers, and the unit that they count."""
 
@@ -96,7 +69,7 @@ class LimitState(TypedDict):
     quiet_steps: int
     before_growth: int | None
     tolerated: list[int]
-    counters: dict[str, int]
+    recoveries: int
 
 
 @dataclass
@@ -117,7 +90,7 @@ class Governor:
 
     def __init__(self, allowed: Limit, *, regrow_after: int, stage: str = "") -> None:
         self.limit = allowed
-        self.counters = Counters()
+        self.recoveries = 0
         self._stage = stage
         self._allowed = allowed
         self._size: int | None = None  # None: as allowed
@@ -136,18 +109,25 @@ class Governor:
         self._allowed = limit
         self._use(self._size)
 
+    def start_over(self) -> None:
+        """Uses all that is allowed: microbatches need less from now on."""
+        self._row_retried_in = None
+        self._change(None)
+
     def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
-        """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none.
+        """Takes the next smaller limit, after these microbatches failed, by rank; the limit is EXHAUSTED if there is
+        none.
 
         A single row may have met what larger microbatches have left behind, or a process that shares the device: the
         first time in a step that only single rows fail, the limit stays as it is.
         """
-        what, before = self._failure(failed, step), self.limit
-        try:
-            after = _shrunk(before, failed)
-        except LimitExhaustedError as error:
-            raise LimitExhaustedError(f"{what}: {error.fact}", *error.remedies) from None
-        self.counters.recoveries += 1
+        before, after = self.limit, _shrunk(self.limit, failed)
+        longest = max(microbatch.length for microbatch in failed.values())
+        what = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
+        if after is None:
+            what += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
+            return self._note(EXHAUSTED, step, what, before, failed)
+        self.recoveries += 1
         largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
         if largest.rows == 1 and self._row_retried_in != step:
             self._row_retried_in = step
@@ -158,27 +138,66 @@ class Governor:
             change = f"microbatch {before.size_of(*largest)} -> {self.limit}"
         return self._note(RECOVERY, step, f"{what}: {change}, step repeated{remark}", before, failed)
 
-    def exhausted(self, failed: Mapping[int, Microbatch], step: int, why: str) -> Change:
-        """The change that ends the run, after these microbatches failed, by rank."""
-        return self._note(EXHAUSTED, step, why, self.limit, failed)
+    def completed(self, step: int, rate: float, retrying: Mapping[int, Microbatch]) -> Change | None:
+        """Records a completed step, and changes the limit if that is due.
 
-    def start_over(self) -> None:
-        """Uses all that is allowed: microbatches need less from now on."""
-        self._row_retried_in = None
-        self._change(None)
-
-    def completed(self, step: int, seen: CompletedStep) -> Change | None:
-        """Records a completed step, and changes the limit if that is due."""
-        thrashing = bool(seen.retrying) and self._thrashed_before
-        self._thrashed_before = bool(seen.retrying)
-        self._quiet_steps = 0 if seen.retrying else self._quiet_steps + 1
+        `rate` is its target tokens a second; `retrying` are the ranks whose allocator flushed its cache, each with its
+        largest microbatch.
+        """
+        thrashing = bool(retrying) and self._thrashed_before
+        self._thrashed_before = bool(retrying)
+        self._quiet_steps = 0 if retrying else self._quiet_steps + 1
         if self._trial is not None:
-            return self._judge(self._trial, step, seen.rate)
-        if seen.retrying:
-            self._thrashing_rates = [*self._thrashing_rates, seen.rate][-TRIAL_STEPS:]
+            return self._judge(self._trial, step, rate)
+        if retrying:
+            self._thrashing_rates = [*self._thrashing_rates, rate][-TRIAL_STEPS:]
         if thrashing and self.limit.size not in self._tolerated:
-            return self._try_smaller(step, seen.retrying)
+            return self._try_smaller(step, retrying)
         return self._grow_if_due(step)
+
+    def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
+        """Takes a smaller limit. The step is complete, so it is not repeated."""
+        what = f"the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
+        before, after, rates = self.limit, _shrunk(self.limit, retrying), self._thrashing_rates
+        if after is None:
+            self._tolerated.add(before.size)
+            what += f", and {before} is already the smallest limit: continuing"
+            return self._note(THRASHING, step, what, before, retrying)
+        proven = self._before_growth is not None
+        remark = self._step_down(after.size)
+        if not proven:
+            self._trial = _Trial(before, statistics.median(rates))
+            remark = ", on trial"
+        return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
+
+    def _judge(self, trial: _Trial, step: int, rate: float) -> Change | None:
+        """Keeps the faster of the two limits, once enough steps have run."""
+        trial.rates.append(rate)
+        if len(trial.rates) <= TRIAL_STEPS:
+            return None
+        smaller, now = self.limit, statistics.median(trial.rates[1:])
+        faster = smaller if now >= trial.rate_before else trial.larger
+        if faster is trial.larger:
+            self._tolerated.add(faster.size)
+        self._change(faster.size)
+        speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
+        return self._note(TRIAL, step, f"{speeds}; keeping {self.limit}", smaller)
+
+    def _grow_if_due(self, step: int) -> Change | None:
+        due = self._regrow_after if self._before_growth is not None else self._wait
+        if not self._regrow_after or self._quiet_steps < due:
+            return None
+        if self._before_growth is not None:  # probation has passed
+            self._before_growth, self._wait = None, self._regrow_after
+        before, quiet = self.limit, self._quiet_steps
+        self._quiet_steps = 0
+        if before.size >= self._allowed.size:
+            self._use(None)
+            return None
+        self._change(min(before.next_size, self._allowed.size))
+        self._before_growth = before.size
+        reason = f"{count_of(quiet, 'step')} without trouble: {before} -> {self.limit}, on probation"
+        return self._note(GROWTH, step, reason, before)
 
     def state(self) -> LimitState:
         """What a checkpoint keeps."""
@@ -189,12 +208,14 @@ class Governor:
             "quiet_steps": self._quiet_steps,
             "before_growth": self._before_growth,
             "tolerated": sorted(self._tolerated),
-            "counters": asdict(self.counters),
+            "recoveries": self.recoveries,
         }
 
     def restore(self, state: LimitState) -> None:
-        """Restores a saved state. If the kind of limit has changed, only the counters carry over."""
-        self.counters = Counters(**state["counters"])
+        """Restores a saved state. If the kind of limit has changed, only the count of recoveries carries over."""
+        if missing := LimitState.__annotations__.keys() - state.keys():
+            raise ValueError(f"not the state of a limit, since it has no {', '.join(sorted(missing))}")
+        self.recoveries = state["recoveries"]
         if state["unit"] != self.limit.unit:
             return
         self._wait = max(self._regrow_after, state["wait"]) if self._regrow_after else 0
@@ -226,87 +247,28 @@ class Governor:
         self._change(self._before_growth if size is None else min(size, self._before_growth))
         return f"; {self._wait} steps until the next try"
 
-    def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
-        """Takes a smaller limit. The step is complete, so it is not repeated."""
-        what = f"{self._at(step)}: the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
-        before, rates = self.limit, self._thrashing_rates
-        self.counters.thrashings += 1
-        try:
-            after = _shrunk(before, retrying)
-        except LimitExhaustedError:
-            self._tolerated.add(before.size)
-            return self._note(
-                THRASHING, step, f"{what}, and {before} is already the smallest limit: continuing", before, retrying
-            )
-        proven = self._before_growth is not None
-        remark = self._step_down(after.size)
-        if not proven:
-            self._trial = _Trial(before, statistics.median(rates))
-            remark = ", on trial"
-        return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
-
-    def _judge(self, trial: _Trial, step: int, rate: float) -> Change | None:
-        """Keeps the faster of the two limits, once enough steps have run."""
-        trial.rates.append(rate)
-        if len(trial.rates) <= TRIAL_STEPS:
-            return None
-        smaller, now = self.limit, statistics.median(trial.rates[1:])
-        faster = smaller if now >= trial.rate_before else trial.larger
-        if faster is trial.larger:
-            self._tolerated.add(faster.size)
-        self._change(faster.size)
-        speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
-        return self._note(TRIAL, step, f"{self._at(step)}: {speeds}; keeping {self.limit}", smaller)
-
-    def _grow_if_due(self, step: int) -> Change | None:
-        due = self._regrow_after if self._before_growth is not None else self._wait
-        if not self._regrow_after or self._quiet_steps < due:
-            return None
-        if self._before_growth is not None:  # probation has passed
-            self._before_growth, self._wait = None, self._regrow_after
-        before, quiet = self.limit, self._quiet_steps
-        self._quiet_steps = 0
-        if before.size >= self._allowed.size:
-            self._use(None)
-            return None
-        self._change(min(before.next_size, self._allowed.size))
-        self._before_growth = before.size
-        self.counters.growths += 1
-        reason = f"{self._at(step)}: {count_of(quiet, 'step')} without trouble: {before} -> {self.limit}, on probation"
-        return self._note(GROWTH, step, reason, before)
-
-    def _failure(self, failed: Mapping[int, Microbatch], step: int) -> str:
-        return f"{self._at(step)}: out of memory on {ranks_named(failed)} (longest sample {_longest(failed)} tokens)"
-
-    def _at(self, step: int) -> str:
-        return in_step(step, self._stage)
-
     def _note(
         self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, Microbatch] | None = None
     ) -> Change:
-        change = Change(
+        largest = max(by.values(), key=lambda microbatch: microbatch.room_tokens) if by else None
+        return Change(
             kind=kind,
             step=step,
             stage=self._stage or None,
-            reason=reason,
+            reason=f"{in_step(step, self._stage)}: {reason}",
             unit=before.unit,
             before=before.size,
             after=self.limit.size,
+            ranks=tuple(by) if by else None,
+            rows=largest.rows if largest else None,
+            length=largest.length if largest else None,
         )
-        if not by:
-            return change
-        largest = max(by.values(), key=lambda microbatch: microbatch.room_tokens)
-        return replace(change, ranks=tuple(by), rows=largest.rows, length=largest.length)
 
 
-def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit:
-    """The next smaller limit, below each of these except for those that are one row; raises if there is none."""
-    smaller = limit
+def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
+    """The next smaller limit, below each of these except for those that are one row; None if there is none."""
+    smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
-        if smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch)):
+        if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):
             smaller = smaller.after_oom(*microbatch)
     return smaller
-
-
-def _longest(by: Mapping[int, Microbatch]) -> int:
-    return max(microbatch.length for microbatch in by.values())

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
 from torchtune_adaptive.engine.memory import wraps_tensors
-from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, is_aside, rank, world_size
+from torchtune_adaptive.engine.ranks import ASIDE, backend_for, explaining_failures, rank, world_size
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.text import count_of
 
@@ -31,85 +31,49 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
-Reduction: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
-
-
-class Communicator(Protocol):
-    """Issues a collective for FSDP. An all-gather and a reduce-scatter take different arguments."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None: ...
-
-
-class AllReduce:
-    """The sum of gradients over the replicas of a shard. FSDP has no class for it."""
-
-
 @dataclass(frozen=True)
 class Collective:
     """One collective, with everything that a rank without the data needs to take part in it."""
 
-    kind: type[AllGather] | type[ReduceScatter] | type[AllReduce]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
     numel: int
     """Elements on the unsharded side; of an all-reduce, of the shard."""
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
     # Not compared: some reductions compare by identity, and this one follows from the dtype and the group.
-    op: Reduction | None = field(compare=False)
+    op: Any = field(compare=False)
     # Not compared: peers cannot see which object issues it.
-    comm: Communicator = field(compare=False)
-
-
-class Counter(Protocol):
-    """Counts a collective and issues it."""
-
-    def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
-        """Collective: counts, and calls."""
+    comm: Any = field(compare=False)
+    """What issues it for FSDP."""
 
 
 class _Counted:
-    """A collective of FSDP that is issued through a counter."""
+    """A collective of FSDP that is issued through a ledger."""
 
-    def __init__(self, counter: Counter, comm: Communicator) -> None:
-        self._counter, self._comm = counter, comm
+    kind: Literal["all-gather", "reduce-scatter"]
+    whole: str
+    """The argument that has the unsharded side."""
+
+    def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter) -> None:
+        self._ledger, self._comm = ledger, comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._comm.allocate(size, dtype=dtype, device=device)
 
-
-class CountedAllGather(_Counted, AllGather):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Collective: FSDP's own all-gather."""
-        whole = output_tensor
-        this = Collective(AllGather, whole.numel(), whole.dtype, whole.device, group, None, self._comm)
-        call = partial(self._comm, output_tensor=whole, input_tensor=input_tensor, group=group)
-        return self._counter.issue(this, call, async_op)
+    def __call__(self, *, async_op: bool = False, **arguments: Any) -> dist.Work | None:
+        """Collective: FSDP's own, which FSDP calls by keywords."""
+        whole, group = arguments[self.whole], arguments["group"]
+        this = Collective(self.kind, whole.numel(), whole.dtype, whole.device, group, arguments.get("op"), self._comm)
+        return self._ledger.issue(this, partial(self._comm, **arguments), async_op)
 
 
-class CountedReduceScatter(_Counted, ReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Reduction,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Collective: FSDP's own reduce-scatter."""
-        whole = input_tensor
-        this = Collective(ReduceScatter, whole.numel(), whole.dtype, whole.device, group, op, self._comm)
-        call = partial(self._comm, output_tensor=output_tensor, input_tensor=whole, group=group, op=op)
-        return self._counter.issue(this, call, async_op)
+class CountedAllGather(_Counted, AllGather):  # type: ignore[misc]
+    kind, whole = "all-gather", "output_tensor"
+
+
+class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
+    kind, whole = "reduce-scatter", "input_tensor"
 
 
 class CountedReplicas:
@@ -119,8 +83,8 @@ class CountedReplicas:
     and calls the group. So no function of torch has to be replaced, and no other model is affected.
     """
 
-    def __init__(self, counter: Counter, group: dist.ProcessGroup, comm: Communicator) -> None:
-        self._counter, self._group, self._comm = counter, group, comm
+    def __init__(self, ledger: CollectiveLedger, group: dist.ProcessGroup, comm: ReduceScatter) -> None:
+        self._ledger, self._group, self._comm = ledger, group, comm
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -135,31 +99,13 @@ class CountedReplicas:
         """Collective: the group's own all-reduce, of one tensor."""
         [shard] = tensors
         op = options.reduceOp
-        this = Collective(AllReduce, shard.numel(), shard.dtype, shard.device, self._group, op, self._comm)
+        this = Collective("all-reduce", shard.numel(), shard.dtype, shard.device, self._group, op, self._comm)
 
         def call(async_op: bool) -> dist.Work:
             options.asyncOp = async_op
             return self._group.allreduce(tensors, options)
 
-        return self._counter.issue(this, call, async_op=options.asyncOp)
-
-
-def issue_zeros(collective: Collective, counter: Counter) -> None:
-    """Collective: takes part with zeros."""
-    group, comm = collective.group, collective.comm
-    # Through FSDP's own allocation: a symmetric-memory communicator takes no other buffers.
-    whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
-    whole.zero_()
-    if collective.kind is AllReduce:
-        counter.issue(collective, partial(dist.all_reduce, whole, collective.op, group), async_op=False)
-        return
-    shard = whole.chunk(group.size())[group.rank()]
-    if collective.kind is AllGather:
-        call = partial(comm, output_tensor=whole, input_tensor=shard, group=group)
-    else:
-        sums = torch.empty_like(shard)
-        call = partial(comm, output_tensor=sums, input_tensor=whole, group=group, op=collective.op)
-    counter.issue(collective, call, async_op=False)
+        return self._ledger.issue(this, call, async_op=options.asyncOp)
 
 
 class Schedule(NamedTuple):
@@ -198,27 +144,15 @@ _OTHERS_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 """Files that are not the user's: torch, this package, code without a file."""
 
 
-class MessageCount:
-    """The number of messages this rank has taken part in, from the sequence numbers of its process groups.
+def _message_counters() -> Iterator[Callable[[], int]]:
+    """Sequence numbers of the process groups that exist now, except those set aside: the messages that this rank has
+    taken part in.
 
-    It costs one read of a C++ integer per group. Nothing is hooked, so messages of autograd's threads and of compiled
-    code count, and nothing runs differently for being watched. Point-to-point messages count on gloo, not on NCCL.
+    Each costs one read of a C++ integer. Nothing is hooked, so messages of autograd's threads and of compiled code
+    count, and nothing runs differently for being watched. Point-to-point messages count on gloo, not on NCCL.
     """
-
-    def __init__(self) -> None:
-        self._counters: tuple[Callable[[], int], ...] = ()
-
-    def look_for_groups(self) -> None:
-        """Counts for the groups that exist now, except those set aside."""
-        self._counters = tuple(_counters())
-
-    def __call__(self) -> int:
-        return sum(counter() for counter in self._counters)
-
-
-def _counters() -> Iterator[Callable[[], int]]:
     for group in distributed_c10d._world.pg_map:
-        if group.size() == 1 or is_aside(group):
+        if group.size() == 1 or group in ASIDE:
             continue
         # One per kind of device (for example, gloo for the host and NCCL for GPUs), unless one serves all.
         for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
@@ -291,21 +225,25 @@ class CollectiveLedger:
         without a backward.
         """
         self.position = 0
-        self._microbatches = 0
-        self._records: dict[str, CollectiveRecord] = {}  # by stage
-        self._record = CollectiveRecord(trained=())  # of the stage that runs
-        self._number = -1  # of the running microbatch
-        self._current: list[Collective] = []  # what it has communicated
-        self._already_issued = 0  # collectives that a stand-in must not repeat
-        self._issuing = False
-        self._messages = MessageCount()
-        self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
-        self._begun_at = (0, 0)  # messages and position when the running microbatch began
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
         self._watches = watches and world_size() > 1
         self._groups_of = {root: fsdp.groups_of(root) if self._watches else [] for root in self._roots}
         self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
-        self._use(self._roots)
+        self._records: dict[str, CollectiveRecord] = {}  # by stage
+        self._counters: list[Callable[[], int]] = []  # of messages
+        # Of the stage that runs:
+        self._record = CollectiveRecord(trained=())
+        self._owned = self._roots
+        self._groups: list[Any] = []
+        self._replicated: list[FSDPModule] = []
+        self._microbatches = 0
+        # Of the microbatch that runs:
+        self._number = -1
+        self._current: list[Collective] = []  # what it has communicated
+        self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
+        self._begun_at = (0, 0)  # messages and position
+        self._already_issued = 0  # collectives that a stand-in must not repeat
+        self._issuing = False
         self._put_back = [
             fsdp.replace_collectives(
                 root,
@@ -333,19 +271,15 @@ class CollectiveLedger:
         """Call it on all ranks if a stage issues other collectives from its next step on."""
         self._records.pop(stage, None)
 
-    def _use(self, models: Sequence[object]) -> None:
-        """Makes these the models that the running stage owns."""
-        self._owned = [root for root in self._roots if root in models]
-        self._groups = [group for root in self._owned for group in self._groups_of[root]]
-        self._replicated = [root for root in self._owned if root in self._with_replicas]
-
     def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
         """Starts counting a step of a stage that owns these models."""
         self.position = 0
         self._microbatches, self._number = microbatches, -1
         if self._watches:
-            self._messages.look_for_groups()
-        self._use(models)
+            self._counters = [*_message_counters()]
+        self._owned = [root for root in self._roots if root in models]
+        self._groups = [group for root in self._owned for group in self._groups_of[root]]
+        self._replicated = [root for root in self._owned if root in self._with_replicas]
         for root in self._owned:
             fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
@@ -360,19 +294,18 @@ class CollectiveLedger:
             self._messages_of = []
         self._current, self._number = [], number
         for root in self._replicated:
-            fsdp.reduce_over_replicas(root, self._is_last(number))
+            root.set_requires_all_reduce(self._is_last(number))
         self._begun_at = self._messages(), self.position
 
     def end_microbatch(self) -> None:
         """Records the collectives of a microbatch, or compares them with the record."""
-        self._settle()
+        for root in self._owned:
+            fsdp.settle(root)
         self._compare(complete=True)
         self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
-        if self._replicated and self._is_last(self._number):
-            self._check_summed()
-
-    def _check_summed(self) -> None:
-        """After the last microbatch of a step: FSDP sums over replicas only gradients that this one has produced."""
+        if not (self._replicated and self._is_last(self._number)):
+            return
+        # FSDP sums over replicas only gradients that this microbatch has produced.
         left_over = [name for root in self._replicated for name in fsdp.partially_summed(root)]
         if left_over:
             raise UnrecoverableError(
@@ -431,14 +364,8 @@ class CollectiveLedger:
         if not self._issuing:
             raise refusal(what_is_foreign(0, (name,)))
 
-    def _settle(self) -> None:
-        """Returns FSDP to idle after a forward without a backward, which leaves parameters gathered.
-
-        Otherwise the next pass would issue fewer collectives than the record has, and a write into a parameter would be
-        lost.
-        """
-        for root in self._owned:
-            fsdp.settle(root)
+    def _messages(self) -> int:
+        return sum(counter() for counter in self._counters)
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: runs `call`, and counts it from the moment that peers can match it."""
@@ -500,8 +427,25 @@ class CollectiveLedger:
             if schedule is None:
                 schedule = self._record_by_stand_in(number, max(0, self.position - begins_at), run_stand_in)
             for collective in schedule.collectives[max(0, self.position - begins_at) :]:
-                issue_zeros(collective, self)
+                self._issue_zeros(collective)
             begins_at += len(schedule.collectives)
+
+    def _issue_zeros(self, collective: Collective) -> None:
+        """Collective: takes part with zeros."""
+        group, comm = collective.group, collective.comm
+        # Through FSDP's own allocation: a symmetric-memory communicator takes no other buffers.
+        whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
+        whole.zero_()
+        if collective.kind == "all-reduce":
+            self.issue(collective, partial(dist.all_reduce, whole, collective.op, group), async_op=False)
+            return
+        shard = whole.chunk(group.size())[group.rank()]
+        if collective.kind == "all-gather":
+            call = partial(comm, output_tensor=whole, input_tensor=shard, group=group)
+        else:
+            sums = torch.empty_like(shard)
+            call = partial(comm, output_tensor=sums, input_tensor=whole, group=group, op=collective.op)
+        self.issue(collective, call, async_op=False)
 
     def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
         """Collective: finishes a microbatch that has no record yet, without repeating what was issued already."""
@@ -513,7 +457,8 @@ class CollectiveLedger:
                 run_stand_in()
         finally:
             self._already_issued = 0
-        self._settle()
+        for root in self._owned:
+            fsdp.settle(root)
         schedule = Schedule(tuple(self._current), tuple(self._messages_of))
         self._record.schedules[self._is_last(number)] = schedule
         return schedule

@@ -13,11 +13,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
-from torchtune_adaptive.errors import ConfigError, LimitExhaustedError, Remedy
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of, format_bytes
 
 MAX_ROWS = 4096
@@ -77,11 +77,8 @@ class Surface:
         if tokens is None:
             return self.fixed_bytes + rows * self._bytes_of_a_row(length)
         # the pairs of tokens of all rows are no more than if each token were in the longest
-        return self.fixed_bytes + rows * self.bytes_per_row + tokens * self._bytes_of_a_token(length)
-
-    def holds(self, budget_bytes: float, rows: float, length: float, tokens: float) -> bool:
-        """Whether rows that are not padded are within the budget."""
-        return self.bytes_at(rows, length, tokens) <= budget_bytes + _HALF_A_BYTE
+        per_token = self.bytes_per_token + length * self.bytes_per_pair
+        return self.fixed_bytes + rows * self.bytes_per_row + tokens * per_token
 
     def rows_within(self, budget_bytes: float, length: float = 0.0) -> float:
         """The rows at which the phase reaches the budget; infinite for a phase that does not grow."""
@@ -93,22 +90,22 @@ class Surface:
 
     def _bytes_of_a_row(self, length: float) -> float:
         late = max(0.0, length - self.knee) if self.knee else 0.0
-        of_late = late * (self.bytes_per_late_token - self.bytes_per_token)
-        return self.bytes_per_row + length * self._bytes_of_a_token(length) + of_late
-
-    def _bytes_of_a_token(self, length: float) -> float:
-        return self.bytes_per_token + length * self.bytes_per_pair
+        of_tokens = (length - late) * self.bytes_per_token + late * self.bytes_per_late_token
+        return self.bytes_per_row + of_tokens + length**2 * self.bytes_per_pair
 
 
 def fit_surface(points: Points, knee: int = 0) -> Surface:
     """The surface that is closest to the points in proportion to them; with pairs of tokens only if they show."""
+
+    def farthest_off(surface: Surface) -> float:
+        return max(abs(surface.bytes_at(*at) - measured) for at, measured in points.items())
+
     terms = [_FIXED, _ROW, _TOKEN, *([_LATE] if knee else [])]
     plain = _fit(points, terms, knee)
     grown_bytes = max(points.values()) - min(points.values())
-    if len(points) < 4 or _worst(plain, points) <= _BENT * grown_bytes:
+    if len(points) < 4 or farthest_off(plain) <= _BENT * grown_bytes:
         return plain
-    bent = _fit(points, [*terms, _PAIR], knee)
-    return bent if _worst(bent, points) < _worst(plain, points) else plain
+    return min(plain, _fit(points, [*terms, _PAIR], knee), key=farthest_off)
 
 
 def covering(surface: Surface, points: Points) -> Surface:
@@ -119,12 +116,12 @@ def covering(surface: Surface, points: Points) -> Surface:
 
 def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
     """Least squares of relative errors, without negative coefficients: memory is never given back by more rows."""
-    basis = np.array([_basis(*at, knee) for at in points])
+    basis = np.array([_factors(*at, knee) for at in points])
     measured = np.array([max(1, need) for need in points.values()], dtype=float)
     scale = np.maximum(basis.max(axis=0), 1.0)
     weighted = basis / scale / measured[:, None]
     best, best_error = np.zeros(len(scale)), math.inf
-    for chosen in _subsets(terms):
+    for chosen in (list(some) for size in range(1, len(terms) + 1) for some in combinations(terms, size)):
         part, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(measured)), rcond=None)
         error = float(np.square(weighted[:, chosen] @ part - 1).sum())
         # A solution with a negative part is not one; of those without, one that only adds noise is not better.
@@ -134,19 +131,10 @@ def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
     return replace(Surface(*(best / scale).tolist()), knee=knee)
 
 
-def _basis(rows: int, length: int, knee: int) -> list[float]:
+def _factors(rows: int, length: int, knee: int) -> list[float]:
     """What each part of a surface is multiplied by."""
     late = max(0, length - knee) if knee else 0
     return [1.0, rows, rows * (length - late), rows * length**2, rows * late]
-
-
-def _subsets(terms: Sequence[int]) -> Sequence[list[int]]:
-    return [list(chosen) for size in range(1, len(terms) + 1) for chosen in combinations(terms, size)]
-
-
-def _worst(surface: Surface, points: Points) -> float:
-    """Bytes by which the surface misses a point at most."""
-    return max(abs(surface.bytes_at(*at) - measured) for at, measured in points.items())
 
 
 UNBOUNDED_ROWS = 2**20
@@ -171,9 +159,10 @@ class Microbatch(NamedTuple):
 
 
 class Limit(Protocol):
-    """How many rows may share a microbatch, for each length that they are padded to. Never more for a longer one.
+    """What a microbatch may be: one number, `size`, in some unit. Its methods are those of a limit that counts.
 
-    Where nothing is padded, `tokens` are those of all rows, and `length` is the longest; None: rows × length.
+    A microbatch is given by its rows and the length of the longest. Where nothing is padded, `tokens` are those of all
+    rows; None: rows × length. A limit has never room for more rows of a longer one.
     """
 
     unit: str
@@ -185,30 +174,38 @@ class Limit(Protocol):
     def size(self) -> int:
         """The one number that changes when a limit shrinks or grows."""
 
-    @property
-    def next_size(self) -> int:
-        """What to try when this has been enough for long."""
-
-    def resized(self, size: int) -> Limit:
+    def resized(self, size: int) -> Self:
         """The limit of the same kind with this size."""
 
     def rows_at(self, length: int) -> int:
         """The most rows of this length; 0 where not even one fits."""
 
-    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
-        """Whether `rows` samples, padded to `length` tokens, are within the limit."""
+    def need(self, rows: int, length: int, tokens: int | None = None) -> float:
+        """What a microbatch takes of `size`."""
 
-    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Limit:
-        """The next smaller limit, after a microbatch of this size ran out of memory; raises if there is none."""
+    @property
+    def next_size(self) -> int:
+        """What to try when this has been enough for long."""
+        return 1 << self.size.bit_length()
+
+    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
+        """Whether such a microbatch is within the limit."""
+        return self.need(rows, length, tokens) <= self.size
+
+    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
+        """The next smaller limit, after such a microbatch ran out of memory: the next lower power of two, 8 -> 4 and
+        6 -> 4. None if nothing smaller is left."""
+        if self.size == 1 or not self.fits(rows, length, tokens):
+            return None
+        return self.resized(largest_power_of_two_below(max(2, int(self.need(rows, length, tokens)))))
 
     def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
         """A microbatch in the unit of the limit, without the unit: `microbatch 8 -> 4 rows`."""
-
-    def __str__(self) -> str: ...
+        return str(self.need(rows, length, tokens))
 
 
 @dataclass(frozen=True)
-class RowLimit:
+class RowLimit(Limit):
     """At most `rows` samples in a microbatch, however long they are."""
 
     rows: int
@@ -216,41 +213,27 @@ class RowLimit:
     by_length = False
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"a microbatch needs at least 1 row, but the limit is {self.rows}")
+        _check_count(self.rows, "row")
 
     @property
     def size(self) -> int:
         return self.rows
 
-    @property
-    def next_size(self) -> int:
-        return smallest_power_of_two_above(self.rows)
-
-    def resized(self, size: int) -> RowLimit:
-        return RowLimit(size)
+    def resized(self, size: int) -> Self:
+        return replace(self, rows=size)
 
     def rows_at(self, length: int) -> int:
         return self.rows
 
-    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
-        return rows <= self.rows
-
-    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> RowLimit:
-        """Always a power of two: 8 -> 4 and 6 -> 4."""
-        if self.rows == 1:
-            raise exhausted(length)
-        return RowLimit(largest_power_of_two_below(max(2, min(rows, self.rows))))
-
-    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
-        return str(rows)
+    def need(self, rows: int, length: int, tokens: int | None = None) -> int:
+        return rows
 
     def __str__(self) -> str:
         return count_of(self.rows, "row")
 
 
 @dataclass(frozen=True)
-class TokenLimit:
+class TokenLimit(Limit):
     """At most `tokens` in a microbatch, padding included: rows × longest row, where rows are padded."""
 
     tokens: int
@@ -260,45 +243,27 @@ class TokenLimit:
     by_length = True
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"a microbatch needs at least 1 token, but the limit is {self.tokens}")
+        _check_count(self.tokens, "token")
 
     @property
     def size(self) -> int:
         return self.tokens
 
-    @property
-    def next_size(self) -> int:
-        return smallest_power_of_two_above(self.tokens)
-
-    def resized(self, size: int) -> TokenLimit:
+    def resized(self, size: int) -> Self:
         return replace(self, tokens=size)
 
     def rows_at(self, length: int) -> int:
         return self.tokens // (length * self.rows_per_sample)
 
-    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
-        return self._room_tokens(rows, length, tokens) <= self.tokens
-
-    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> TokenLimit:
-        """The largest power of two below the tokens that failed."""
-        room_tokens = self._room_tokens(rows, length, tokens)
-        if room_tokens > self.tokens or room_tokens < 2:
-            raise exhausted(length)
-        return replace(self, tokens=largest_power_of_two_below(room_tokens))
-
-    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
-        return str(self._room_tokens(rows, length, tokens))
-
-    def _room_tokens(self, rows: int, length: int, tokens: int | None) -> int:
+    def need(self, rows: int, length: int, tokens: int | None = None) -> int:
         return rows * self.rows_per_sample * length if tokens is None else tokens
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens"
+        return count_of(self.tokens, "token")
 
 
 @dataclass(frozen=True)
-class SurfaceLimit:
+class SurfaceLimit(Limit):
     """As many rows as the measured need of every phase, fitted over rows and length, has room for."""
 
     surfaces: Mapping[str, Surface]
@@ -311,42 +276,47 @@ class SurfaceLimit:
     def size(self) -> int:
         return self.budget_bytes
 
-    @property
-    def next_size(self) -> int:
-        return max(self.budget_bytes + 1, int(self.budget_bytes / _STEP_DOWN))
-
-    def resized(self, size: int) -> SurfaceLimit:
+    def resized(self, size: int) -> Self:
         return replace(self, budget_bytes=size)
 
     def rows_at(self, length: int) -> int:
         within = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())
-        return UNBOUNDED_ROWS if within == math.inf else min(UNBOUNDED_ROWS, int(within))
+        return int(min(UNBOUNDED_ROWS, within))
+
+    def need(self, rows: int, length: int, tokens: int | None = None) -> float:
+        return max(surface.bytes_at(rows, length, tokens) for surface in self.surfaces.values())
+
+    @property
+    def next_size(self) -> int:
+        return max(self.budget_bytes + 1, int(self.budget_bytes / _STEP_DOWN))
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
         if tokens is None:
             return rows <= self.rows_at(length)
-        return all(surface.holds(self.budget_bytes, rows, length, tokens) for surface in self.surfaces.values())
+        return self.need(rows, length, tokens) <= self.budget_bytes + _HALF_A_BYTE
 
-    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> SurfaceLimit:
+    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
         """A limit with a smaller budget than was predicted for what failed; what does not grow with it stays."""
         size = Microbatch(rows, length, tokens)
-        if not self.fits(*size):
-            raise exhausted(length)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
         failed_bytes = fullest.bytes_at(*size)
         stepped_down = fullest.fixed_bytes + _STEP_DOWN * (failed_bytes - fullest.fixed_bytes)
         # Surfaces have fractions of bytes and are compared with half a byte to spare: of a few bytes, less than that
         # may be left of the step down.
-        smaller = replace(self, budget_bytes=int(min(stepped_down, math.ceil(failed_bytes - 0.5) - 1)))
-        if smaller.budget_bytes >= self.budget_bytes or smaller.fits(*size):
-            raise exhausted(length)
-        return smaller
+        smaller = self.resized(int(min(stepped_down, math.ceil(failed_bytes - _HALF_A_BYTE) - 1)))
+        shrinks = self.fits(*size) and smaller.budget_bytes < self.budget_bytes and not smaller.fits(*size)
+        return smaller if shrinks else None
 
     def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
-        return format_bytes(max(surface.bytes_at(rows, length, tokens) for surface in self.surfaces.values()))
+        return format_bytes(self.need(rows, length, tokens))
 
     def __str__(self) -> str:
         return f"{format_bytes(self.budget_bytes)} predicted"
+
+
+def _check_count(count: int, of: str) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"a limit is a whole number of {of}s, at least 1, but this one is {count!r}")
 
 
 def most_that_fit(fits: Callable[[int], bool], at_most: int) -> int:
@@ -359,19 +329,6 @@ def longest_row(limit: Limit, at_most: int) -> int:
     return most_that_fit(lambda length: limit.fits(1, length), at_most)
 
 
-def exhausted(length: int) -> LimitExhaustedError:
-    return LimitExhaustedError(
-        f"a microbatch of 1 row of {length} tokens does not fit and cannot be made smaller",
-        Remedy.SHORTER_SAMPLES,
-        Remedy.CHECKPOINT_ACTIVATIONS,
-        Remedy.MORE_RANKS,
-    )
-
-
 def largest_power_of_two_below(count: int) -> int:
     """The largest power of two that is smaller than `count` (which is at least 2)."""
     return 1 << ((count - 1).bit_length() - 1)
-
-
-def smallest_power_of_two_above(count: int) -> int:
-    return 1 << count.bit_length()

@@ -145,17 +145,12 @@ class Reading(NamedTuple):
 class Gauge:
     """Reads a clock, and a memory source where there is one."""
 
-    def __init__(self, memory: MemorySource | None = None, *, shared: bool = False) -> None:
+    def __init__(self, memory: MemorySource | None, *, shared: bool) -> None:
         """`shared`: other stages of a step use the memory too, so only what a stage sees while it runs is its own."""
-        self._memory = memory
-        self._shared = shared
+        self._memory, self._shared = memory, shared
         self._budget_bytes = 0 if memory is None else memory.budget_bytes  # asking a GPU's driver takes time
         self._retries = 0 if memory is None else memory.retries
         self._since: float | None = None
-
-    def for_memory(self, memory: MemorySource | None) -> Gauge:
-        """A gauge like this one for another memory."""
-        return Gauge(memory, shared=self._shared)
 
     def begin_step(self) -> None:
         if self._shared and self._memory is not None:
@@ -189,13 +184,13 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
         for name, buffer in module.named_buffers(recurse=False)
     ]
     states = [_OptimizerState(optimizer) for optimizer in optimizers]
-    contents = _Copies(
-        [
-            *(parameter for model in models for parameter in model.parameters() if parameter.requires_grad),
-            *(buffer for _, _, buffer in buffers),
-            *(tensor for state in states for tensor in state.tensors),
-        ]
+    contents = (
+        *(parameter for model in models for parameter in model.parameters() if parameter.requires_grad),
+        *(buffer for _, _, buffer in buffers),
+        *(tensor for state in states for tensor in state.tensors),
     )
+    distinct = {id(tensor): tensor for tensor in contents if not REHEARSAL.on}.values()
+    copies = [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in distinct]
     try:
         yield
     finally:
@@ -205,22 +200,11 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
             setattr(module, name, buffer)
         for state in states:
             state.put_back()
-        contents.put_back()
-        rng.restore()
-
-
-class _Copies:
-    """The contents of tensors, DTensors and quantized tensors included."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        distinct = {id(tensor): tensor for tensor in tensors}.values() if not REHEARSAL.on else ()
-        self._copies = [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in distinct]
-
-    def put_back(self) -> None:
-        for tensor, copies in self._copies:
+        for tensor, parts in copies:
             # Looked up again: FSDP's first pass moves shards that need padding to a storage of their own.
-            for plain, copied in zip(plain_tensors(tensor), copies, strict=True):
+            for plain, copied in zip(plain_tensors(tensor), parts, strict=True):
                 plain.detach().copy_(copied)
+        rng.restore()
 
 
 def _to_host(tensor: Tensor) -> Tensor:

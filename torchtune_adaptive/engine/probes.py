@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -41,76 +41,60 @@ from torchtune_adaptive.errors import (
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.text import count_of
 
-UPDATE = "update"
-
-
-class PeakMeter(Protocol):
-    """What a phase is measured with."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    def reset_peak(self) -> None: ...
+_UNLIMITED_ROWS = 2
+"""Up to here a need above the limit is measured: one row tells the user what it takes, two make a line."""
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
     """The phases in the order they run. A boundary bears the name of the part of the model that it ends."""
     if not boundaries:
-        return ["forward and backward", UPDATE]
+        return ["forward and backward", "update"]
     forward = [f"{part} forward" for part in boundaries]
     backward = [f"{part} backward" for part in reversed(list(boundaries))]
-    return [*forward, "loss", *backward, UPDATE]
+    return [*forward, "loss", *backward, "update"]
 
 
 class PhaseMeter:
     """Notes the peak of each phase of one step, which may have several microbatches."""
 
-    def __init__(self, memory: PeakMeter, boundaries: Mapping[str, nn.Module]) -> None:
+    def __init__(self, memory: MemorySource, boundaries: Mapping[str, nn.Module]) -> None:
         self.peaks: dict[str, int] = {}
-        self._memory = memory
-        self._names = phase_names(boundaries)
-        self._last = len(self._names) - 2  # the phase before the update
-        self._phase = 0
+        self._memory, self._names, self._phase = memory, phase_names(boundaries), 0
         memory.reset_peak()
 
-    def end_phase(self) -> None:
-        """Counts the peak since the last call for the phase that runs."""
+    def begin(self, phase: int, *_: object) -> None:
+        """Counts the peak since the last call for the phase that ends here."""
         name = self._names[self._phase]
         self.peaks[name] = max(self.peaks.get(name, 0), self._memory.peak_bytes)
         self._memory.reset_peak()
+        self._phase = phase
 
     def begin_update(self) -> None:
-        self.end_phase()
-        self._phase = len(self._names) - 1
+        self.begin(len(self._names) - 1)
 
-    def begin_microbatch(self, *_: object) -> None:
-        self.end_phase()
-        self._phase = 0
+    def end(self) -> None:
+        self.begin(self._phase)
 
     def at_output(self, boundary: int, module: nn.Module, args: object, output: object) -> None:
         """The forward has reached a boundary; the backward will come back to the same tensor."""
         # Activation checkpointing runs forwards again inside the backward: later phases stay what they are.
         if self._phase > boundary:
             return
-        self._begin(boundary + 1)
+        self.begin(boundary + 1)
+        backward_before = len(self._names) - 2 - boundary
         for tensor in tree_iter(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._at_gradient, boundary))
-
-    def _at_gradient(self, boundary: int, gradient: torch.Tensor) -> None:
-        self._begin(self._last - boundary)
-
-    def _begin(self, phase: int) -> None:
-        self.end_phase()
-        self._phase = phase
+                tensor.register_hook(partial(self.begin, backward_before))
 
 
 @contextmanager
-def measuring_phases(memory: PeakMeter, model: nn.Module, boundaries: Mapping[str, nn.Module]) -> Iterator[PhaseMeter]:
+def measuring_phases(
+    memory: MemorySource, model: nn.Module, boundaries: Mapping[str, nn.Module]
+) -> Iterator[PhaseMeter]:
     """Watches the boundaries, given in the order of the forward."""
     meter = PhaseMeter(memory, boundaries)
     # Before FSDP's own hook, which gathers parameters.
-    handles = [model.register_forward_pre_hook(meter.begin_microbatch, prepend=True)]
+    handles = [model.register_forward_pre_hook(partial(meter.begin, 0), prepend=True)]
     for index, module in enumerate(boundaries.values()):
         handles.append(module.register_forward_hook(partial(meter.at_output, index)))
     try:
@@ -118,10 +102,6 @@ def measuring_phases(memory: PeakMeter, model: nn.Module, boundaries: Mapping[st
     finally:
         for handle in handles:
             handle.remove()
-
-
-_UNLIMITED_ROWS = 2
-"""Up to here a need above the limit is measured: one row tells the user what it takes, two make a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +139,11 @@ class TrainingStep(Generic[Sample]):
             raise ValueError("a profile measures several lengths: set `cut` of TrainingStep")
         return self.cut(self.sample, length)
 
+    @property
+    def smallest(self) -> list[Sample]:
+        """The microbatch that needs the least."""
+        return [self.runner.kind.stand_in(self.sample)]
+
 
 class RankReport(NamedTuple):
     """What one rank measured in a probe."""
@@ -184,14 +169,17 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
     if every rank is within its own, and it grows with the rows as the needs of the ranks do.
     """
     tightest = min((report.room for report in reports), key=attrgetter("free_bytes"))
-    reached = [any(column) for column in zip(*(report.peaks for report in reports), strict=True)]
-    shares = [[_scaled(peak, report.room, tightest) for peak in report.peaks] for report in reports]
+
+    def in_tightest(peak_bytes: int, room: Room) -> int:
+        # rounded up: a byte too many stays a byte too many
+        above_resident = max(0, peak_bytes - room.resident_bytes)
+        return tightest.resident_bytes - (-above_resident * tightest.free_bytes // room.free_bytes)
+
     return Peak(
-        # a stage may have no backward, or no update
         phase_bytes={
-            phase: max(column)
-            for phase, column, there in zip(phases, zip(*shares, strict=True), reached, strict=True)
-            if there
+            phase: max(in_tightest(report.peaks[index], report.room) for report in reports)
+            for index, phase in enumerate(phases)
+            if any(report.peaks[index] for report in reports)  # a stage may have no backward, or no update
         },
         fits=True,
         retries=max(report.retries for report in reports),
@@ -200,19 +188,18 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
     )
 
 
-def _scaled(peak_bytes: int, room: Room, tightest: Room) -> int:
-    """The peak in proportion to the tightest rank's room, rounded up: a byte too many stays a byte too many."""
-    above_resident = max(0, peak_bytes - room.resident_bytes)
-    return tightest.resident_bytes - (-above_resident * tightest.free_bytes // room.free_bytes)
+OnProbe: TypeAlias = Callable[[int, Peak | None], object]
+"""Called with the rows of a probe and None when it begins, and with what it measured when it ends."""
 
 
 class Prober:
     """Probes one or several training steps, by name: one after another, while all keep what they keep in training."""
 
-    def __init__(self, steps: Mapping[str, TrainingStep[Any]], memory: MemorySource) -> None:
+    def __init__(
+        self, steps: Mapping[str, TrainingStep[Any]], memory: MemorySource, progress: OnProbe = lambda *_: None
+    ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on."""
-        self._steps = steps
-        self._memory = memory
+        self._steps, self._memory, self._progress = steps, memory, progress
         self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
         self._agreement = Agreement(5 + len(self._phases))
         self._room: Room | None = None
@@ -228,8 +215,13 @@ class Prober:
         the budget: a rank that ran out of memory could not keep its peers company then.
         """
         for beside in (each for step in self._steps.values() for each in step.beside):
-            self._make_resident(beside)
-        self._probe(1, {name: [[step.runner.kind.stand_in(step.sample)]] for name, step in self._steps.items()})
+            with _explaining(1):
+                _, failed = self._run(beside, [beside.smallest], limited=False)
+            if failed:
+                raise UnrecoverableError(
+                    f"rank {failed[0]} ran out of memory in the smallest microbatch of another stage", *NEEDS_LESS
+                )
+        self._probe(1, {name: [step.smallest] for name, step in self._steps.items()})
         self._room = self._reports[rank()].room
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
@@ -239,62 +231,54 @@ class Prober:
             self._probe_rows(1)  # tells what the user needs to know
         raise self.refuse(*NEEDS_LESS)
 
-    def _make_resident(self, step: TrainingStep[Any]) -> None:
-        """Collective: runs a stage once, as small as can be."""
-        with _explaining(1):
-            _, failed_ranks = self._run(step, [[step.runner.kind.stand_in(step.sample)]], limited=False)
-        if failed_ranks:
-            raise UnrecoverableError(
-                f"rank {failed_ranks[0]} ran out of memory in the smallest microbatch of another stage",
-                *NEEDS_LESS,
-            )
-
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
         """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to; a step that
         `accumulates` holds gradients of an earlier microbatch."""
+        self._progress(rows, None)
         self._samples = {name: step.sample_of(length) for name, step in self._steps.items()}
         self._probe_rows(rows, accumulates=accumulates)
         if self._failed:
-            return Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
-        return agreed_peak([": ".join(filter(None, phase)) for phase in self._phases], self._reports)
+            peak = Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
+        else:
+            peak = agreed_peak([": ".join(filter(None, phase)) for phase in self._phases], self._reports)
+        self._progress(rows, peak)
+        return peak
 
     def _probe_rows(self, rows: int, *, accumulates: bool = True) -> None:
-        microbatches = {name: [[sample] * rows] for name, sample in self._samples.items()}
-        if accumulates:
-            for name, step in self._steps.items():
-                microbatches[name].insert(0, [step.runner.kind.stand_in(step.sample)])
+        """Collective: probes so many rows of the worst samples."""
+        microbatches = {
+            name: [*([step.smallest] if accumulates else []), [self._samples[name]] * rows]
+            for name, step in self._steps.items()
+        }
         self._probe(rows, microbatches)
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
-        """Collective: probes, and once more if not even one row fits, which ends a run: what was in the way may pass,
-        say another process on the GPU. All ranks know that some rank failed, so all of them try again."""
-        self._probe_once(rows, microbatches)
-        if rows == 1 and self._failed:
-            self._probe_once(rows, microbatches)
+        """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured.
 
-    def _probe_once(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
-        """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured."""
-        started, retries_before = perf_counter(), self._memory.retries
-        peaks: dict[tuple[str, str], int] = {}
-        self._failed = None
-        for name, step in self._steps.items():
-            with _explaining(rows):
-                measured, failed_ranks = self._run(step, microbatches[name], limited=rows > _UNLIMITED_ROWS)
-            if failed_ranks:
-                self._failed = name, failed_ranks[0]
-                break
-            peaks.update({(name, phase): peak for phase, peak in measured.items()})
-        retries, fullness = self._memory.retries - retries_before, self._memory.fullness
-        release()
-        measured_peaks = tuple(peaks.get(phase, 0) for phase in self._phases)
-        self.exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks, fullness))
-
-    def _own_room(self) -> Room:
-        """The warm-up's room: other processes come and go on a GPU, but a search is for one budget."""
-        if self._room is not None:
-            return self._room
-        self._memory.reset_peak()
-        return Room(self._memory.budget_bytes, self._memory.peak_bytes)
+        If not even one row fits, which ends a run, it tries once more: what was in the way may pass, say another
+        process on the GPU. All ranks know that some rank failed, so all of them try again.
+        """
+        for _ in range(2 if rows == 1 else 1):
+            started, retries_before = perf_counter(), self._memory.retries
+            peaks: dict[tuple[str, str], int] = {}
+            self._failed = None
+            for name, step in self._steps.items():
+                with _explaining(rows):
+                    measured, failed = self._run(step, microbatches[name], limited=rows > _UNLIMITED_ROWS)
+                if failed:
+                    self._failed = name, failed[0]
+                    break
+                peaks.update({(name, phase): peak for phase, peak in measured.items()})
+            retries, fullness = self._memory.retries - retries_before, self._memory.fullness
+            release()
+            # The warm-up's room: other processes come and go on a GPU, but a search is for one budget.
+            if (room := self._room) is None:
+                self._memory.reset_peak()
+                room = Room(self._memory.budget_bytes, self._memory.peak_bytes)
+            measured_peaks = tuple(peaks.get(phase, 0) for phase in self._phases)
+            self.exchange(RankReport(room, retries, perf_counter() - started, measured_peaks, fullness))
+            if self._failed is None:
+                return
 
     def exchange(self, report: RankReport) -> None:
         """Collective: one small table of numbers."""
@@ -306,24 +290,24 @@ class Prober:
 
     def _run(
         self, step: TrainingStep[Any], microbatches: list[list[Any]], *, limited: bool
-    ) -> tuple[dict[str, int], tuple[int, ...]]:
+    ) -> tuple[dict[str, int], list[int]]:
         """Collective: one step: the peak of each phase, and the ranks that ran out of memory."""
         # A step that could not go on after running out of memory must not do so while its need can be measured.
         limit = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
         with measuring_phases(self._memory, step.runner.model, step.boundaries) as meter:
             with limit:
-                attempt = step.runner.attempt(microbatches)
-            if attempt.result is not None and step.update is not None:
+                result, reports = step.runner.attempt(microbatches)
+            if result is not None and step.update is not None:
                 meter.begin_update()
                 # Its collectives cannot be drained, and its need does not depend on the rows: measured, not limited.
                 with self._memory.unlimited():
-                    step.update(attempt.result)
-            if attempt.result is not None:
-                meter.end_phase()
+                    step.update(result)
+            if result is not None:
+                meter.end()
         step.runner.model.zero_grad(set_to_none=True)
-        if attempt.asked_to_stop:
+        if reports.asked_to_stop:
             raise RunStopped("stopped during the search, before the first step")
-        return meter.peaks, attempt.failed_ranks
+        return meter.peaks, [*reports.failed]
 
     def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
         """What the last probe, of one row, needed and did not have; the same on every rank."""
@@ -358,8 +342,26 @@ def _explaining(rows: int) -> AbstractContextManager[None]:
     )
 
 
-OnProbe: TypeAlias = Callable[[int, Peak | None], object]
-"""Called with the rows of a probe and None when it begins, and with what it measured when it ends."""
+@contextmanager
+def _probing(
+    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]], memory: MemorySource | None, progress: OnProbe | None
+) -> Iterator[tuple[Mapping[str, TrainingStep[Any]], Prober]]:
+    """Collective: the steps by name, and a prober of them that leaves nothing behind."""
+    named = steps if isinstance(steps, Mapping) else {"": steps}
+    if not named:
+        raise ValueError("a search needs at least 1 training step, but got none")
+    memory = CudaMemory() if memory is None else memory
+    run = [*named.values(), *(beside for step in named.values() for beside in step.beside)]
+    # Once each: stages may share a model.
+    models = list({id(step.runner.model): step.runner.model for step in run}.values())
+    optimizers = [optimizer for step in run for optimizer in step.optimizers]
+    for model in models:
+        if isinstance(model, fsdp.FSDPModule):  # an evaluation leaves parameters gathered, in storages that will go
+            fsdp.prepare(model)
+    with leaving_no_trace(models, optimizers), REHEARSAL.trial():
+        yield named, Prober(named, memory, progress or (lambda *_: None))
+    # Only now, since a peak restarts from what is in use: until then that was optimizer state of the probes' own.
+    memory.reset_peak()
 
 
 def find_max_batch_size(
@@ -383,25 +385,30 @@ def find_max_batch_size(
     step has several. `memory` is the GPU's by default; on a CPU, a MemoryMeter that is in force. The other arguments
     are those of `search`. Raises OneRowDoesNotFitError, the same on every rank.
     """
-    named = _named(steps)
-    with _probing(named, memory, strategy) as prober:
-        options: dict[str, Any] = {
-            "room": prober.warm_up(),
-            "refuse": prober.refuse,
-            "strategy": strategy,
-            "round_to": round_to,
-            "max_rows": max_rows,
-            "samples_per_step": samples_per_step,
-        }
+    with _probing(steps, memory, progress) as (named, prober):
+        if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in named.values()):
+            raise ConfigError(
+                f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
+                Remedy.MEASURING_STRATEGY,
+            )
+        search_rows = partial(
+            search,
+            room=prober.warm_up(),
+            refuse=prober.refuse,
+            strategy=strategy,
+            round_to=round_to,
+            max_rows=max_rows,
+            samples_per_step=samples_per_step,
+        )
+        alone = partial(prober.measure, accumulates=False)
         if not any(step.runner.trains for step in named.values()):
-            return replace(search(partial(_measure, prober, progress, accumulates=False), **options), accumulates=False)
+            return replace(search_rows(alone), accumulates=False)
         if whole_step_rows is not None:
-            alone = partial(_measure, prober, progress, accumulates=False)
-            found = search(alone, **options, least_rows=whole_step_rows)
-            if found.rows >= whole_step_rows:
-                return replace(found, accumulates=False, reason=f"{found.reason}; a step is one microbatch")
-        found = search(partial(_measure, prober, progress), **options)
-        return replace(found, reason=f"{found.reason}; beside accumulated gradients")
+            result = search_rows(alone, least_rows=whole_step_rows)
+            if result.rows >= whole_step_rows:
+                return replace(result, accumulates=False, reason=f"{result.reason}; a step is one microbatch")
+        result = search_rows(prober.measure)
+        return replace(result, reason=f"{result.reason}; beside accumulated gradients")
 
 
 def profile_memory(
@@ -415,58 +422,12 @@ def profile_memory(
 
     As `find_max_batch_size`, but every step needs a `cut`.
     """
-    named = _named(steps)
-    lengths = SampleLengths(
-        longest=max(step.length for step in named.values()),
-        shortest=max(step.shortest for step in named.values()),
-        knee=max(step.knee for step in named.values()),
-        padded=all(step.runner.kind.padded for step in named.values()),
-    )
-    # "linear", since a profile never runs out of memory on purpose either, and so asks for no recovery.
-    with _probing(named, memory, "linear") as prober:
-        room = prober.warm_up()
-        return profile(partial(_measure, prober, progress), room, lengths, refuse=prober.refuse, most_rows=most_rows)
-
-
-def _named(steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]]) -> Mapping[str, TrainingStep[Any]]:
-    return steps if isinstance(steps, Mapping) else {"": steps}
-
-
-@contextmanager
-def _probing(steps: Mapping[str, TrainingStep[Any]], memory: MemorySource | None, strategy: str) -> Iterator[Prober]:
-    """Collective: a prober that leaves nothing behind."""
-    _check(steps, strategy)
-    memory = CudaMemory() if memory is None else memory
-    run = [*steps.values(), *(beside for step in steps.values() for beside in step.beside)]
-    # Once each: stages may share a model.
-    models = list({id(step.runner.model): step.runner.model for step in run}.values())
-    optimizers = [optimizer for step in run for optimizer in step.optimizers]
-    for model in models:
-        if isinstance(model, fsdp.FSDPModule):  # an evaluation leaves parameters gathered, in storages that will go
-            fsdp.prepare(model)
-    with leaving_no_trace(models, optimizers), REHEARSAL.trial():
-        yield Prober(steps, memory)
-    # Only now, since a peak restarts from what is in use: until then that was optimizer state of the probes' own.
-    memory.reset_peak()
-
-
-def _measure(
-    prober: Prober, progress: OnProbe | None, rows: int, length: int | None = None, *, accumulates: bool = True
-) -> Peak:
-    """Collective: the agreed peak of a microbatch."""
-    if progress is not None:
-        progress(rows, None)
-    peak = prober.measure(rows, length, accumulates=accumulates)
-    if progress is not None:
-        progress(rows, peak)
-    return peak
-
-
-def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:
-    if not steps:
-        raise ValueError("a search needs at least 1 training step, but got none")
-    if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in steps.values()):
-        raise ConfigError(
-            f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
-            Remedy.MEASURING_STRATEGY,
+    with _probing(steps, memory, progress) as (named, prober):
+        lengths = SampleLengths(
+            longest=max(step.length for step in named.values()),
+            shortest=max(step.shortest for step in named.values()),
+            knee=max(step.knee for step in named.values()),
+            padded=all(step.runner.kind.padded for step in named.values()),
         )
+        room = prober.warm_up()
+        return profile(prober.measure, room, lengths, refuse=prober.refuse, most_rows=most_rows)

@@ -16,7 +16,7 @@ many very short ones are measured too, a quarter of them first: that they fit is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtune_adaptive.engine.limits import Surface, SurfaceLimit, covering, fit_surface
@@ -166,19 +166,6 @@ class _Known:
         """The probe of such a microbatch, if there was one."""
         return next((each for each in (*self.points, *self.checks) if (each.rows, each.length) == (rows, length)), None)
 
-    def short_check(self) -> tuple[int, int]:
-        """Rows and length of a microbatch of short rows, with the tokens that fit in the longest."""
-        longest = self.lengths.longest
-        length = max(self.lengths.shortest, longest // 4)
-        return min(self.most_rows, int(self.proven_rows(longest)) * longest // length), length
-
-    def bound(self, knee: int, limit_bytes: int) -> Surface:
-        """Reaches the limit where what was measured ends, in tokens: none needs more in a shorter row, save that
-        tokens up to a knee may need more than late ones."""
-        longest = self.lengths.longest
-        tokens = int(self.proven_rows(longest)) * (min(longest, knee) if knee else longest)
-        return Surface(0.0, bytes_per_token=limit_bytes / tokens, knee=knee)
-
 
 def profile(
     measure: Callable[[int, int], Peak],
@@ -193,43 +180,44 @@ def profile(
     `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. Where one
     row does not fit, raises what `refuse` makes of it.
     """
-    alone = Probe(rows=1, length=lengths.longest, peak=measure(1, lengths.longest))
+
+    def probe(rows: int, length: int, held_out: bool = False) -> Probe:
+        return Probe(rows=rows, length=length, peak=measure(rows, length), held_out=held_out)
+
+    alone = probe(1, lengths.longest)
     if not alone.accepted(room.budget_bytes) and not (alone.peak.retries and alone.peak.fits):
         raise refuse(*NEEDS_LESS)
     known = _Known(room, lengths, most_rows, points=(alone,))
-    while len(known.points) < MOST_POINTS and (at := known.next()) is not None:
-        rows, length, held_out = at
-        point = Probe(rows=rows, length=length, peak=measure(rows, length), held_out=held_out)
-        known = replace(known, points=(*known.points, point))
-    return _checked(known, measure)
-
-
-def _checked(known: _Known, measure: Callable[[int, int], Peak]) -> Profile:
-    """The profile, after probes of what it allows where that is far from what was measured."""
-    found, trusted = _fitted(known), _FAR
-    while (at := known.next_check(found.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
-        check = Probe(rows=at[0], length=at[1], peak=measure(*at))
-        if not check.accepted(known.room.budget_bytes) or _miss(found.surfaces, check) > _SURPRISE:
+    while len(known.points) < MOST_POINTS and (point := known.next()) is not None:
+        known = replace(known, points=(*known.points, probe(*point)))
+    # Probes of what the surfaces allow, where that is far from what was measured.
+    result, trusted = _fitted(known), _FAR
+    while (check := known.next_check(result.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
+        checked = probe(*check)
+        if not checked.accepted(room.budget_bytes) or _miss(result.surfaces, checked) > _SURPRISE:
             trusted = _NEAR
-        known = replace(known, checks=(*known.checks, check))
-        found = _fitted(known)
-    return found if at is None and trusted == _FAR else _bounded(known, measure)
-
-
-def _bounded(known: _Known, measure: Callable[[int, int], Peak]) -> Profile:
-    """The profile, where surfaces were off or are still far from what was measured: no more than that, in tokens."""
-    knee = known.lengths.knee
+        known = replace(known, checks=(*known.checks, checked))
+        result = _fitted(known)
+    if check is None and trusted == _FAR:
+        return result
+    # Surfaces were off, or are still far from what was measured: no more than that, in tokens. None needs more in a
+    # shorter row, save that tokens up to a knee may need more than late ones.
+    longest, knee = lengths.longest, lengths.knee
+    proven_rows = int(known.proven_rows(longest))
     if knee:
-        rows, length = known.short_check()
-        check = known.measured(rows, length)
-        if check is None:
-            check = Probe(rows=rows, length=length, peak=measure(rows, length))
-            known = replace(known, checks=(*known.checks, check))
-        knee = 0 if check.accepted(known.room.budget_bytes) else knee
-    found = _fitted(known)
-    bound = known.bound(knee, found.limit_bytes)
-    bounded = replace(found, surfaces={**found.surfaces, BEYOND: bound})
-    return replace(bounded, constant_tokens=_constant_tokens(bounded.limit, [point.length for point in known.points]))
+        # short rows, with the tokens that fit in the longest
+        length = max(lengths.shortest, longest // 4)
+        rows = min(most_rows, proven_rows * longest // length)
+        short = known.measured(rows, length)
+        if short is None:
+            short = probe(rows, length)
+            known = replace(known, checks=(*known.checks, short))
+        knee = 0 if short.accepted(room.budget_bytes) else knee
+    result = _fitted(known)
+    proven_tokens = proven_rows * (min(longest, knee) if knee else longest)
+    bound = Surface(0.0, bytes_per_token=result.limit_bytes / proven_tokens, knee=knee)
+    bounded = SurfaceLimit({**result.surfaces, BEYOND: bound}, result.limit_bytes)
+    return replace(result, surfaces=bounded.surfaces, constant_tokens=_constant_tokens(bounded, known.points))
 
 
 def _fitted(known: _Known) -> Profile:
@@ -246,22 +234,23 @@ def _fitted(known: _Known) -> Profile:
     for point in known.points:
         # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.
         if point.rows > 1 and not point.accepted(known.room.budget_bytes) and limit.fits(point.rows, point.length):
-            limit = limit.after_oom(point.rows, point.length)
+            limit = limit.after_oom(point.rows, point.length) or limit
     return Profile(
         budget_bytes=known.room.budget_bytes,
         points=points,
         surfaces=surfaces,
         held_out_error=error,
         limit_bytes=limit.budget_bytes,
-        constant_tokens=_constant_tokens(limit, [point.length for point in known.points]),
+        constant_tokens=_constant_tokens(limit, known.points),
     )
 
 
-def _constant_tokens(limit: SurfaceLimit, lengths: list[int]) -> int:
+def _constant_tokens(limit: SurfaceLimit, points: Sequence[Probe]) -> int:
     """A microbatch of no more tokens fits, whatever the length of its rows: the minimum over lengths and phases."""
     fitting = [
-        length * min(surface.rows_within(limit.budget_bytes, length) for surface in limit.surfaces.values())
-        for length in lengths
+        point.length * surface.rows_within(limit.budget_bytes, point.length)
+        for point in points
+        for surface in limit.surfaces.values()
     ]
     return max(1, int(min(*fitting, 2**31)))
 

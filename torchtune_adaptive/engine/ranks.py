@@ -5,6 +5,7 @@ become equal.
 """
 
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +23,10 @@ from torchtune_adaptive.rehearsal import REHEARSAL
 
 Value = TypeVar("Value")
 
-LET_GO_S = 0.2
-"""gloo's threads need microseconds, and milliseconds on a crowded machine."""
-
-
-_ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
+ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups that no microbatch uses, but perhaps a thread that saves: their messages are not counted."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
-"""By the group of all ranks."""
+"""By the group of all ranks, one for tensors on the host; None is the training group."""
 
 
 def rank() -> int:
@@ -45,19 +43,11 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
     return dict(entry.split(":") for entry in config.split(",")).get(device_type)
 
 
-def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Excludes this group from the count of messages: no microbatch uses it, but a thread that saves may."""
-    _ASIDE.add(group)
-    return group
-
-
 def gloo_group_aside() -> dist.ProcessGroup:
     """Collective: a group of all ranks for messages between microbatches."""
-    return aside(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
-
-
-def is_aside(group: dist.ProcessGroup) -> bool:
-    return group in _ASIDE
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    ASIDE.add(group)
+    return group
 
 
 @contextmanager
@@ -67,24 +57,25 @@ def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterat
     try:
         yield
     except Exception as error:
+        remedies: tuple[Remedy, ...] = ()
+        failed = f"{what} failed on rank {rank()} ({error})"
         if is_oom(error):
             if not is_lost():
                 raise
-            raise RanksPartedError(
+            why = (
                 f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: restart from the "
                 "last checkpoint, if there is one; NCCL does not need this memory"
-            ) from error
-        failed = f"{what} failed on rank {rank()} ({error})"
+            )
         # NCCL's text where a CUDA call failed inside it, perhaps for lack of memory, and left it half done.
-        if "unhandled cuda error" in str(error):
-            raise RanksPartedError(
-                f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint",
-                Remedy.ROOM_FOR_NCCL,
-            ) from error
-        raise RanksPartedError(
-            f"{failed}; another rank has exited or the network has failed, so the ranks are out of step: restart, from "
-            "the last checkpoint if there is one"
-        ) from error
+        elif "unhandled cuda error" in str(error):
+            why = f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint"
+            remedies = (Remedy.ROOM_FOR_NCCL,)
+        else:
+            why = (
+                f"{failed}; another rank has exited or the network has failed, so the ranks are out of step: restart, "
+                "from the last checkpoint if there is one"
+            )
+        raise RanksPartedError(why, *remedies) from error
 
 
 class Agreement:
@@ -101,7 +92,11 @@ class Agreement:
         # would move it from under the tensor.
         self._cells = memoryview(array("d", bytes(8 * columns * world_size())))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
-        self._group = _host_group() if dist.is_initialized() else None
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not None and world not in _HOST_GROUPS:
+            # all agreements share it, since a group opens a connection between any two of its ranks
+            _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else gloo_group_aside()
+        self._group = None if world is None else _HOST_GROUPS[world]
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Collective: the rows of all ranks, in order of rank."""
@@ -116,26 +111,26 @@ class Agreement:
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
 
-class EqualCounts:
-    """Checks that all ranks have the same number of samples, without a collective, and free while the number stays.
+class EqualSteps:
+    """Checks that all ranks have the same step before them, without a collective, and free while it stays as it is.
 
-    A rank whose number changes writes it into the group's store, and reads its peers' once all of them have begun the
-    step. A peer whose number has not changed has written nothing. Without the check, such ranks would wait for each
+    A rank whose step changes writes that into the group's store, and reads what its peers have written once all of them
+    have begun the step. Without the check, ranks with different numbers of samples, or limits, would wait for each
     other in different collectives until the group's timeout.
     """
 
     _made = 0
 
     def __init__(self) -> None:
-        self._name = f"torchtune_adaptive/samples/{EqualCounts._made}"  # made in the same order on every rank
-        EqualCounts._made += 1
-        self._count, self._changes, self._changed = 0, 0, False
+        self._name = f"torchtune_adaptive/step/{EqualSteps._made}"  # made in the same order on every rank
+        EqualSteps._made += 1
+        self._own, self._changes, self._changed = "", 0, False
 
-    def announce(self, count: int) -> None:
+    def announce(self, step: str) -> None:
         """Before the first collective of a step."""
-        if count != self._count and world_size() > 1 and dist.get_backend() != "fake":  # whose peers write nothing
-            self._count, self._changes, self._changed = count, self._changes + 1, True
-            _store().set(self._key(rank()), str(count))
+        if step != self._own and world_size() > 1 and dist.get_backend() != "fake":  # whose peers write nothing
+            self._own, self._changes, self._changed = step, self._changes + 1, True
+            _store().set(self._key(rank()), step)
             _store().check([self._key(rank())])  # a TCPStore does not acknowledge `set`: a peer might not find it yet
 
     def check(self) -> None:
@@ -146,12 +141,12 @@ class EqualCounts:
         if torch.cuda.is_initialized():  # the host is ahead of what the GPU has communicated
             torch.cuda.synchronize()
         store, keys = _store(), [self._key(each) for each in range(world_size())]
-        counts = [store.get(key).decode() if store.check([key]) else "as many as before" for key in keys]
-        if set(counts) != {str(self._count)}:
+        steps = [store.get(key).decode() if store.check([key]) else "as many as before" for key in keys]
+        if set(steps) != {self._own}:
             raise UnrecoverableError(
-                f"the ranks have different numbers of samples in one step ({', '.join(counts)}, by rank), so they "
-                "would wait for each other in different collectives: pass the same number on every rank, or use a "
-                "TokenLimit and a SampleKind with a filler"
+                f"the ranks have different numbers of samples or microbatches in one step ({', '.join(steps)}, by "
+                "rank), so they would wait for each other in different collectives: pass the same number and the same "
+                "limit on every rank, or use a TokenLimit and a SampleKind with a filler"
             )
 
     def _key(self, rank: int) -> str:
@@ -162,16 +157,6 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _host_group() -> dist.ProcessGroup | None:
-    """Collective: a group of all ranks for tensors on the host; None is the training group. All agreements share it,
-    since a group opens a connection between any two of its ranks."""
-    world = dist.group.WORLD
-    assert world is not None, "there is a group of all ranks"
-    if world not in _HOST_GROUPS:
-        _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else gloo_group_aside()
-    return _HOST_GROUPS[world]
-
-
 def let_go() -> None:
     """Gives gloo's threads time to drop their tensors, for which they need the interpreter's lock.
 
@@ -179,7 +164,7 @@ def let_go() -> None:
     it these threads, beyond `destroy_process_group` (pytorch #179291).
     """
     if dist.is_initialized() and backend_for("cpu") == "gloo":
-        time.sleep(LET_GO_S)
+        time.sleep(0.2)  # they need microseconds, and milliseconds on a crowded machine
 
 
 def from_all_ranks(value: Value) -> list[Value]:
@@ -207,15 +192,6 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return total
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WEIGHTS = 251
-"""Numbers in a row of what is summed; prime, so that the rows of a matrix begin at different places."""
-_ROWS_AT_ONCE = 4096
-"""Eight megabytes, once they are 64 bits each."""
-_MODULUS = 2**52
-"""Every number below it is one of float64, in which the ranks agree."""
-
-
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Collective: the mean over all ranks, as FSDP has it, where every rank holds the whole model.
 
@@ -234,30 +210,26 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
     """Collective, where there are replicas: raises on all ranks if those of any shard differ in a bit."""
-    of_holders: dict[object, list[Tensor]] = {}
+    replicated: dict[object, list[Tensor]] = {}  # by the ranks that hold the same
     for parameter in (each for model in models for each in model.parameters()):
         if not isinstance(parameter, DTensor):
-            of_holders.setdefault("every rank", []).append(parameter)
+            replicated.setdefault("every rank", []).append(parameter)
         # not those of which each rank has a part of its own, as most are under tensor parallelism
         elif dims := _replicated_dims(parameter):
-            of_holders.setdefault((parameter.device_mesh, dims), []).append(parameter)
-    if not of_holders or world_size() == 1:
+            replicated.setdefault((parameter.device_mesh, dims), []).append(parameter)
+    if not replicated or world_size() == 1 or REHEARSAL.on:
         return
-    row = [each for held in of_holders.values() for each in (_first_holder(held[0]), checksum(held))]
+    row = [number for shards in replicated.values() for number in (_first_holder(shards[0]), checksum(shards))]
     table = Agreement(len(row)).gather(row)
     for column in range(0, len(row), 2):
         for rank, sums in enumerate(table):
             first = int(sums[column])
             if sums[column + 1] != table[first][column + 1]:
-                raise _unlike(rank, first)
-
-
-def _unlike(rank: int, first: int) -> UnrecoverableError:
-    return UnrecoverableError(
-        f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: replicas get the "
-        "same gradients, so they would never become equal; load the same weights on all ranks, or call "
-        "torchtune_adaptive.make_replicas_alike(model.parameters()) before the first step"
-    )
+                raise UnrecoverableError(
+                    f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: "
+                    "replicas get the same gradients, so they would never become equal; load the same weights on all "
+                    "ranks, or call torchtune_adaptive.make_replicas_alike(model.parameters()) before the first step"
+                )
 
 
 def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
@@ -266,16 +238,11 @@ def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
     For what is initialised after sharding, from random generators that differ from rank to rank.
     """
     for parameter in parameters:
-        for group in _replica_groups(parameter):
-            with explaining_failures("the synchronization of replicas"):
-                dist.broadcast(_local(parameter), group=group, group_src=0)
-
-
-def _replica_groups(parameter: Tensor) -> Iterator[dist.ProcessGroup]:
-    """The groups whose ranks hold the same shard of a parameter."""
-    if isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor):
+            continue
         for dim in _replicated_dims(parameter):
-            yield parameter.device_mesh.get_group(dim)
+            with explaining_failures("the synchronization of replicas"):
+                dist.broadcast(_local(parameter), group=parameter.device_mesh.get_group(dim), group_src=0)
 
 
 def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
@@ -297,29 +264,12 @@ def _first_holder(parameter: Tensor) -> int:
 
 def checksum(parameters: Iterable[Tensor]) -> int:
     """A checksum of this rank's shards, bit by bit: NaN equals itself, and -0.0 is not 0.0."""
-    total = 0
+    checked = 0
     for parameter in parameters:
-        local = _local(parameter).contiguous()
-        if type(local) is Tensor and local.numel():  # what wraps tensors has no bits of its own
-            bits = local.view(_BITS[local.element_size()]).flatten()
-            total = (31 * total + _weighted_sum(bits)) % _MODULUS
-    return total
-
-
-def _weighted_sum(bits: Tensor) -> int:
-    """Other numbers, or the same ones in another order, have another sum.
-
-    In pieces: torch makes a copy of what it sums in another type, and this may run where memory is tight.
-    """
-    weights = torch.arange(1, _ROWS_AT_ONCE + 1, device=bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    rows = len(bits) // _WEIGHTS
-    for piece in bits[: rows * _WEIGHTS].view(rows, _WEIGHTS).split(_ROWS_AT_ONCE):
-        of_columns, of_rows = (piece.sum(dim, dtype=torch.int64) for dim in (0, 1))
-        # each row and each column counts by its place, and each piece by that of what comes after it
-        total = 31 * total + (of_columns * weights[:_WEIGHTS]).sum() + 7 * (of_rows * weights[: len(piece)]).sum()
-    rest = bits[rows * _WEIGHTS :].to(torch.int64)
-    return int(31 * total + (rest * weights[: len(rest)]).sum())
+        local = _local(parameter)
+        if type(local) is Tensor:  # what wraps tensors has no bits of its own
+            checked = zlib.crc32(local.cpu().flatten().view(torch.uint8).numpy().data, checked)
+    return checked
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtune_adaptive.engine.governor import CompletedStep
 from torchtune_adaptive.engine.limits import Microbatch
-from torchtune_adaptive.engine.plans import Load, Plan
+from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.text import format_apart
 
 
@@ -86,15 +86,6 @@ class StepResult:
     """Whether some rank was asked to end the run: all of them know it at the same step."""
 
 
-class Attempt(NamedTuple):
-    """One attempt at a step, the same on all ranks."""
-
-    result: StepResult | None
-    """None where some rank ran out of memory: there are no gradients then."""
-    failed_ranks: tuple[int, ...]
-    asked_to_stop: bool = False
-
-
 class Report(NamedTuple):
     """One rank's attempt, in numbers: they travel as one row of a table."""
 
@@ -141,12 +132,14 @@ class Reports(tuple[Report, ...]):
         return {rank: report.microbatch for rank, report in enumerate(self) if report.failed}
 
     @property
-    def completed(self) -> CompletedStep:
-        return CompletedStep(
-            target_tokens=self.target_tokens,
-            seconds=max(report.seconds for report in self),
-            retrying={rank: report.microbatch for rank, report in enumerate(self) if report.retries},
-        )
+    def retrying(self) -> dict[int, Microbatch]:
+        """Ranks whose allocator flushed its cache in this step, each with its largest microbatch."""
+        return {rank: report.microbatch for rank, report in enumerate(self) if report.retries}
+
+    @property
+    def rate(self) -> float:
+        """Target tokens a second. In a rehearsal, where nothing takes its time, always the same: smaller sizes stay."""
+        return 1.0 if REHEARSAL.on else self.target_tokens / max(report.seconds for report in self)
 
     @property
     def fullest(self) -> Fullest | None:
@@ -156,11 +149,11 @@ class Reports(tuple[Report, ...]):
     @property
     def shortage(self) -> str | None:
         """What the rank with the least memory had, of those that ran out of it; None where nothing measures that."""
-        of_failed = {rank: each for rank, each in enumerate(self) if each.failed and each.budget_bytes}
-        if not of_failed:
+        measured = [(each.budget_bytes, rank) for rank, each in enumerate(self) if each.failed and each.budget_bytes]
+        if not measured:
             return None
-        rank = min(of_failed, key=lambda rank: of_failed[rank].budget_bytes)
-        budget, peak = format_apart(self[rank].budget_bytes, self[rank].peak_bytes)
+        budget_bytes, rank = min(measured)
+        budget, peak = format_apart(budget_bytes, self[rank].peak_bytes)
         return f"rank {rank} peaked at {peak} of its budget of {budget}"
 
     @property
@@ -168,36 +161,20 @@ class Reports(tuple[Report, ...]):
         return int(sum(report.target_tokens for report in self))
 
     @property
-    def imbalance(self) -> float:
-        costs = [report.cost for report in self]
-        # summed exactly, so that it is never less than 1, and 1 where all have the same to do
-        return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
-
-    @property
     def upcoming_microbatches(self) -> int:
-        return int(max(report.upcoming_microbatches for report in self))
-
-    @property
-    def foreign_messages(self) -> int:
-        return int(max(report.foreign_messages for report in self))
+        """The most that any rank needs for the next step; 0 unless all of them know."""
+        needs = [int(report.upcoming_microbatches) for report in self]
+        return max(needs) if all(needs) else 0
 
     @property
     def asked_to_stop(self) -> bool:
         return any(report.asked_to_stop for report in self)
 
     @property
-    def gradients(self) -> bool:
-        return any(report.gradients for report in self)
-
-    @property
-    def load(self) -> Load:
-        return Load(
-            tokens=int(sum(report.tokens for report in self)),
-            padded_tokens=int(sum(report.padded_tokens for report in self)),
-            most_rows=int(max(report.most_rows for report in self)),
-            most_tokens=int(max(report.most_tokens for report in self)),
-            cost=sum(report.cost for report in self),
-        )
+    def imbalance(self) -> float:
+        costs = [report.cost for report in self]
+        # summed exactly, so that it is never less than 1, and 1 where all have the same to do
+        return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
 
     def check_positions(self) -> None:
         """Raises where the ranks have issued different numbers of collectives."""
@@ -214,9 +191,8 @@ def exchange(agreement: Agreement, report: Report) -> Reports:
     return Reports(Report(*row) for row in agreement.gather(report))
 
 
-def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
+def result_of(totals: Totals, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
     """Collective: for sums, and on CUDA for the loss, which did not ride on the agreement."""
-    assert totals is not None, "a step in which a rank ran out of memory has no result"
     names = sorted(totals.sums)
     mine = [totals.sums[name] for name in names]
     if totals.loss_sum.device.type == "cpu":
@@ -229,27 +205,16 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
         target_tokens=reports.target_tokens,
         microbatches=microbatches,
         recoveries=recoveries,
-        load=reports.load,
+        load=Load(
+            tokens=int(sum(report.tokens for report in reports)),
+            padded_tokens=int(sum(report.padded_tokens for report in reports)),
+            most_rows=int(max(report.most_rows for report in reports)),
+            most_tokens=int(max(report.most_tokens for report in reports)),
+            cost=sum(report.cost for report in reports),
+        ),
         retries=int(sum(report.retries for report in reports)),
         imbalance=reports.imbalance,
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,
         asked_to_stop=reports.asked_to_stop,
     )
-
-
-def troubling(
-    plan: Plan, lengths: Sequence[int], failed: int | None, retries: int, *, padded: bool = True
-) -> Microbatch:
-    """The microbatch that ran out of memory; where the allocator retried, the largest; else nothing."""
-    if failed is not None:
-        return _size_of(plan[failed], lengths, padded)
-    if retries:
-        return max((_size_of(rows, lengths, padded) for rows in plan), key=lambda size: size.room_tokens)
-    return Microbatch(0, 0)
-
-
-def _size_of(rows: Sequence[int], lengths: Sequence[int], padded: bool) -> Microbatch:
-    """The size of a microbatch of these samples; an empty one counts as one row, for its stand-in."""
-    own = [lengths[index] for index in rows] or [1]
-    return Microbatch(len(own), max(own), None if padded else sum(own))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, rungs_up_to
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, check_choice
@@ -33,11 +33,6 @@ class Peak:
     fullness: float = 0.0
     """The largest share of a rank's memory that its allocator took, cached blocks included; 0 where none are cached."""
     seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.fits and not self.phase_bytes:
-            raise ValueError("a probe that fit has measured at least one phase")
-        object.__setattr__(self, "phase_bytes", dict(self.phase_bytes))
 
     @property
     def peak_bytes(self) -> int | None:
@@ -86,9 +81,8 @@ class Probe:
 NEEDS_LESS = (Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 
 
-class Refuse(Protocol):
-    def __call__(self, *remedies: Remedy) -> OneRowDoesNotFitError:
-        """The error for the row that was measured last: who measured it knows the rank and the numbers."""
+Refuse: TypeAlias = Callable[..., OneRowDoesNotFitError]
+"""Makes the error for the row that was measured last, with these remedies: who measured it knows the numbers."""
 
 
 def one_row_error(
@@ -109,14 +103,13 @@ def one_row_error(
 
 def phase_points(probes: Sequence[Probe]) -> dict[str, dict[tuple[int, int], int]]:
     """Measured bytes by rows and length for each phase, from the probes that ran to their end."""
-    points: dict[str, dict[tuple[int, int], int]] = {}
     complete = [probe for probe in probes if probe.peak.fits]
-    for probe in complete:
-        for phase, phase_bytes in probe.peak.phase_bytes.items():
-            points.setdefault(phase, {})[probe.rows, probe.length] = phase_bytes
-    if any(len(measured) != len(complete) for measured in points.values()):
-        raise ValueError(f"every complete probe measures the same phases; got {list(points)} only in part")
-    return points
+    phases = list(complete[0].peak.phase_bytes) if complete else []
+    if any(list(probe.peak.phase_bytes) != phases for probe in complete):
+        raise ValueError(f"every complete probe measures the same phases, but not all of these have {phases}")
+    return {
+        phase: {(probe.rows, probe.length): probe.peak.phase_bytes[phase] for probe in complete} for phase in phases
+    }
 
 
 def phase_rows(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
@@ -172,9 +165,6 @@ class History:
     resident_bytes: int = 0
     """What is there at every point of a step, however few the rows: weights and optimizer state."""
     probes: tuple[Probe, ...] = ()
-
-    def plus(self, probe: Probe) -> History:
-        return replace(self, probes=(*self.probes, probe))
 
     @property
     def rejected(self) -> tuple[Probe, ...]:
@@ -387,17 +377,14 @@ def search(
     history = History(room.budget_bytes, rungs, most, room.resident_bytes)
     while history.may_reach(least_rows) and (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows=rows, peak=measure(rows))
-        history = history.plus(probe)
+        history = replace(history, probes=(*history.probes, probe))
         if rows == 1 and not probe.accepted(room.budget_bytes):
             raise refuse(*NEEDS_LESS)
-    return _result(history, strategy, round_to, samples_per_step)
-
-
-def _result(history: History, strategy: str, round_to: str, samples_per_step: int | None) -> SearchResult:
-    most = history.fit_rows
-    promised = max(most, _promised(history, strategy))
-    fits_rows = float(promised if promised < history.too_many or not history.rejected else most)
-    rows = history.rung_at_most(most)
+    # Only lines promise more rows than were measured, up to those that did not fit.
+    fits_rows = float(max(history.fit_rows, history.predicted_rows if strategy == "linear" else 0.0))
+    if history.rejected and fits_rows >= history.too_many:
+        fits_rows = float(history.fit_rows)
+    chosen = history.rung_at_most(history.fit_rows)
     return SearchResult(
         strategy=strategy,
         round_to=round_to,
@@ -405,14 +392,9 @@ def _result(history: History, strategy: str, round_to: str, samples_per_step: in
         probes=history.probes,
         lines=fit_lines(history.probes),
         fits_rows=fits_rows,
-        rows=rows,
-        reason=_reason(history, fits_rows, rows, round_to, samples_per_step),
+        rows=chosen,
+        reason=_reason(history, fits_rows, chosen, round_to, samples_per_step),
     )
-
-
-def _promised(history: History, strategy: str) -> float:
-    """Rows that were not measured, but are said to fit."""
-    return history.predicted_rows if strategy == "linear" else 0.0
 
 
 def _reason(history: History, fits_rows: float, rows: int, round_to: str, samples_per_step: int | None) -> str:

@@ -9,6 +9,8 @@ A step is a fixed list of samples. What fits is a limit. Running out of memory c
 5. Agreement: every rank gets one small table of all ranks' reports.
 6. If no rank failed, gradients are complete. Otherwise all ranks discard theirs, restore their random generators, and
    start again at 1, under the same smaller limit; only a single row that fails is retried once under the same one.
+
+`StepRunner.run` has 1, 5 and 6, `StepRunner._attempt` has 2 to 4.
 """
 
 from __future__ import annotations
@@ -25,31 +27,22 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from torch import nn
 
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.governor import RECOVERY, Change, Governor, LimitState, in_step
+from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.ledger import CollectiveLedger
-from torchtune_adaptive.engine.limits import Limit
+from torchtune_adaptive.engine.limits import Limit, Microbatch
 from torchtune_adaptive.engine.memory import Gauge, MemorySource, RngState
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
-from torchtune_adaptive.engine.plans import Plan, join_step, load_of, plan_step, spread, spread_joined
+from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, spread
 from torchtune_adaptive.engine.ranks import (
     Agreement,
-    EqualCounts,
+    EqualSteps,
     average_gradients,
     compare_replicas,
     let_go,
     rank,
     world_size,
 )
-from torchtune_adaptive.engine.reports import (
-    Attempt,
-    Report,
-    Reports,
-    StepResult,
-    Totals,
-    exchange,
-    result_of,
-    troubling,
-)
+from torchtune_adaptive.engine.reports import Report, Reports, StepResult, Totals, exchange, result_of
 from torchtune_adaptive.errors import (
     LimitExhaustedError,
     RecoveryUnsupportedError,
@@ -88,10 +81,6 @@ class SampleKind(Generic[Sample]):
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
         """A sample without tokens counts as one of padding: it takes room too, and no limit divides by its length."""
         return [max(1, self.length_of(sample)) for sample in samples]
-
-    def row_lengths(self, samples: Sequence[Sample]) -> list[Sequence[int]] | None:
-        """The tokens of every row; None where each sample is one."""
-        return None if self.row_lengths_of is None else [*map(self.row_lengths_of, samples)]
 
 
 class Recovery:
@@ -135,14 +124,13 @@ class Recovery:
             raise ValueError(f"this Recovery has a runner for stage {stage!r} already: give each its own `stage`")
         self._stages.add(stage)
 
-    def with_gradients(self, *but: nn.Module) -> list[nn.Module]:
-        """The other models that have gradients now."""
-        others = [each for each in self.models if not any(each is known for known in but)]
-        return [each for each in others if any(p.grad is not None for p in each.parameters())]
-
     def owned_by(self, model: nn.Module) -> list[nn.Module]:
         """The models that a stage of this model owns."""
         return [each for each in self.models if each is model or not any(p.requires_grad for p in each.parameters())]
+
+    def gradients_beside(self, model: nn.Module) -> int:
+        """How many of the other models have gradients now."""
+        return sum(_has_gradients(each) for each in self.models if each is not model)
 
     def prepare(self) -> None:
         """Before each step. Collective the first time: compares replicas, since weights may be loaded until then."""
@@ -157,6 +145,18 @@ class Recovery:
         self._closed = True
         self.ledger.close()
         let_go()
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
+class _Ahead(NamedTuple):
+    """The plan of the next step, where its samples are known."""
+
+    limit: Limit
+    lengths: list[int]
+    plan: Plan
 
 
 class StepRunner(Generic[Sample]):
@@ -189,25 +189,28 @@ class StepRunner(Generic[Sample]):
         stage: str = "",
     ) -> None:
         """Collective, as `Recovery` is."""
-        self.model, self.kind, self.stage = model, kind, stage
-        self.recovery = recovery or Recovery(model)
         if not hasattr(limit, "by_length"):
             raise TypeError(f"the limit of a StepRunner is {limit!r}; pass RowLimit({limit!r}) or a TokenLimit")
+        if not isinstance(kind, SampleKind):
+            raise TypeError(f"the kind of a StepRunner is {kind!r}; pass SampleKind(length_of=..., stand_in=...)")
+        self.model, self.kind, self.stage = model, kind, stage
+        self.recovery = recovery or Recovery(model)
+        self.recovery.add_stage(stage, model)
         self.recovers = self.recovery.enabled
         """Whether an attempt can be repeated; False from the moment on that its microbatches communicate themselves."""
         self.trains: bool | None = None
         """Whether microbatches leave gradients; None until the first attempt has succeeded."""
         self.current_step: int | None = None
-        """The number of the step that runs; None between two steps."""
+        """The number of the step that runs or has run last; None after `attempt`, which belongs to no step."""
         self._forward_backward, self._ledger = forward_backward, self.recovery.ledger
-        self._planner = Planner(self.recovery.agreement, padded=kind.padded)
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
-        self._gauge, self._counts = Gauge(shared=bool(stage)), EqualCounts()
-        self.recovery.add_stage(stage, model)
-        self._had_gradients: list[nn.Module] = []  # models that had gradients before the first attempt
-        self._checks_counts = fsdp.gathers_from_all(model)  # else a collective does not show that all have begun
         self._around_pass: AroundPass = lambda _: nullcontext()
+        self._ahead: _Ahead | None = None
+        self._gradients_beside = 0  # models of other stages that had some before the first attempt
+        self._equal_steps = EqualSteps()
+        self._checks_steps = fsdp.gathers_from_all(model)  # else a collective does not show that all have begun
         self._averages = world_size() > 1 and fsdp.is_whole(model)
+        self.watch(None)
 
     @property
     def limit(self) -> Limit:
@@ -216,7 +219,7 @@ class StepRunner(Generic[Sample]):
 
     @property
     def recoveries(self) -> int:
-        return self._governor.counters.recoveries
+        return self._governor.recoveries
 
     def use_limit(self, limit: Limit) -> None:
         """Sets the limit from the next step on; where recovery has come down to less, that stays."""
@@ -232,7 +235,7 @@ class StepRunner(Generic[Sample]):
 
     def watch(self, memory: MemorySource | None) -> None:
         """Watches memory from the next step on: results have its peak, and a thrashing allocator changes the limit."""
-        self._gauge = self._gauge.for_memory(memory)
+        self._gauge = Gauge(memory, shared=bool(self.stage))
 
     @contextmanager
     def wrapping(self, around: AroundPass) -> Iterator[None]:
@@ -274,91 +277,124 @@ class StepRunner(Generic[Sample]):
         """
         self._check(samples)
         self.current_step = step
-        try:
-            return self._run_until_it_fits(samples, step, upcoming)
-        finally:
-            self.current_step = None
-
-    def _run_until_it_fits(self, samples: Sequence[Sample], step: int, upcoming: Sequence[Sample] | None) -> StepResult:
         self._gauge.begin_step()
-        lengths, rng = self.kind.lengths(samples), RngState.capture()
-        recoveries = 0
+        lengths, rng, recoveries = self.kind.lengths(samples), RngState.capture(), 0
         while True:
-            plan = self._planner.plan(lengths, self.limit)
-            if self._checks_counts and not self.limit.by_length:
-                self._counts.announce(len(samples))
+            plan = self._plan(lengths)
+            if self._checks_steps and not self.limit.by_length:
+                self._equal_steps.announce(f"{len(samples)} in {len(plan)}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
             totals, failed = self._attempt(samples, plan)
             # Before the agreement, which carries the number of microbatches of the next step along.
-            ahead = self._planner.look_ahead(None if upcoming is None else self.kind.lengths(upcoming), self.limit)
+            ahead = self._plan_ahead(upcoming) if upcoming is not None and self.limit.by_length else None
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
-            if not reports.failed:
+            if totals is not None and not reports.failed:
                 self._gauge.end_step()
-                self._planner.keep(ahead, reports.upcoming_microbatches)
-                self._reconsider(reports, step)
+                if ahead is not None and (most := reports.upcoming_microbatches):
+                    same_number = spread(ahead.plan, ahead.lengths, ahead.limit, most, padded=self.kind.padded)
+                    self._ahead = ahead._replace(plan=same_number)
+                # Without recovery no other limit can be tried.
+                if self.recovers and (change := self._governor.completed(step, reports.rate, reports.retrying)):
+                    self._tell(change, reports)
                 return self._complete(totals, reports, plan, recoveries)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
             del totals  # a loss on the device, where this rank had not failed
             self._discard()
             rng.restore()
-            lost_seconds = time.perf_counter() - began
-            self._tell(replace(self._shrink(reports, step), lost_seconds=lost_seconds), reports)
+            change = self._governor.out_of_memory(reports.failed, step)
+            if change.kind == EXHAUSTED:
+                raise self._exhausted(change, reports)
+            self._tell(replace(change, lost_seconds=time.perf_counter() - began), reports)
             recoveries += 1
 
-    def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> Attempt:
+    def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, Reports]:
         """Collective: forward and backward over exactly these microbatches, once.
 
-        Nothing shrinks and nothing is run again: where memory runs out, on any rank, all gradients are dropped.
-        Random generators stay where the attempt left them.
+        Nothing shrinks and nothing is run again: where memory runs out, on any rank, there is no result, and all
+        gradients are dropped. Random generators stay where the attempt left them.
         """
         samples = [sample for microbatch in microbatches for sample in microbatch]
         self._check(samples)
+        self.current_step = None
         numbers = iter(range(len(samples)))
         plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
         totals, failed = self._attempt(samples, plan)
         reports = self._agree(totals, failed, plan, samples)
-        if reports.failed:
-            self._discard()
-            return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
-        return Attempt(self._complete(totals, reports, plan, 0), (), reports.asked_to_stop)
+        if totals is not None and not reports.failed:
+            return self._complete(totals, reports, plan, 0), reports
+        self._discard()
+        return None, reports
 
     def _check(self, samples: Sequence[Sample]) -> None:
         self.recovery.prepare()
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got none")
-        if self._has_gradients():
+        if _has_gradients(self.model):
             raise ValueError(
                 "parameters have gradients from before this step, which would mix with its own; "
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
 
+    def _plan(self, lengths: list[int]) -> Plan:
+        """Collective, under a limit by length that was not planned for ahead: equally many microbatches on every rank.
+
+        Under a limit by rows, ranks with equally many samples have that anyway.
+        """
+        limit, padded, ahead = self.limit, self.kind.padded, self._ahead
+        self._ahead = None
+        if ahead is not None and ahead.limit == limit:
+            if ahead.lengths != lengths:
+                raise ValueError("the samples differ from those announced as `upcoming`; pass the same ones")
+            return ahead.plan
+        plan = plan_step(lengths, limit, padded=padded)
+        if not limit.by_length:
+            return plan
+        most = exchange(self.recovery.agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
+        return spread(plan, lengths, limit, most, padded=padded)
+
+    def _plan_ahead(self, upcoming: Sequence[Sample]) -> _Ahead:
+        """The fewest microbatches that the next step takes on this rank."""
+        limit, lengths = self.limit, self.kind.lengths(upcoming)
+        return _Ahead(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
+
     def _attempt(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory. After either,
         all ranks are at the same position."""
         if self.trains is None:
-            self._had_gradients = self.recovery.with_gradients(self.model)
+            self._gradients_beside = self.recovery.gradients_beside(self.model)
+        totals: Totals | None = None
+        microbatches = [[samples[index] for index in rows] or self._nothing(samples) for rows in plan]
         try:
-            return self._run_microbatches(samples, plan)
+            self._ledger.begin_step(len(microbatches), self.recovery.owned_by(self.model), self.stage)
+            for number, (rows, microbatch) in enumerate(zip(plan, microbatches, strict=True)):
+                try:
+                    self._ledger.begin_microbatch(number)
+                    with self._around_pass("microbatch"), self._ledger.listening():
+                        own = Totals.of(self._forward_backward(microbatch))
+                    self._ledger.end_microbatch()
+                    totals = own if totals is None else totals.plus(own)
+                except Exception as error:
+                    if not (self.recovery.enabled and is_oom(error)):
+                        raise
+                    forget_frames(error)
+                else:
+                    if number == 0:
+                        self._equal_steps.check()
+                    if not rows and own.target_tokens:
+                        raise ValueError(
+                            "`filler` returned a sample that counts in the loss; return one without labels"
+                        )
+                    continue
+                # Outside of `except`, whose traceback would keep the failed pass alive. Before the drain, which has to
+                # know whether what was issued is how the record begins.
+                self._ledger.break_off_microbatch()
+                self._drain(samples[rows[0] if rows else 0])
+                return None, number
         except BaseException:
             self._ledger.abandon()
             raise
-
-    def _run_microbatches(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
-        totals: Totals | None = None
-        microbatches = [[samples[index] for index in rows] or self._nothing(samples) for rows in plan]
-        self._ledger.begin_step(len(microbatches), self.recovery.owned_by(self.model), self.stage)
-        for number, (rows, microbatch) in enumerate(zip(plan, microbatches, strict=True)):
-            before = totals
-            totals = self._run_microbatch(number, microbatch, before)
-            if totals is None:  # outside of `except`, whose traceback would keep the failed pass alive
-                self._drain(samples[rows[0] if rows else 0])
-                return None, number
-            if number == 0:
-                self._counts.check()
-            if not rows and totals.target_tokens != (before.target_tokens if before else 0):
-                raise ValueError("`filler` returned a sample that counts in the loss; return one without labels")
         return totals, None
 
     def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -370,28 +406,24 @@ class StepRunner(Generic[Sample]):
             )
         return [self.kind.filler(samples[0])]
 
-    def _run_microbatch(self, number: int, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
-        """Collective: adds a microbatch to the totals; None if it ran out of memory."""
-        try:
-            self._ledger.begin_microbatch(number)
-            with self._around_pass("microbatch"), self._ledger.listening():
-                totals = Totals.of(self._forward_backward(samples))
-            self._ledger.end_microbatch()
-            return totals if before is None else before.plus(totals)
-        except Exception as error:
-            if not (self.recovery.enabled and is_oom(error)):
-                raise
-            forget_frames(error)
-        # Before the drain, which has to know whether what was issued is how the record begins.
-        self._ledger.break_off_microbatch()
-        return None
-
     def _drain(self, sample: Sample) -> None:
         """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
         # A drain may run out of memory too. What it has issued by then counts, so each try goes on from there, and
         # only one that gets nowhere is the end.
         stuck_at: int | None = None
-        while not self._try_to_drain(sample):
+        while True:
+            try:
+                # Gradients first: what they hold may be what the drain needs.
+                self._discard()
+                release()
+                # Any sample will do, since FSDP communicates no data. It is run only if there is no record yet.
+                with self._around_pass("drain"):
+                    self._ledger.drain(lambda: self._forward_backward([self.kind.stand_in(sample)]))
+                return
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                forget_frames(error)
             if (position := self._ledger.position) == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with only its shard of the training state allocated, so it "
@@ -400,22 +432,6 @@ class StepRunner(Generic[Sample]):
                     Remedy.LARGER_BUDGET,
                 )
             stuck_at = position
-
-    def _try_to_drain(self, sample: Sample) -> bool:
-        """Collective: frees everything, then drains; False if that ran out of memory too."""
-        try:
-            # Gradients first: what they hold may be what the drain needs.
-            self._discard()
-            release()
-            # Any sample will do, since FSDP communicates no data. The stand-in runs only if there is no record yet.
-            with self._around_pass("drain"):
-                self._ledger.drain(lambda: self._forward_backward([self.kind.stand_in(sample)]))
-            return True
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            forget_frames(error)
-        return False
 
     def _discard(self) -> None:
         """Drops all gradients of the step, finished or not: they were None when it began."""
@@ -426,54 +442,54 @@ class StepRunner(Generic[Sample]):
         self, totals: Totals | None, failed: int | None, plan: Plan, samples: Sequence[Sample], upcoming: int = 0
     ) -> Reports:
         """Collective: what happened on every rank, the same everywhere."""
-        # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
-        loss_on_host = totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0
-        reading, lengths, padded = self._gauge.read(), self.kind.lengths(samples), self.kind.padded
-        size = troubling(plan, lengths, failed, reading.retries, padded=padded)
-        rows, cost = self.kind.row_lengths(samples), self.kind.cost_of
+        kind, reading, lengths = self.kind, self._gauge.read(), self.kind.lengths(samples)
+        sizes, trouble = [size_of(rows, lengths, padded=kind.padded) for rows in plan], Microbatch(0, 0)
+        if failed is not None:
+            trouble = sizes[failed]
+        elif reading.retries:
+            trouble = max(sizes, key=lambda size: size.room_tokens)
+        rows = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
         mine = Report(
             failed=failed is not None,
-            rows=size.rows,
-            length=size.length,
-            joined_tokens=size.tokens or 0,
+            rows=trouble.rows,
+            length=trouble.length,
+            joined_tokens=trouble.tokens or 0,
             position=self._ledger.position,
             target_tokens=totals.target_tokens if totals else 0,
-            loss_sum=loss_on_host,
+            # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
+            loss_sum=totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0,
             upcoming_microbatches=upcoming,
-            **load_of(plan, lengths, padded=padded, rows=rows, cost=cost)._asdict(),
+            **load_of(plan, lengths, padded=kind.padded, rows=rows, cost=kind.cost_of)._asdict(),
             **reading._asdict(),
             asked_to_stop=self.recovery.asked_to_stop(),
             foreign_messages=self._ledger.foreign_messages,
-            gradients=(self.trains is None or self._averages) and self._has_gradients(),
+            gradients=(self.trains is None or self._averages) and _has_gradients(self.model),
         )
         reports = exchange(self.recovery.agreement, mine)
         reports.check_positions()
-        if self.recovers and reports.foreign_messages:
-            self.recovers = False
-            self._refuse_recovery(reports.foreign_messages)
+        foreign = int(max(report.foreign_messages for report in reports))
+        if self.recovers and foreign:
+            self.recovers, why = False, self._ledger.refuse_recovery(foreign)
+            where = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
+            if rank() == 0:
+                logger.warning(
+                    "%s%s: training continues without recovery; the next out-of-memory error ends it",
+                    where and f"{where}: ",
+                    why,
+                )
         return reports
 
-    def _refuse_recovery(self, messages: int) -> None:
-        """All ranks have agreed on it: running out of memory in this stage ends the run from now on."""
-        why = self._ledger.refuse_recovery(messages)
-        where = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
-        if rank() == 0:
-            logger.warning(
-                "%s%s: training continues without recovery; the next out-of-memory error ends it",
-                where and f"{where}: ",
-                why,
-            )
-
-    def _complete(self, totals: Totals | None, reports: Reports, plan: Plan, recoveries: int) -> StepResult:
+    def _complete(self, totals: Totals, reports: Reports, plan: Plan, recoveries: int) -> StepResult:
         """Collective: the result of an attempt in which no rank failed."""
+        gradients = any(report.gradients for report in reports)
         if self.trains is None:
-            self.trains = reports.gradients
-            if self.recovery.with_gradients(self.model, *self._had_gradients):
+            self.trains = gradients
+            if self.recovery.gradients_beside(self.model) > self._gradients_beside:
                 raise ValueError(
                     "this stage has left gradients in a model that is not its own, which a failed attempt would not "
                     "drop: give each trained model a StepRunner, or both one parent module"
                 )
-        if reports.gradients and self._averages:
+        if gradients and self._averages:
             with fatal_where_memory_runs_out(
                 lambda _: UnrecoverableError(
                     f"out of memory on rank {rank()} while the gradients were averaged, which is not repeated",
@@ -484,35 +500,19 @@ class StepRunner(Generic[Sample]):
                 average_gradients(self.model.parameters())
         return result_of(totals, reports, len(plan), recoveries)
 
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self.model.parameters())
-
-    def _shrink(self, reports: Reports, step: int) -> Change:
-        """Takes the next smaller limit; if there is none, raises an error with the memory of the rank that failed."""
-        try:
-            return self._governor.out_of_memory(reports.failed, step)
-        except LimitExhaustedError as error:
-            fact, remedies = error.fact, error.remedies
-            if self.trains is False:
-                remedies = without_backward(remedies)
-            if (had := reports.shortage) is not None:
-                fact, remedies = f"{fact} ({had})", (*remedies, Remedy.LARGER_BUDGET)
-            self._record(self._governor.exhausted(reports.failed, step, fact), reports)
-            raise LimitExhaustedError(fact, *remedies) from None
-
-    def _reconsider(self, reports: Reports, step: int) -> None:
-        """Lets the limit change after a step that counted. Without recovery no other limit can be tried."""
-        if self.recovers and (change := self._governor.completed(step, reports.completed)) is not None:
-            self._tell(change, reports)
+    def _exhausted(self, change: Change, reports: Reports) -> LimitExhaustedError:
+        """The error where there is no smaller limit, with the memory of the rank that failed."""
+        fact, remedies = change.reason, [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS]
+        if (shortage := reports.shortage) is not None:
+            fact, remedies = f"{fact} ({shortage})", [*remedies, Remedy.LARGER_BUDGET]
+        self._tell(replace(change, reason=fact), reports)
+        return LimitExhaustedError(fact, *(without_backward(remedies) if self.trains is False else remedies))
 
     def _tell(self, change: Change, reports: Reports) -> None:
-        if rank() == 0:
+        if rank() == 0 and change.kind != EXHAUSTED:  # which is an error
             logger.log(logging.WARNING if change.kind == RECOVERY else logging.INFO, "%s", change.reason)
-        self._record(change, reports)
-
-    def _record(self, change: Change, reports: Reports) -> None:
-        full = reports.fullest
-        self.recovery.on_change(change if full is None else replace(change, **full._asdict()))
+        fullest = reports.fullest
+        self.recovery.on_change(change if fullest is None else replace(change, **fullest._asdict()))
 
     def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> AbstractContextManager[None]:
         """Guards what happens once all ranks have agreed: scaling, clipping, the optimizer's step.
@@ -529,58 +529,6 @@ class StepRunner(Generic[Sample]):
                 Remedy.LARGER_BUDGET,
             )
         )
-
-
-class Ahead(NamedTuple):
-    """The plan of a step to come."""
-
-    limit: Limit
-    lengths: list[int]
-    plan: Plan
-
-
-class Planner:
-    """Plans with the same number of microbatches on every rank; that of the next step too, where its samples are known.
-
-    Under a limit by rows ranks with equally many samples have equally many microbatches. Under a limit by length they
-    agree on the most that any of them needs.
-    """
-
-    def __init__(self, agreement: Agreement, *, padded: bool) -> None:
-        """`padded`: whether the rows of a microbatch are padded to the longest."""
-        self._agreement, self._padded = agreement, padded
-        self._ahead: Ahead | None = None
-
-    def plan(self, lengths: list[int], limit: Limit) -> Plan:
-        """Collective, under a limit by length that was not planned for ahead."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.limit == limit:
-            if ahead.lengths != lengths:
-                raise ValueError("the samples differ from those announced as `upcoming`; pass the same ones")
-            return ahead.plan
-        if not limit.by_length:
-            return plan_step(lengths, limit)
-        plan = self._fewest(lengths, limit)
-        most = exchange(self._agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
-        return self._spread(plan, lengths, limit, most)
-
-    def look_ahead(self, lengths: list[int] | None, limit: Limit) -> Ahead | None:
-        """What the next step needs on this rank, under a limit by length."""
-        if lengths is None or not limit.by_length:
-            return None
-        return Ahead(limit, lengths, self._fewest(lengths, limit))
-
-    def keep(self, ahead: Ahead | None, microbatches: int) -> None:
-        """Keeps the plan of the next step, in as many microbatches as all ranks have agreed on."""
-        if ahead is not None:
-            ahead = ahead._replace(plan=self._spread(ahead.plan, ahead.lengths, ahead.limit, microbatches))
-        self._ahead = ahead
-
-    def _fewest(self, lengths: list[int], limit: Limit) -> Plan:
-        return plan_step(lengths, limit) if self._padded else join_step(lengths, limit)
-
-    def _spread(self, plan: Plan, lengths: list[int], limit: Limit, microbatches: int) -> Plan:
-        return (spread if self._padded else spread_joined)(plan, lengths, limit, microbatches)
 
 
 class Stages(dict[str, StepRunner[Sample]]):

@@ -26,7 +26,7 @@ from tests.distributed.models import (
 from tests.hearing import listening
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.ranks import aside
+from torchtune_adaptive.engine.ranks import gloo_group_aside
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
@@ -204,7 +204,7 @@ def test_all_ranks_decide_alike_even_if_only_some_communicate():
 def communicate_around_microbatches() -> tuple[bool, list[str], list[bool], int]:
     """What belongs to no microbatch: an evaluation, clipping, and a thread with a group that is set aside."""
     model, in_mode = build(ModelConfig(layers=1, dropout=0.0)), []
-    group, over = aside(dist.new_group()), threading.Event()
+    group, over = gloo_group_aside(), threading.Event()
 
     def beside() -> None:
         for _ in range(200):

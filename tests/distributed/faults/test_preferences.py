@@ -98,14 +98,14 @@ def fillers() -> tuple[bool, float, float]:
     both = Both(lora=False)
     pairs = [dict(pair) for pair in own_pairs()]
     both.stages[REFERENCE].run(pairs, step=1)
-    first = both.stages[POLICY].attempt([pairs])
+    first, _ = both.stages[POLICY].attempt([pairs])
     alone = gradients_of(both.policy)
     both.policy.zero_grad(set_to_none=True)
-    attempt = both.stages[POLICY].attempt([pairs, [PAIR.filler(pairs[0])]])
-    assert first.result is not None
-    assert attempt.result is not None
-    more = float(attempt.result.loss_sum - first.result.loss_sum)
-    return same_gradients(alone, gradients_of(both.policy)), float(attempt.result.sums[PAIRS]), more
+    result, _ = both.stages[POLICY].attempt([pairs, [PAIR.filler(pairs[0])]])
+    assert first is not None
+    assert result is not None
+    more = float(result.loss_sum - first.loss_sum)
+    return same_gradients(alone, gradients_of(both.policy)), float(result.sums[PAIRS]), more
 
 
 def test_a_filler_counts_nothing_although_its_loss_is_ln_2() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.faults.stages import STAGE_CASES, TRAIN, StageBench, StageCase, preferring_at_once
 from tests.distributed.faults.sweeps import sweep
@@ -44,6 +45,10 @@ def test_sums_are_those_of_all_ranks_and_messages_name_the_stage():
         assert reason.startswith("step 3, train policy: out of memory on rank 1 ")
 
 
+def is_gathered(model: nn.Module) -> bool:
+    return fsdp.awaits_backward(model) or not all(group.is_sharded for group in fsdp.groups_of(model))
+
+
 def left_gathered(recover: bool) -> tuple[bool, bool]:
     """Collective: whether a plain forward leaves parameters gathered, and a stage without a backward."""
     model, tokens = build(ModelConfig(dropout=0.0)), torch.arange(6)
@@ -53,7 +58,7 @@ def left_gathered(recover: bool) -> tuple[bool, bool]:
             return Totals(model(torch.stack([*samples])).sum(), len(samples))
 
     ask([tokens])
-    plain = not fsdp.is_idle(model)
+    plain = is_gathered(model)
     runner = StepRunner(
         model,
         ask,
@@ -62,7 +67,7 @@ def left_gathered(recover: bool) -> tuple[bool, bool]:
         recovery=Recovery(model, enabled=recover),
     )
     runner.run([tokens, tokens], step=0)
-    return plain, not fsdp.is_idle(model)
+    return plain, is_gathered(model)
 
 
 @pytest.mark.parametrize("recover", [True, False])

@@ -1,6 +1,7 @@
 """At the edge of memory, all ranks change the limit together, by what the step's one agreement tells them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -62,11 +63,11 @@ def test_with_different_budgets_the_fullest_rank_is_the_one_that_is_closest_to_i
     assert run_on_ranks(2, peak_of_the_fullest_rank) == [(400, 500)] * 2
 
 
-def uneven_samples(*counts: Sequence[int]) -> None:
-    """Collective: a loop whose ranks have these numbers of samples, step by step."""
+def uneven_samples(*counts: Sequence[int], rows: Sequence[int] = (2, 2)) -> None:
+    """Collective: a loop whose ranks have these numbers of samples, step by step, in microbatches of so many rows."""
     model = build(ModelConfig(dropout=0.0))
     kind = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
-    runner = StepRunner(model, forward_backward_of(model), limit=RowLimit(2), kind=kind)
+    runner = StepRunner(model, forward_backward_of(model), limit=RowLimit(rows[dist.get_rank()]), kind=kind)
     for step, count in enumerate(counts[dist.get_rank()]):
         runner.run(samples_of(dist.get_rank(), count), step=step)
         model.zero_grad()
@@ -75,16 +76,21 @@ def uneven_samples(*counts: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        ([8], [6], r"\(8, 6, by rank\)"),
-        ([8, 8], [8, 6], r"\(as many as before, 6, by rank\)"),
-        ([8, 10], [8, 8], r"\(10, as many as before, by rank\)"),
+        ([8], [6], r"\(8 in 4, 6 in 3, by rank\)"),
+        ([8, 8], [8, 6], r"\(as many as before, 6 in 3, by rank\)"),
+        ([8, 10], [8, 8], r"\(10 in 5, as many as before, by rank\)"),
     ],
 )
 def test_different_numbers_of_samples_end_the_step_at_once_and_are_named(
     first: list[int], second: list[int], told: str
 ) -> None:
-    with pytest.raises(RankFailed, match=f"different numbers of samples in one step {told}"):
+    with pytest.raises(RankFailed, match=f"different numbers of samples or microbatches in one step {told}"):
         run_on_ranks(2, uneven_samples, first, second, timeout_s=30)
+
+
+def test_different_limits_end_the_step_at_once_and_are_named() -> None:
+    with pytest.raises(RankFailed, match=r"microbatches in one step \(8 in 4, 8 in 2, by rank\)"):
+        run_on_ranks(2, partial(uneven_samples, rows=(2, 4)), [8], [8], timeout_s=30)
 
 
 def test_a_number_of_samples_that_changes_on_all_ranks_is_none_of_that() -> None:

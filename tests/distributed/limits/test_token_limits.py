@@ -168,7 +168,7 @@ def fail_in_an_empty_microbatch() -> str:
     runner.run(samples, step=0)
     model.zero_grad()
     in_its_third_microbatch = 900  # which is empty
-    with FaultInjector(runner).fail_at(rank=0, step=1, operation=in_its_third_microbatch):
+    with FaultInjector(runner).fail_at(rank=0, step=1, operation=in_its_third_microbatch, times=3):
         try:
             runner.run(samples, step=1)
         except LimitExhaustedError as error:
@@ -228,6 +228,21 @@ def run_with_a_filler_that_counts() -> None:
 def test_a_filler_that_counts_in_the_loss_is_refused():
     with pytest.raises(RankFailed, match="`filler` returned a sample that counts in the loss"):
         run_on_ranks(2, run_with_a_filler_that_counts)
+
+
+def announce_on_one_rank() -> list[int]:
+    """The microbatches of two steps, of which only rank 0 announces the second."""
+    model, counts = build(PLAIN), []
+    runner = runner_of(model, TokenLimit(32))
+    for step in range(2):
+        upcoming = samples_here(1) if dist.get_rank() == step == 0 else None
+        counts.append(runner.run(samples_here(step), step=step, upcoming=upcoming).microbatches)
+        model.zero_grad()
+    return counts
+
+
+def test_samples_that_only_some_ranks_announce_are_agreed_on_when_they_come():
+    assert run_on_ranks(2, announce_on_one_rank) == [[4, 4]] * 2
 
 
 def announce_other_samples() -> None:

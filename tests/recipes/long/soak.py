@@ -137,7 +137,7 @@ def train_in_fair_weather(weather: Weather, folder: Path, reference: Path) -> No
 
     def run_as_cut(name: str, runner: Any, samples: Sequence[Any], *, step: int, **_: Any) -> Any:
         by_number = {number_of(sample): sample for sample in samples}
-        return runner.attempt([[by_number[number] for number in rows] for rows in cuts[step, name].popleft()]).result
+        return runner.attempt([[by_number[number] for number in rows] for rows in cuts[step, name].popleft()])[0]
 
     for name, runner in stages_of(recipe).items():
         runner.run = partial(run_as_cut, name, runner)

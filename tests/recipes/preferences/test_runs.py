@@ -92,7 +92,7 @@ def test_both_stages_recover_and_the_record_names_them(runs: Path) -> None:
     assert read_log(runs / "starved" / "log.jsonl")[-1]["oom_recoveries"] == len(recoveries)
     state = torch.load(runs / "starved" / "out" / "epoch_1" / "recipe_state.pt", weights_only=True)
     saved = json.loads(state["adaptive"])["limit"]
-    of_stages = [each["counters"]["recoveries"] for each in (saved[POLICY], saved[REFERENCE])]
+    of_stages = [each["recoveries"] for each in (saved[POLICY], saved[REFERENCE])]
     assert min(of_stages) > 0
     assert sum(of_stages) == len(recoveries)
 

@@ -19,9 +19,11 @@ from torchtune_adaptive import (
     find_max_batch_size,
 )
 from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO, in_keys
-from torchtune_adaptive.engine.limits import exhausted
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
 from torchtune_adaptive.life import launch
+
+FACT = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
+EXHAUSTED = LimitExhaustedError(FACT, Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS)
 
 
 def test_every_remedy_has_its_words() -> None:
@@ -29,16 +31,14 @@ def test_every_remedy_has_its_words() -> None:
 
 
 def test_a_rollout_is_shorter_by_its_answer_too() -> None:
-    told = in_keys(exhausted(512), KEYS_IN_PPO)
+    told = in_keys(EXHAUSTED, KEYS_IN_PPO)
     assert "smaller; lower max_generated_tokens or tokenizer.max_seq_len, set enable_activation" in told
 
 
 def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
-    error = exhausted(512)
-    fact = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
-    assert str(error) == f"{fact}; use shorter samples, checkpoint activations, or train on more ranks"
-    assert in_keys(error) == (
-        f"{fact}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
+    assert str(EXHAUSTED) == f"{FACT}; use shorter samples, checkpoint activations, or train on more ranks"
+    assert in_keys(EXHAUSTED) == (
+        f"{FACT}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
         "set enable_activation_checkpointing: True, or train on more ranks"
     )
 
@@ -56,9 +56,9 @@ def test_remedies_are_a_list_as_one_speaks(remedies: tuple[Remedy, ...], advice:
 
 
 def test_an_error_keeps_its_remedies_on_the_way_to_another_process() -> None:
-    sent: AdaptiveError = pickle.loads(pickle.dumps(exhausted(8)))
+    sent: AdaptiveError = pickle.loads(pickle.dumps(EXHAUSTED))
     assert isinstance(sent, LimitExhaustedError)
-    assert in_keys(sent) == in_keys(exhausted(8))
+    assert in_keys(sent) == in_keys(EXHAUSTED)
 
 
 def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key() -> None:
@@ -80,9 +80,9 @@ def test_a_command_ends_with_the_message_in_keys(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def question(*_: object) -> None:
-        raise exhausted(512)
+        raise EXHAUSTED
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     with pytest.raises(SystemExit):
         launch.run_without_training(question, [])
-    assert capsys.readouterr().err == f"\nerror: {in_keys(exhausted(512))}\n"
+    assert capsys.readouterr().err == f"\nerror: {in_keys(EXHAUSTED)}\n"

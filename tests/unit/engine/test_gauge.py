@@ -9,7 +9,7 @@ from torchtune_adaptive.engine.memory import Gauge
 def retries_seen(*, shared: bool) -> list[int]:
     """Of two stages, by turns, where the allocator retries three times in the second one only."""
     memory: Any = SimpleNamespace(retries=0, peak_bytes=1, budget_bytes=2)
-    first, second = (Gauge(shared=shared).for_memory(memory) for _ in range(2))
+    first, second = (Gauge(memory, shared=shared) for _ in range(2))
     seen = []
     for _ in range(2):
         first.begin_step()

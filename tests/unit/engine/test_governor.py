@@ -1,22 +1,22 @@
 """Policies at the edge of memory, without any device: what ranks report goes in, the limit comes out."""
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from torchtune_adaptive.engine.governor import (
+    EXHAUSTED,
     GROWTH,
     RECOVERY,
     THRASHING,
     TRIAL,
     TRIAL_STEPS,
     Change,
-    CompletedStep,
     Governor,
 )
 from torchtune_adaptive.engine.limits import Limit, Microbatch, RowLimit, Surface, SurfaceLimit, TokenLimit
-from torchtune_adaptive.errors import LimitExhaustedError
 
 AFTER = 10
 """Steps without trouble before a try of more."""
@@ -53,8 +53,7 @@ class Run:
     def _complete(self, steps: int, rate: float, retrying: dict[int, Microbatch]) -> None:
         for _ in range(steps):
             self.step += 1
-            seen = CompletedStep(target_tokens=2000, seconds=2000 / rate, retrying=retrying)
-            if (event := self.governor.completed(self.step, seen)) is not None:
+            if (event := self.governor.completed(self.step, rate, retrying)) is not None:
                 self.events.append(event)
 
 
@@ -285,7 +284,12 @@ def test_a_state_of_another_kind_of_limit_leaves_only_its_counters():
     other.out_of_memory()
     run.governor.restore(other.governor.state())
     assert run.governor.limit == TokenLimit(4096)
-    assert run.governor.counters.recoveries == 1
+    assert run.governor.recoveries == 1
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ValueError, match=r"not the state of a limit, since it has no before_growth, .*, wait"):
+        Run().governor.restore({})
 
 
 def test_an_event_says_who_and_how_large():
@@ -318,8 +322,9 @@ def test_a_row_that_fails_alone_is_tried_once_more_before_any_other_pays_for_it(
     assert governor.limit == limit
     governor.out_of_memory(ALONE, step=3)
     assert governor.limit == smaller
-    with pytest.raises(LimitExhaustedError, match="1 row of 600 tokens"):
-        governor.out_of_memory(ALONE, step=3)
+    last = governor.out_of_memory(ALONE, step=3)
+    assert (last.kind, governor.limit) == (EXHAUSTED, smaller)
+    assert "1 row of 600 tokens does not fit" in last.reason
 
 
 def test_a_row_that_fails_alone_on_probation_takes_the_growth_back():
@@ -335,11 +340,12 @@ def test_a_row_that_fails_alone_on_probation_takes_the_growth_back():
     assert run.rows == 8
 
 
-def test_what_cannot_shrink_raises_and_counts_no_recovery():
+def test_what_cannot_shrink_is_exhausted_and_counts_no_recovery():
     run = Run(RowLimit(1))
-    with pytest.raises(LimitExhaustedError, match=r"step 0: out of memory on rank 3 .* 1 row of 100 tokens"):
-        run.out_of_memory()
-    assert run.governor.counters.recoveries == 0
+    run.out_of_memory()
+    assert run.kinds == [EXHAUSTED]
+    assert re.match(r"step 0: out of memory on rank 3 .* 1 row of 100 tokens", run.events[0].reason)
+    assert run.governor.recoveries == 0
 
 
 def test_where_a_row_needs_less_from_now_on_all_that_is_allowed_is_tried_again():

@@ -38,19 +38,6 @@ def test_the_lines_of_the_result_are_the_law() -> None:
     assert result.fits_rows == pytest.approx(58)
 
 
-def test_a_peak_is_a_value_that_its_maker_cannot_change_afterwards() -> None:
-    mine = {"forward": 3}
-    peak = Peak(mine, fits=True)
-    mine["forward"] = 4
-    assert peak.phase_bytes == {"forward": 3}
-    assert peak.peak_bytes == 3
-
-
 def test_the_peak_of_a_probe_that_ran_out_is_unknown() -> None:
     assert Peak({"forward": 3}, fits=False).peak_bytes is None
     assert not Probe(rows=1, peak=Peak({"forward": 3}, fits=False)).accepted(10)
-
-
-def test_a_measurement_without_phases_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one phase"):
-        Peak({}, fits=True)

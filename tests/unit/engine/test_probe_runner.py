@@ -92,7 +92,7 @@ def test_phases_end_where_the_boundaries_are_also_in_a_checkpointed_model(microb
         for _ in range(microbatches):
             model(torch.ones(2, 4)).sum().backward()
         meter.begin_update()
-        meter.end_phase()
+        meter.end()
     assert phase_names(boundaries) == [
         "layer forward",
         "head forward",
