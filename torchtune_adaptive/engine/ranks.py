@@ -268,7 +268,9 @@ def checksum(parameters: Iterable[Tensor]) -> int:
     for parameter in parameters:
         local = _local(parameter)
         if type(local) is Tensor:  # what wraps tensors has no bits of its own
-            checked = zlib.crc32(local.cpu().flatten().view(torch.uint8).numpy().data, checked)
+            # A copy of 4 MiB at a time: `numpy()` makes a storage one that FSDP cannot resize any more.
+            for piece in local.flatten().view(torch.uint8).split(2**22):
+                checked = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checked)
     return checked
 
 
