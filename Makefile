@@ -35,7 +35,7 @@ demo-ppo: $(READY)
 demo-hf: $(READY)
 	$(BIN)/torchrun --nproc_per_node 2 examples/transformers_trainer.py --memory_limit 5MiB
 	if $(BIN)/python -c 'import trl' 2>/dev/null; then \
-		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 6MiB; fi
+		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 24MiB; fi
 
 # GRPO: a tiny policy learns to sort two digits, in two and a half minutes
 demo-grpo: $(READY)

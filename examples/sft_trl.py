@@ -1,7 +1,7 @@
 """TRL's SFTTrainer on two ranks with too little memory for their batches. No GPU, no download:
 
 pip install '.[hf]' trl
-torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 6MiB
+torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 24MiB
 """
 
 import random

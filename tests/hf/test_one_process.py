@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from tests.hf.trainers import Counting, Run, arguments, collate, difference, train
+from tests.hf.trainers import Counting, Run, arguments, collate, difference, tiny_llama, train
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, OneRowDoesNotFitError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
@@ -207,6 +209,23 @@ def test_other_ways_to_shard_are_refused(folder: Path, flag: str, message: str) 
 
     with pytest.raises(ConfigError, match=message):
         Adaptive(model=torch.nn.Linear(1, 1), args=arguments(folder))
+
+
+def test_a_training_step_called_by_hand_is_that_of_stock(folder: Path) -> None:
+    batch = collate([Counting()[0], Counting()[1]])
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs.logits.square().mean()
+
+    options = {"args": arguments(folder), "compute_loss_func": loss}
+    trainers = [kind(model=tiny_llama(), **options) for kind in (AdaptiveTrainer, Trainer)]
+    ours, theirs = (trainer.training_step(trainer.model, dict(batch)) for trainer in trainers)
+    assert torch.equal(ours, theirs)
+
+
+def test_neither_torchtune_nor_torchao_is_needed() -> None:
+    without = "import sys; sys.modules |= dict.fromkeys(['torchtune', 'torchao']); import torchtune_adaptive.hf"
+    subprocess.run([sys.executable, "-c", without], check=True, timeout=100)
 
 
 def test_a_search_on_a_cpu_needs_a_memory_limit(folder: Path) -> None:

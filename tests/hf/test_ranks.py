@@ -74,9 +74,18 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 
 
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate launch"])
-def test_the_example_trains_on_with_less_memory(launcher: list[str]) -> None:
-    example = ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]
+@pytest.mark.parametrize(
+    ("launcher", "example"),
+    [
+        (TORCHRUN, ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]),
+        (ACCELERATE, ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]),
+        (TORCHRUN, ["examples/sft_trl.py", "--memory_limit", "24MiB"]),
+    ],
+    ids=["torchrun", "accelerate launch", "TRL"],
+)
+def test_the_examples_train_on_with_less_memory(launcher: list[str], example: list[str]) -> None:
+    if example[0] == "examples/sft_trl.py":
+        pytest.importorskip("trl")
     run = run_here([sys.executable, *launcher, *example], cwd=ROOT, timeout_s=120)
     assert run.status == 0, run.output
     assert "microbatch 16 -> 8 rows, step repeated" in run.output

@@ -74,6 +74,8 @@ class AdaptiveMixin(Base):
         """Collective: with the last batch, forward and backward over the whole step; before it, nothing."""
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
+        if not self._batches:  # called by hand, outside of train()
+            return super().training_step(model, inputs, num_items_in_batch)
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, super().training_step, self._batches, num_items_in_batch)
         batches, self._batches = self._batches, []

@@ -1,0 +1,138 @@
+"""Each trainer with and without the mixin, on a whole model and on LoRA, in one process, under DDP and under FSDP2.
+
+TRL's are compared where TRL is installed, LoRA where PEFT works: it refuses the torchao that torchtune needs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.timeout(600)
+RANKS = {"one process": 1, "DDP": 2, "FSDP2": 2}
+STEPS = 20
+
+
+class Compared(NamedTuple):
+    difference: float
+    """From stock, the largest of all losses, gradient norms and weights."""
+    recoveries: float
+
+
+def peft_works() -> bool:
+    try:
+        from peft.import_utils import is_torchao_available
+
+        is_torchao_available()
+    except ImportError:
+        return False
+    return True
+
+
+def texts(columns: list[str]) -> Any:
+    """Words that count up."""
+    from datasets import Dataset
+
+    drawn = random.Random(3)
+
+    def counting() -> str:
+        start = drawn.randrange(200)
+        return " ".join(f"w{start + step}" for step in range(drawn.randint(3, 25))) + " "
+
+    return Dataset.from_list([{column: counting() for column in columns} for _ in range(120)])
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{n}": n + 3 for n in range(250)}, "<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def compare(trainer: str, lora: bool, placement: str) -> dict[str, Compared]:
+    """Collective: 20 steps as they are, by tokens, and after two failures."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+    from tests.hf.trainers import arguments, difference, tiny_llama, train, use_fsdp2
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    if placement == "FSDP2":
+        use_fsdp2()
+    also: list[str] = []
+
+    def options(folder: Path) -> dict[str, Any]:
+        """Made anew for each run."""
+        adapted: dict[str, Any] = {}
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+            adapted = (
+                {"peft_config": config} if trainer != "Trainer" else {"model": get_peft_model(tiny_llama(), config)}
+            )
+        if trainer == "Trainer":
+            return {"arguments": arguments(folder, max_steps=STEPS), **adapted}
+        import trl
+
+        columns = ["prompt", "completion"] if trainer == "SFTTrainer" else ["prompt", "chosen", "rejected"]
+        config = getattr(trl, trainer.replace("Trainer", "Config"))
+        if trainer == "DPOTrainer" and not lora:
+            adapted = {"ref_model": tiny_llama()}
+        also[:] = ["num_tokens"]  # what was counted is counted once, though two steps were run again
+        return {
+            "base": getattr(trl, trainer),
+            "arguments": arguments(
+                folder, config, max_steps=STEPS, max_length=64, gradient_checkpointing=False, bf16=False
+            ),
+            "data_collator": None,
+            "processing_class": tokenizer(),
+            "train_dataset": texts(columns),
+            **adapted,
+        }
+
+    ways: dict[str, tuple[AdaptiveArguments, list[tuple[int, int]]]] = {
+        "same": (AdaptiveArguments(), []),
+        "tokens": (AdaptiveArguments(token_budget=120), []),
+        "failed": (AdaptiveArguments(), [(2, 60), (5, 300)]),
+        "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="32MiB"), []),
+    }
+    last = RANKS[placement] - 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        stock = train(folder, **options(folder))
+        runs = {
+            way: train(folder, adaptive, faults=faults, failing_rank=last, **options(folder))
+            for way, (adaptive, faults) in ways.items()
+        }
+    return {way: Compared(difference(run, stock, *also), run.column("oom_recoveries")[-1]) for way, run in runs.items()}
+
+
+@pytest.mark.parametrize("placement", RANKS)
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer", "DPOTrainer"])
+def test_twenty_steps_have_the_figures_of_stock_whatever_happens_to_a_microbatch(
+    trainer: str, lora: bool, placement: str
+) -> None:
+    if trainer != "Trainer":
+        pytest.importorskip("trl")
+    if lora and not peft_works():
+        pytest.skip("no PEFT, or one that refuses torchao")
+    for compared in run_on_ranks(RANKS[placement], compare, trainer, lora, placement, in_group=False, timeout_s=100):
+        assert max(way.difference for way in compared.values()) < 1e-6, compared
+        assert [way.recoveries for way in compared.values()] == [0, 0, 2, 0]
+        assert placement != "one process" or compared["same"].difference == 0.0
