@@ -305,7 +305,8 @@ def _measured(
     `measure` finds now, shown and recorded."""
     directory, stage = Path(run.settings.output_dir) / folder, step.runner.stage
     fingerprint = fingerprint_of(run.settings.config, step, memory, options)
-    result = from_rank_0(read_record(directory, fingerprint, taken) if dist.get_rank() == 0 else None)
+    with memory.unlimited():  # a rank that has no room for a message says so where a row is tried
+        result = from_rank_0(read_record(directory, fingerprint, taken) if dist.get_rank() == 0 else None)
     if result is not None:
         return result, ", reused from an earlier run"
     with _probing(step, kind) as progress:

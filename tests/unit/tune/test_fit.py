@@ -94,7 +94,7 @@ def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any)
     run.settings = settings({"output_dir": str(folder)}, **adaptive)
     with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
         search: Any = fit.profile if adaptive.get("token_budget") else fit.rows
-        search(run, step, mock.Mock(), KIND, most_rows=64)
+        search(run, step, mock.MagicMock(), KIND, most_rows=64)
     (event,) = run.journal.event.call_args.args
     assert isinstance(event, Event)
     return event
