@@ -24,7 +24,8 @@ from torchtune_adaptive.forecast.question import Question
 NAME = "plans"
 RANKS, CARDS = (8, 1, 64), ("h100", "a100-40", "4090")
 NOTE = (
-    "rows of 4096 tokens and bytes of rank 0, as adaptive_plan answers them; seconds are CPU time of the rehearsal. "
+    "rows of 4096 tokens and bytes of rank 0, as adaptive_plan answers; probes: rows of each, with a ! for each flush; "
+    "seconds are CPU time of the rehearsal. "
     "imitated rows: what adaptive_plan answered before it rehearsed (2026-11-23, torch 2.13.0), where that is on record"
 )
 
@@ -56,9 +57,14 @@ def _answer(name: str, ranks: int, card: str) -> dict[str, Any]:
         return {"refused": str(error).splitlines()[0]}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     stages = {stage: search.get("rows") for stage, search in found.searches.items()}
+    probes = {
+        stage: " ".join(f"{each['rows']}{'!' * each['peak']['retries']}" for each in search["probes"])
+        for stage, search in found.searches.items()
+    }
     return {
         "rows": (stages if len(stages) > 1 else found.rows) if found.fits else 0,
         **(found.most if found.fits else {"does not fit": found.why_not}),
+        "probes": probes,
         "seconds": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1),
         "wall": round(time.perf_counter() - began, 1),
     }

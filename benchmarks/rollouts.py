@@ -152,7 +152,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     recipe.setup()
     own = {stage: recipe.stages.runners[stage].limit.rows for stage in STAGES}
     one = dict.fromkeys(STAGES, min(own.values()))
-    prompts = [recipe.data.dataset[index] for index in range(dist.get_rank(), ANSWERS * RANKS, RANKS)]
+    prompts = [recipe.iterations.data.dataset[index] for index in range(dist.get_rank(), ANSWERS * RANKS, RANKS)]
     rounds = [(iterate(recipe, own, prompts), iterate(recipe, one, prompts)) for _ in range(pairs + 1)][1:]
     assert recipe.stages.runners.recoveries == 0
     recipe.cleanup()

@@ -7,29 +7,23 @@ Takes the keys of torchtune's ppo_full_finetune_single_device.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from omegaconf import DictConfig
-from torchtune import training
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.life import launch
-from torchtune_adaptive.rl.checkpoints import PPOContents, build_checkpointers
-from torchtune_adaptive.rl.course import plan_iterations
-from torchtune_adaptive.rl.figures import Updates, figures_of_run, figures_of_stages
 from torchtune_adaptive.rl.generation import sampling_of
-from torchtune_adaptive.rl.limits import check_room
-from torchtune_adaptive.rl.models import build_models
+from torchtune_adaptive.rl.iterations import Iterations
+from torchtune_adaptive.rl.models import PPOContents, build_checkpointers, build_models
 from torchtune_adaptive.rl.ppo import build_ppo_loss, figures_of_update, keep_advantages, ppo_stages
-from torchtune_adaptive.rl.rewards import build_rewards
-from torchtune_adaptive.rl.rollouts import build_prompts, gathered, rollouts_of, updates_of
+from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
-from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, RolloutStages
-from torchtune_adaptive.tune.optimizer import one_optimizer
+from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import Run, Trainer
+from torchtune_adaptive.tune.trainer import Run
 
 
 class AdaptivePPOFullFinetuneDistributed:
@@ -43,57 +37,29 @@ class AdaptivePPOFullFinetuneDistributed:
         run, settings, ppo, place = self.run, self.run.settings, self._ppo, self.run.place
         weights = run.checkpoints.load()
         self.models = build_models(settings, place, weights, run.progress.seed)
-        check_room(self.models.everything, settings.adaptive, ppo.max_generated_tokens)
-        trained = self.models.trained
-        self.optimization = one_optimizer(settings, trained, weights.get(training.OPT_KEY), place.device)
-        run.resume(weights, trained, self.optimization, told={"seed": "seed"})
+        optimization = build_optimization(settings, self.models.trained, weights, place.device)
+        run.resume(weights, self.models.trained, optimization, told={"seed": "seed"})
         self._loss, tokenizer = build_ppo_loss(settings), components.build("tokenizer", settings.config)
-        self.data = build_prompts(settings, tokenizer, place.mesh)
         sampling = sampling_of(tokenizer, ppo, run.progress.seed)
-        self.rewards = build_rewards(settings.config, ppo.reward_timeout, tokenizer, sampling.stop_tokens)
         stages = ppo_stages(self.models, self._loss, sampling, settings, ppo, place.device)
-        self.stages, self.updates = RolloutStages(stages, settings, run.journal.event), Updates()
-        self.trainer = Trainer(
-            run,
-            trained,
-            self.data,
-            self.optimization,
-            self.stages.runners,
-            limits=self.stages.state_dict,
-            weights=TRAINED_FILES,
-        )
-        plan_iterations(self.trainer, self.stages, ppo)
+        self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo, TRAINED_FILES)
+        self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
 
     def train(self) -> None:
         with self.trainer.training("iterations") as steps:
             for step in steps:
-                began = time.perf_counter()
-                figures = self.iterate(step.samples, step.number)
-                run = figures_of_run(self.stages, began, len(step.samples) * self.run.place.ranks)
-                self.run.metrics.log_iteration(step.number, figures, run)
-                loss, norm, tokens = figures["loss"], figures.get("grad_norm"), int(run["target_tokens"])
-                self.trainer.logged(loss, tokens, norm, asked_to_stop=self.stages.asked_to_stop)
+                self.iterations.done(step.number, self.iterate(step.samples, step.number))
 
-    def iterate(self, prompts: Sequence[Sample], iteration: int) -> dict[str, float]:
+    def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
-        ppo, stages = self._ppo, self.stages
-        stages.begin_iteration()
-        rollouts = rollouts_of(prompts, iteration, ppo.max_generated_tokens)
-        for stage in stages.before_training:
-            stages.run(stage, rollouts, iteration)  # each adds its results to the rollouts
-        self.rewards.score(prompts, rollouts)
-        everyone = gathered(rollouts)
-        if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
-            self.rewards.show(self.run.journal, everyone, 1, iteration)
-        figures = self.rewards.figures(everyone) | keep_advantages(everyone, ppo)
+        ppo, everyone = self._ppo, self.iterations.answered(prompts, number)
+        figures = keep_advantages(everyone, ppo)
         for share in updates_of(everyone, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
-            value = stages.run(TRAIN_VALUE, share, iteration)
-            policy = stages.run(TRAIN_POLICY, share, iteration)
-            with stages.committing(last_checkpoint=self.run.checkpoints.last):
-                grad_norm = self.optimization.update({"value": value.target_tokens, "policy": policy.target_tokens})
-            self.updates.add(figures_of_update(value, policy, self._loss), grad_norm)
-        learning_rate = {"lr": self.optimization.learning_rate()}
-        return {**figures, **self.updates.means(), **learning_rate, **figures_of_stages(stages)}
+            value = self.stages.run(TRAIN_VALUE, share, number)
+            policy = self.stages.run(TRAIN_POLICY, share, number)
+            summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
+            self.iterations.update(summed_over, figures_of_update(value, policy, self._loss))
+        return figures
 
     def cleanup(self) -> None:
         self.trainer.close()

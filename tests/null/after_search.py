@@ -12,7 +12,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
-from tests.null.searches import RANKS
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.forecast.measure import Found, measure
 from torchtune_adaptive.forecast.question import read_question
@@ -20,6 +19,7 @@ from torchtune_adaptive.forecast.question import read_question
 LENGTHS, LONGEST = "300:2048", 2048
 """Median and longest, drawn as those of instructions."""
 STEPS = 50
+RANKS = 8
 CASES = tuple(
     (name, memory_gb, expandable)
     for expandable in (False, True)

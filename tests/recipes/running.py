@@ -34,6 +34,8 @@ OURS = {
     "full_dpo": ("adaptive_full_dpo_distributed", "AdaptiveFullDPODistributed"),
     "lora_dpo": ("adaptive_lora_dpo_distributed", "AdaptiveLoraDPODistributed"),
     "full_ppo": ("adaptive_ppo_full_finetune_distributed", "AdaptivePPOFullFinetuneDistributed"),
+    "full_grpo": ("adaptive_grpo_full_finetune_distributed", "AdaptiveGRPOFullFinetuneDistributed"),
+    "lora_grpo": ("adaptive_grpo_lora_finetune_distributed", "AdaptiveGRPOLoraFinetuneDistributed"),
 }
 DEMO = {"full_dpo": "dpo"}
 """The demo's config of a kind, where it has another name."""

@@ -23,10 +23,13 @@ RUN_KEYS = (
     "optimizer",
     "optimizer_in_bwd",
 )
-PPO_RUN_KEYS = (
+ROLLOUT_KEYS = (
     "reward_and_value_model",
+    "reward_model",
     "ppo_epochs",
     "ppo_batch_size",
+    "grpo_samples",
+    "resample_groups",
     "max_generated_tokens",
     "temperature",
     "top_k",
@@ -41,6 +44,8 @@ NOT_TRAINED = {
     "full_dpo": {"reference weights": "ref_checkpointer"},
     "lora": {"frozen weights": "checkpointer"},
     "lora_dpo": {"frozen weights": "checkpointer"},
+    "full_grpo": {"reference weights": "ref_checkpointer", "reward weights": "reward_checkpointer"},
+    "lora_grpo": {"frozen weights": "checkpointer", "reward weights": "reward_checkpointer"},
 }
 """Recipe -> weights that belong to a run of it, and the section that names their files: an adapter is worth nothing
 without those it was trained beside, nor a policy's loss without its reference's."""
@@ -54,12 +59,13 @@ ENDS_BYTES = 2**22
 
 def saves_adapters(recipe: str) -> bool:
     """Whether a recipe trains adapters: a checkpoint of one is no place to go on from for another."""
-    return recipe in ("lora", "lora_dpo")
+    return recipe.startswith("lora")
 
 
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     """The values that a run keeps for its whole life, by their dotted keys. Reads files: for rank 0."""
-    values = {key: value_at(cfg, key) for key in (*RUN_KEYS, *(PPO_RUN_KEYS if recipe == "full_ppo" else ()))}
+    on_rollouts = recipe.endswith(("_ppo", "_grpo"))
+    values = {key: value_at(cfg, key) for key in (*RUN_KEYS, *(ROLLOUT_KEYS if on_rollouts else ()))}
     plain = {
         key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for key, value in values.items()

@@ -28,7 +28,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.config.registry import GRPO, PLAN, PPO, Recipe
+from torchtune_adaptive.config.registry import GRPO, GRPO_LORA, PLAN, PPO, Recipe
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
 from torchtune_adaptive.forecast.question import read_question
@@ -36,7 +36,7 @@ from torchtune_adaptive.life.output_lock import holder, in_use
 from torchtune_adaptive.rl.limits import check_room
 from torchtune_adaptive.rl.ppo import build_ppo_loss
 from torchtune_adaptive.rl.rewards import functions_of
-from torchtune_adaptive.rl.settings import VALUE_SECTION
+from torchtune_adaptive.rl.settings import REWARD_SECTION, VALUE_SECTION
 from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import place
 from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
@@ -118,7 +118,7 @@ def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bo
             check(lambda key: check_fits(key, components.require(cfg, key), should_load_recipe_state=False), key)
     if recipe.of_pairs:
         check(_check_pairs, cfg)
-    elif recipe is GRPO:
+    elif recipe in (GRPO, GRPO_LORA):
         check(functions_of, cfg)
     elif recipe is not PPO:
         check(_check_loss, cfg, settings, model)
@@ -210,8 +210,12 @@ def _check_together(
         if model is not None and value is not None:
             check(check_room, (model, value), adaptive, own.max_generated_tokens)
         check(own.iterations, ranks or 1)
-    elif recipe is GRPO and model is not None:
-        check(check_room, [model], adaptive, own[0].max_generated_tokens)
+    elif recipe in (GRPO, GRPO_LORA):
+        models = [model]
+        if settings.config.get(REWARD_SECTION) is not None:
+            models.append(check(_build_model, settings.config, REWARD_SECTION))
+        if None not in models:
+            check(check_room, models, adaptive, own.max_generated_tokens)
     if ranks is not None:
         check(place.mesh_shape, settings, ranks)
         if adaptive.memory_limit is not None:

@@ -222,19 +222,19 @@ class AdaptiveConfig:
     """how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"""
 
 
-def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
-    """The `adaptive:` section of a config, which may be absent; a key that is not known is an error."""
-    values = plain(section, "adaptive")
-    known = (partial(_check_known, str(key)) for key in values)
-    adaptive: AdaptiveConfig
-    *_, adaptive = together([*known, partial(read, AdaptiveConfig, values, prefix="adaptive.")])
-    return adaptive
+def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | None, name: str) -> T:
+    """A section whose keys are all ours, filled in as `read` does; it may be absent. An unknown key is an error."""
+    values, known = plain(section, name), keys_of(kind)
 
+    def check_known(key: str) -> None:
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise ConfigError(f"{name}.{key} is not a known key; allowed: {', '.join(known)}{hint}")
 
-def _check_known(key: str) -> None:
-    if key not in (known := keys_of(AdaptiveConfig)):
-        hint = did_you_mean(key, known)
-        raise ConfigError(f"adaptive.{key} is not a known key; allowed: {', '.join(known)}{hint}")
+    checks = (partial(check_known, str(key)) for key in values)
+    filled: T
+    *_, filled = together([*checks, partial(read, kind, values, prefix=f"{name}.")])
+    return filled
 
 
 AUTO = "auto"
@@ -306,7 +306,7 @@ class Settings:
     log_every_n_steps: int = option(COUNT, 1)
     log_peak_memory_stats: bool = option(BOOL, False)
 
-    adaptive: AdaptiveConfig = option(SECTION, AdaptiveConfig(), convert=lambda section, _: read_adaptive(section))
+    adaptive: AdaptiveConfig = option(SECTION, AdaptiveConfig(), convert=partial(read_section, AdaptiveConfig))
 
     @property
     def samples_per_step(self) -> int:

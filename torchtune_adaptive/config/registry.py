@@ -37,7 +37,8 @@ class Recipe:
 
     name: str
     takes: str | None
-    """The recipe of torchtune's in whose place it is. None: it trains nothing, and takes the configs of all others."""
+    """The recipe of torchtune's in whose place it is; empty where there is none. None: it trains nothing, and takes the
+    configs of all others."""
     takes_unchanged: bool = True
     """Whether it takes the configs of that recipe as they are; else an error names the lines to change."""
     saved_as: str = ""
@@ -97,11 +98,20 @@ GRPO = Recipe(
     name="adaptive_grpo_full_finetune_distributed",
     takes="grpo_full_finetune_distributed",
     saved_as="full_grpo",
-    reader="torchtune_adaptive.rl.grpo:read_grpo_settings",
-    own_keys="torchtune_adaptive.rl.grpo:GRPO_KEYS",
+    reader="torchtune_adaptive.rl.settings:read_grpo_settings",
+    own_keys="torchtune_adaptive.rl.settings:GRPO_KEYS",
+)
+GRPO_LORA = Recipe(
+    name="adaptive_grpo_lora_finetune_distributed",
+    takes="",
+    saved_as="lora_grpo",
+    reader="torchtune_adaptive.rl.settings:read_grpo_lora_settings",
+    own_keys="torchtune_adaptive.rl.settings:GRPO_KEYS",
 )
 PLAN = Recipe(name="adaptive_plan", takes=None, own_keys="torchtune_adaptive.forecast.question:PLAN_KEYS")
-RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, PLAN)}
+RECIPES: Mapping[str, Recipe] = {
+    recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)
+}
 
 
 @dataclass(frozen=True)

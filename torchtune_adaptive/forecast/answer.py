@@ -46,7 +46,8 @@ def _heading(question: Question) -> str:
     usable = question.gpu.memory - question.overhead_bytes
     parts = [
         str((cfg.policy_model if POLICY_SECTION in cfg else cfg.model).get(COMPONENT)).rpartition(".")[2],
-        ("PPO" if POLICY_SECTION in cfg else "GRPO") if rolls_out else "lora" if is_lora(cfg) else "full",
+        "lora" if is_lora(cfg) else "full",
+        *["PPO" if POLICY_SECTION in cfg else "GRPO"] * rolls_out,
         *["pairs"] * trains_on_pairs(cfg),
         count_of(question.ranks, "rank"),
         *["compiled"] * bool(cfg.get("compile")),

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import value_at
-from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, LORA, LORA_DPO, PPO, Recipe
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, GRPO_LORA, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 from torchtune_adaptive.tune.preference import build_preference_loss
@@ -14,14 +14,18 @@ from torchtune_adaptive.tune.preference import build_preference_loss
 
 def training_of(cfg: DictConfig) -> Recipe:
     """The recipe that this config is for."""
+    if POLICY_SECTION in cfg:
+        return PPO
+    full, lora = (FULL, LORA)
     if trains_on_rollouts(cfg):
-        return PPO if POLICY_SECTION in cfg else GRPO
-    full, lora = (FULL_DPO, LORA_DPO) if trains_on_pairs(cfg) else (FULL, LORA)
+        full, lora = (GRPO, GRPO_LORA)
+    elif trains_on_pairs(cfg):
+        full, lora = (FULL_DPO, LORA_DPO)
     return lora if is_lora(cfg) else full
 
 
 def is_lora(cfg: DictConfig) -> bool:
-    return not trains_on_rollouts(cfg) and "lora_attn_modules" in components.require(cfg, "model")
+    return POLICY_SECTION not in cfg and "lora_attn_modules" in components.require(cfg, "model")
 
 
 def trains_on_rollouts(cfg: DictConfig) -> bool:

@@ -26,7 +26,6 @@ class Sampling:
     """How the tokens of an answer are chosen, and where it ends."""
 
     temperature: float = 1.0
-    """0 takes the most probable tokens and draws nothing."""
     top_k: int | None = None
     pad_id: int = 0
     """What follows a stop token."""
@@ -46,15 +45,13 @@ def sampling_of(tokenizer: Tokenizer, rl: RolloutSettings, seed: int) -> Samplin
     )
 
 
-def draws(seed: int, step: int, samples: Sequence[int], count: int, *, stage: str = "") -> Tensor:
-    """`count` numbers from 0 up to 1 for each sample, a row each, on the host.
+def draws(keys: Sequence[tuple[object, ...]], count: int) -> Tensor:
+    """`count` numbers from 0 up to 1 for each key, a row each, on the host.
 
-    They depend on the seed, the stage, the step and the sample's number among the samples of all ranks. A larger count
-    does not change the first ones.
+    They depend on the key alone. A larger count does not change the first ones.
     """
     # Not torch's generator: on the host it keeps 32 bits of a seed, so two samples in a long run would share theirs.
-    generators = (Random(repr((int(seed), stage, int(step), int(sample)))) for sample in samples)
-    rows = [[generator.random() for _ in range(count)] for generator in generators]
+    rows = [[generator.random() for _ in range(count)] for generator in (Random(repr(key)) for key in keys)]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), count)
 
 
@@ -98,29 +95,25 @@ def generate(
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
     firsts: dict[int, int] = {}
-    same = []
-    for row, group in enumerate(groups or [None] * rows):
-        same.append(row if group is None else firsts.setdefault(group, row))
-    asked = sorted(set(same))
-    with torch.no_grad(), _caching(model, len(asked), longest + new, device, dtype):
+    groups = groups or [None] * rows
+    same = [row if group is None else firsts.setdefault(group, row) for row, group in enumerate(groups)]
+    distinct = sorted(set(same))
+    with torch.no_grad(), _caching(model, len(distinct), longest + new, device, dtype):
         begin = 0
         for end in range(longest, longest + new):
             queries = places[begin:end]
             # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
             mask = (real[:, None] & (places <= queries[:, None])) | (places == queries[:, None])
-            now = slice(None) if begin else asked
+            now = slice(None) if begin else distinct
             logits = model(tokens[now, begin:end], mask=mask[now], input_pos=positions[now, begin:end])[:, -1].float()
-            if not begin and len(asked) < rows:
-                of_rows = torch.tensor([asked.index(first) for first in same], device=device)
+            if not begin and len(distinct) < rows:
+                of_rows = torch.tensor([distinct.index(first) for first in same], device=device)
                 logits = logits[of_rows]
                 _repeat_caches(model, of_rows)
-            if sampling.temperature == 0:
-                chosen = logits.argmax(-1)
-            else:
-                if sampling.top_k is not None:
-                    least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
-                    logits = logits.masked_fill(logits < least, -torch.inf)
-                chosen = choose((logits / sampling.temperature).softmax(-1), drawn[:, end - longest])
+            if sampling.top_k is not None:
+                least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < least, -torch.inf)
+            chosen = choose((logits / sampling.temperature).softmax(-1), drawn[:, end - longest])
             tokens[:, end] = torch.where(ended, sampling.pad_id, chosen)
             ended |= torch.isin(chosen, stops)
             begin = end

@@ -214,4 +214,5 @@ class LimitFinder:
 
 def give_gradients(models: Iterable[nn.Module]) -> None:
     for parameter in (parameter for model in models for parameter in model.parameters()):
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)

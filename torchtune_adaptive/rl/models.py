@@ -1,26 +1,39 @@
-"""The four models of PPO, all resident: policy and value model are trained, reference and reward model are not.
+"""The models of PPO, all resident, and its checkpoints: policy and value model are trained, the others are not.
 
 One optimizer updates both that are trained, as in torchtune's recipe. Each has its own sum of gradients over its own
-tokens, so neither depends on how often the other's microbatches were cut.
+tokens, so neither depends on how often the other's microbatches were cut. They are saved under one manifest:
+
+    epoch_0/            the policy as torchtune's checkpointer writes it, with all that belongs to the run
+    epoch_0/value/      the value model as its own checkpointer writes it
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.checkpoints.loading import load_reference
+from torchtune_adaptive.checkpoints.loading import (
+    build_checkpointer,
+    load_reference,
+    read_weights,
+    section_writing_to,
+)
+from torchtune_adaptive.checkpoints.saving import Sharded
+from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
+from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.rl.settings import (
     POLICY_FILES,
     POLICY_SECTION,
-    REFERENCE_FILES,
+    PPO_REFERENCE_FILES,
     REWARD_FILES,
     VALUE_FILES,
     VALUE_SECTION,
@@ -39,6 +52,9 @@ from torchtune_adaptive.tune.model import (
 from torchtune_adaptive.tune.place import Place
 
 HEAD = "output.weight"
+VALUE_MODEL = "value_model"
+"""The key of the value model's weights in what is loaded and saved."""
+VALUE_FOLDER = "value"
 
 
 @dataclass(frozen=True)
@@ -60,14 +76,13 @@ class Models:
 
 def build_models(settings: Settings, place: Place, checkpoint: Checkpoint, seed: int) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
-    value = _classifier_weights(settings, checkpoint[VALUE_MODEL], VALUE_FILES, seed)
-    reward = _classifier_weights(settings, load_reference(settings, REWARD_FILES), REWARD_FILES, seed)
-    reference = load_reference(settings, REFERENCE_FILES)
+    value = _of_classifier(settings, checkpoint[VALUE_MODEL], VALUE_SECTION, VALUE_FILES, seed)
+    reference = load_reference(settings, PPO_REFERENCE_FILES)
     models = Models(
         policy=build_full_model(settings, place, checkpoint, POLICY_SECTION, POLICY_FILES),
         value=build_full_model(settings, place, {training.MODEL_KEY: value}, VALUE_SECTION, VALUE_FILES),
-        reference=build_frozen_model(settings, place, reference, POLICY_SECTION, REFERENCE_FILES),
-        reward=build_frozen_model(settings, place, reward, VALUE_SECTION, REWARD_FILES),
+        reference=build_frozen_model(settings, place, reference, POLICY_SECTION, PPO_REFERENCE_FILES),
+        reward=build_judge(settings, place, VALUE_SECTION, seed),
     )
     drop_nothing(models.trained)  # log-probabilities and values are compared
     known = [vocabulary_of(model) for model in models.everything]
@@ -79,20 +94,79 @@ def build_models(settings: Settings, place: Place, checkpoint: Checkpoint, seed:
     return models
 
 
-def _classifier_weights(settings: Settings, weights: Weights, files: str, seed: int) -> Weights:
+def build_judge(settings: Settings, place: Place, section: str, seed: int) -> nn.Module:
+    """Collective: a reward model, as this section describes it."""
+    weights = _of_classifier(settings, load_reference(settings, REWARD_FILES), section, REWARD_FILES, seed)
+    return build_frozen_model(settings, place, weights, section, REWARD_FILES)
+
+
+def _of_classifier(settings: Settings, weights: Weights, section: str, files: str, seed: int) -> Weights:
     """Weights for a model of one number a token. A language model's head is replaced by a new one."""
     if isinstance(weights, Unfilled):
         return weights
     if HEAD not in weights:
         raise ConfigError(f"{files}: the weights have no {HEAD}; use those of a classifier")
-    shape = built_on(META, settings.config, torch.float32, VALUE_SECTION).state_dict()[HEAD].shape
+    shape = built_on(META, settings.config, torch.float32, section).state_dict()[HEAD].shape
     if shape[0] != 1:
         raise ConfigError(
-            f"{VALUE_SECTION} returns {shape[0]} numbers per token, but a value or a reward is one number: "
-            "set num_classes: 1"
+            f"{section} returns {shape[0]} numbers per token, but a value or a reward is one number: set num_classes: 1"
         )
     weights = {name: weight for name, weight in weights.items() if name != "output.bias"}
     if weights[HEAD].shape[0] != 1:
         drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
         weights[HEAD] = ((2 * drawn - 1) / math.sqrt(shape[1])).to(weights[HEAD].dtype)
     return weights
+
+
+@dataclass(frozen=True)
+class PPOContents:
+    """What a checkpoint has: both models that are trained."""
+
+    recipe: str = "full_ppo"
+    adapter_only: bool = False
+
+    def sharded(self, model: nn.Module) -> Sharded:
+        """Weights of both models, which are in a ModuleDict."""
+        assert isinstance(model, nn.ModuleDict)
+        return {training.MODEL_KEY: model["policy"].state_dict(), VALUE_MODEL: model["value"].state_dict()}
+
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        return gathered
+
+
+class TwoCheckpointers:
+    """Two of torchtune's checkpointers as one, so that what they write becomes one checkpoint, or none."""
+
+    def __init__(self, policy: Checkpointer, value: Checkpointer, staging: Path) -> None:
+        self._policy, self._value, self._staging = policy, value, staging
+
+    def load_checkpoint(self) -> State:
+        state = self._policy.load_checkpoint()
+        return {**state, VALUE_MODEL: read_weights(self._value, VALUE_FILES)[training.MODEL_KEY]}
+
+    def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
+        """Writes both, and moves the value model to where the policy is."""
+        of_policy = {key: part for key, part in state.items() if key != VALUE_MODEL}
+        self._policy.save_checkpoint(of_policy, epoch=epoch, intermediate_checkpoint=intermediate_checkpoint, **options)
+        of_value = {training.MODEL_KEY: state[VALUE_MODEL]}
+        self._value.save_checkpoint(of_value, epoch=epoch, intermediate_checkpoint=False, **options)
+        written = self._staging / VALUE_FOLDER / f"epoch_{epoch}"
+        os.replace(written, self._staging / f"epoch_{epoch}" / VALUE_FOLDER)
+
+
+def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:
+    """`checkpointer` and `value_checkpointer`, which read what the run goes on from, and write beside each other."""
+    policy = build_checkpointer(cfg, staging, files)
+    section = section_writing_to(cfg, VALUE_FILES, staging / VALUE_FOLDER)
+    if files is not None:
+        folder = files.folder / VALUE_FOLDER
+        found = sorted(str(path) for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
+        if not found:
+            raise ConfigError(f"{folder} has no weights of a value model: this is not a PPO checkpoint")
+        section["checkpoint_files"] = found
+    (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
+    value = components.build_section(VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
+    for key in (PPO_REFERENCE_FILES, REWARD_FILES):  # the demo's make their weights, which belong to a run's identity
+        frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
+        components.build_section(key, frozen, should_load_recipe_state=False)
+    return TwoCheckpointers(policy, value, staging)

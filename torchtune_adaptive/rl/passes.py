@@ -1,10 +1,12 @@
-"""What the stages of an iteration do with one microbatch of rollouts: generate answers, and ask models about them."""
+"""What the stages of an iteration do with one microbatch of rollouts: answer, ask a model, and train on answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +14,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, pad
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.engine.reports import StepResult, Totals
 from torchtune_adaptive.rl.generation import Sampling, draws, generate
 from torchtune_adaptive.rl.rollouts import (
+    ADVANTAGES,
     COUNTS,
+    LOG_PROBS,
+    REFERENCE_LOG_PROBS,
     VALUED,
+    WEIGHT,
     Rollout,
     Sequences,
     answer_tokens,
@@ -25,10 +30,17 @@ from torchtune_adaptive.rl.rollouts import (
     sequences_of,
     store,
 )
-from torchtune_adaptive.tune.bad_samples import longest_taken
 from torchtune_adaptive.tune.finetuning import scoring_only
 
-RolloutPass: TypeAlias = Callable[[Sequence[Rollout]], Totals]
+
+class RolloutPass(Protocol):
+    """One microbatch of a stage."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What it runs."""
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals: ...
 
 
 @dataclass(kw_only=True)
@@ -57,9 +69,7 @@ class Generate:
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
-        numbers, groups = [rollout.number for rollout in rollouts], [rollout.group for rollout in rollouts]
-        drawn = draws(self.sampling.seed, rollouts[0].iteration, numbers, width, stage="generate")
-        check_whole_length(self.model, max(map(len, prompts)) + width)
+        drawn = draws([(self.sampling.seed, "generate", *rollout.attempted) for rollout in rollouts], width)
         policy: Any = self.model
         # A single token has no next one for which parameters would have to stay.
         keeps = self.gathers and width > 1
@@ -68,7 +78,13 @@ class Generate:
         try:
             with torch.compiler.set_stance("force_eager"):
                 answers = generate(
-                    policy, prompts, drawn, self.sampling, device=self.device, dtype=self.dtype, groups=groups
+                    policy,
+                    prompts,
+                    drawn,
+                    self.sampling,
+                    device=self.device,
+                    dtype=self.dtype,
+                    groups=[rollout.group for rollout in rollouts],
                 ).cpu()
         finally:
             if keeps:
@@ -99,7 +115,7 @@ class AnswerScorer:
 
     def log_probs(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts, new tokens]; what does not count is 0."""
-        sequences = self._sequences(model, rollouts)
+        sequences = sequences_of(rollouts).to(self.device)
         with scoring_only(model, sequences.of_answers):
             logits = model(sequences.tokens).float() / self.temperature
         of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
@@ -110,41 +126,98 @@ class AnswerScorer:
     def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts, new tokens]; what has no value is 0."""
         valued = results_of(rollouts, VALUED, self.device)
-        sequences = self._sequences(model, rollouts, valued.size(1))
+        sequences = sequences_of(rollouts, valued.size(1)).to(self.device)
         return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
 
     def scores(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts]: what the model says once it has read a whole answer."""
-        sequences = self._sequences(model, rollouts)
+        sequences: Sequences = sequences_of(rollouts).to(self.device)
         outputs: Tensor = model(sequences.tokens)[..., 0]
         return outputs.gather(1, sequences.last[:, None])[:, 0].float()
 
-    def _sequences(self, model: nn.Module, rollouts: Sequence[Rollout], width: int | None = None) -> Sequences:
-        sequences = sequences_of(rollouts, width).to(self.device)
-        check_whole_length(model, sequences.tokens.size(1))
-        return sequences
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Ask:
-    """A pass without a backward, which stores what the model says of each rollout."""
+    """A pass without a backward, which stores under a name what the model says of each rollout."""
 
     model: nn.Module
-    ask: Callable[[nn.Module, Sequence[Rollout]], Tensor]
+    question: Callable[[nn.Module, Sequence[Rollout]], Tensor]
     name: str
+    around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+    """Open while the model is asked."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        with torch.no_grad():
-            results = self.ask(self.model, rollouts)
+        with torch.no_grad(), self.around(self.model):
+            results = self.question(self.model, rollouts)
         store(rollouts, self.name, results)
         return Totals(torch.zeros((), device=results.device), answer_tokens(rollouts))
 
 
-def check_whole_length(model: nn.Module, longest: int) -> None:
-    """Refuses a rollout that is longer than the model takes."""
-    most = longest_taken([model])
-    if most is not None and longest > most:
-        raise ConfigError(
-            f"a prompt and its answer have {longest} tokens, but the model takes at most {most} (its max_seq_len): "
-            "lower max_generated_tokens or tokenizer.max_seq_len"
+@dataclass(frozen=True)
+class TrainPolicy:
+    """A pass with a backward, through the clipped loss."""
+
+    model: nn.Module
+    scorer: AnswerScorer
+    clip: tuple[float, float]
+    """By how much a ratio may fall and rise."""
+    kl_coeff: float = 0.0
+    """What it costs to leave the reference."""
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        of = partial(results_of, rollouts, device=self.scorer.device)
+        log_probs = self.scorer.log_probs(self.model, rollouts)
+        # else the policy is still as it was when it answered
+        before = of(LOG_PROBS) if LOG_PROBS in rollouts[0].results else log_probs.detach()
+        reference = of(REFERENCE_LOG_PROBS) if self.kl_coeff else None
+        loss, sums = policy_loss(
+            log_probs, before, of(ADVANTAGES), of(COUNTS), of(WEIGHT), self.clip, reference, self.kl_coeff
         )
+        loss.backward()
+        return Totals(loss.detach(), int(results_of(rollouts, COUNTS).sum()), sums)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    before: Tensor,
+    advantages: Tensor,
+    counts: Tensor,
+    weights: Tensor,
+    clip: tuple[float, float],
+    reference: Tensor | None = None,
+    kl_coeff: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The weighted loss and what is logged, summed over tokens that count; others get a gradient of 0. Rows are
+    answers, columns their tokens; `weights` are those of answers.
+
+    The divergence from the reference is estimated from the tokens: e^d - d - 1, of its log-probabilities less ours.
+    Half the mean of `squares` is about that from the policy that gave the answers.
+    """
+    change = torch.where(counts, log_probs - before, 0.0)
+    ratios, (low, high) = change.exp(), clip
+    free, clipped = advantages * ratios, advantages * ratios.clamp(1 - low, 1 + high)
+    losses, kl = -torch.minimum(free, clipped), torch.zeros_like(change)
+    if reference is not None:
+        apart = torch.where(counts, reference - log_probs, 0.0)
+        kl = apart.exp() - apart - 1
+        losses = losses + kl_coeff * kl
+    sums = {
+        "kl": kl.sum(),
+        "clipped": ((clipped < free) & counts).sum(),
+        "ratios": (ratios * counts).sum(),
+        "squares": (change**2).sum(),
+        "log_probs": torch.where(counts, log_probs, 0.0).sum(),
+    }
+    total = (losses * weights[:, None] * counts).sum()
+    return total, {name: value.detach().float() for name, value in sums.items()}
+
+
+def figures_of_policy(policy: StepResult) -> dict[str, float]:
+    """Means over the tokens of all ranks. Reading them waits for the GPU."""
+    mean = {name: float(value) / max(1, policy.target_tokens) for name, value in policy.sums.items()}
+    return {
+        "clipfrac": mean["clipped"],
+        "ratios": mean["ratios"],
+        "approx_policy_kl": 0.5 * mean["squares"],
+        "entropy": -mean["log_probs"],
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.reports import StepResult, Totals
 from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.models import Models
-from torchtune_adaptive.rl.passes import AnswerScorer, Ask, Generate, RolloutPass
+from torchtune_adaptive.rl.passes import AnswerScorer, Ask, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     COUNTS,
@@ -31,11 +31,12 @@ from torchtune_adaptive.rl.rollouts import (
     SCORE,
     VALUED,
     VALUES,
+    WEIGHT,
     Rollout,
     results_of,
     store,
 )
-from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, PPOSettings
+from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOSettings
 from torchtune_adaptive.rl.stages import (
     FIND_REWARDS,
     FIND_VALUES,
@@ -45,9 +46,9 @@ from torchtune_adaptive.rl.stages import (
     TRAIN_POLICY,
     TRAIN_VALUE,
     RolloutStage,
+    generating,
 )
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.place import dtype_of
 
 
 def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
@@ -59,7 +60,7 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
     scores = torch.where(penalised, ppo.reward_penalty, scores)
     iteration = rollouts[0].iteration
     _check_finite(scores, f"iteration {iteration}: the reward model's score", REWARD_FILES)
-    _check_finite(reference, f"iteration {iteration}: the reference's log-probability", REFERENCE_FILES)
+    _check_finite(reference, f"iteration {iteration}: the reference's log-probability", PPO_REFERENCE_FILES)
 
     rewards, kl, kl_rewards = rlhf.get_rewards_ppo(
         scores, results_of(rollouts, LOG_PROBS), reference, ppo.kl_coeff, valued.sum(1) - 1
@@ -72,6 +73,7 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
         advantages = (returns - values) * counts
     store(rollouts, ADVANTAGES, advantages)
     store(rollouts, RETURNS, returns)
+    store(rollouts, WEIGHT, torch.ones(len(rollouts)))
     score, kl_reward = float(scores.mean()), float(kl_rewards.sum(1).mean())
     return {
         "scores": score,
@@ -95,44 +97,11 @@ def _check_finite(numbers: Tensor, what: str, files: str) -> None:
         )
 
 
-def policy_loss(
-    log_probs: Tensor, before: Tensor, advantages: Tensor, mask: Tensor, epsilon: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped loss and what is logged, summed over the tokens of the mask; others get a gradient of 0.
-
-    Half the mean of `squares` is about the divergence from the policy that gave the answers.
-    """
-    change = torch.where(mask, log_probs - before, 0.0)
-    ratios = change.exp()
-    free, clipped = -advantages * ratios, -advantages * ratios.clamp(1 - epsilon, 1 + epsilon)
-    loss = (torch.maximum(free, clipped) * mask).sum()
-    sums = {"clipped": ((clipped > free) & mask).sum(), "ratios": (ratios * mask).sum(), "squares": (change**2).sum()}
-    return loss, {name: value.detach().float() for name, value in sums.items()}
-
-
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> Tensor:
     """Half the squared error summed over the tokens of the mask, of the free or the clipped value: the worse counts."""
     clipped = values.clamp(before - clip_range, before + clip_range)
     errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
     return 0.5 * torch.where(mask, errors, 0.0).sum()
-
-
-@dataclass(frozen=True)
-class TrainPolicy:
-    """A pass with a backward, through the policy's loss."""
-
-    model: nn.Module
-    scorer: AnswerScorer
-    loss: PPOLoss
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        before, advantages, counts = (
-            results_of(rollouts, name, self.scorer.device) for name in (LOG_PROBS, ADVANTAGES, COUNTS)
-        )
-        log_probs = self.scorer.log_probs(self.model, rollouts)
-        loss, sums = policy_loss(log_probs, before, advantages, counts, self.loss.epsilon)
-        loss.backward()
-        return Totals(loss.detach(), int(results_of(rollouts, COUNTS).sum()), sums)
 
 
 @dataclass(frozen=True)
@@ -153,16 +122,10 @@ class TrainValue:
 
 def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> dict[str, float]:
     """Means over the tokens of all ranks. Reading them waits for the GPU."""
-    tokens, valued = max(1, policy.target_tokens), max(1, value.target_tokens)
-    policy_mean, value_mean = float(policy.loss_sum) / tokens, float(value.loss_sum) / valued
-    return {
-        "loss": policy_mean + loss.value_coeff * value_mean,
-        "policy_loss": policy_mean,
-        "value_loss": value_mean,
-        "clipfrac": float(policy.sums["clipped"]) / tokens,
-        "ratios": float(policy.sums["ratios"]) / tokens,
-        "approx_policy_kl": 0.5 * float(policy.sums["squares"]) / tokens,
-    }
+    of_policy = float(policy.loss_sum) / max(1, policy.target_tokens)
+    of_value = float(value.loss_sum) / max(1, value.target_tokens)
+    whole = of_policy + loss.value_coeff * of_value
+    return {"loss": whole, "policy_loss": of_policy, "value_loss": of_value, **figures_of_policy(policy)}
 
 
 def ppo_stages(
@@ -171,34 +134,17 @@ def ppo_stages(
     """The stages of PPO, in order."""
     policy, value, reference, reward = models.everything
     scorer = AnswerScorer(device=device, temperature=sampling.temperature)
-    generate = Generate(
-        model=cast(Any, policy),
-        device=device,
-        dtype=dtype_of(settings, device),
-        sampling=sampling,
-        reshards=settings.fsdp_reshard_after_forward,
-    )
-    scores_policy = Ask(model=policy, ask=scorer.log_probs, name=LOG_PROBS)
-    scores_reference = Ask(model=reference, ask=scorer.log_probs, name=REFERENCE_LOG_PROBS)
-    passes: dict[str, tuple[nn.Module, RolloutPass, str | None]] = {
-        GENERATE: (policy, generate, None),
-        SCORE_POLICY: (policy, scores_policy, None),
-        SCORE_REFERENCE: (reference, scores_reference, None),
-        FIND_VALUES: (value, Ask(model=value, ask=scorer.values, name=VALUES), None),
-        FIND_REWARDS: (reward, Ask(model=reward, ask=scorer.scores, name=SCORE), None),
-        TRAIN_VALUE: (value, TrainValue(value, scorer, loss), "value"),
-        TRAIN_POLICY: (policy, TrainPolicy(policy, scorer, loss), "policy"),
-    }
-    microbatch = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
+    before = partial(RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)
+    rows = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
+    training = partial(RolloutStage, samples=ppo.ppo_batch_size, rows=rows)
     return {
-        name: RolloutStage(
-            model=model,
-            run=run,
-            samples=ppo.ppo_batch_size if trains else ppo.batch_size,
-            rows=microbatch if trains else ppo.forward_batch_size,
-            trains=trains,
-        )
-        for name, (model, run, trains) in passes.items()
+        GENERATE: before(generating(policy, sampling, settings, device)),
+        FIND_REWARDS: before(Ask(reward, scorer.scores, SCORE)),
+        SCORE_POLICY: before(Ask(policy, scorer.log_probs, LOG_PROBS)),
+        SCORE_REFERENCE: before(Ask(reference, scorer.log_probs, REFERENCE_LOG_PROBS)),
+        FIND_VALUES: before(Ask(value, scorer.values, VALUES)),
+        TRAIN_VALUE: training(TrainValue(value, scorer, loss), trains="value"),
+        TRAIN_POLICY: training(TrainPolicy(policy, scorer, (loss.epsilon, loss.epsilon)), trains="policy"),
     }
 
 

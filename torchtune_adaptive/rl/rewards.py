@@ -28,28 +28,18 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.config.components import in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.rl.rollouts import SCORE, Rollout, results_of
+from torchtune_adaptive.rl.rollouts import SCORE, Group, Rollout, results_of
 from torchtune_adaptive.rl.settings import REWARD_FUNCTIONS
-from torchtune_adaptive.text import count_of, shown
+from torchtune_adaptive.text import count_of, nearest, shown
 from torchtune_adaptive.tune.metrics import RunJournal
-from torchtune_adaptive.tune.samples import FILLER, INDEX, Sample
+from torchtune_adaptive.tune.samples import FILLER, INDEX
+
+NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
+"""Fields of a sample that are no business of a reward."""
 
 
 class RewardError(AdaptiveError):
     """A reward function that has failed; the message names it and the sample."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The answers to one prompt."""
-
-    sample: int
-    """The number of its sample in the dataset."""
-    prompt: str
-    answers: Sequence[str]
-    tokens: Sequence[Sequence[int]]
-    columns: Mapping[str, object]
-    """What the dataset has for the prompt besides its tokens."""
 
 
 @dataclass(frozen=True)
@@ -64,56 +54,55 @@ class RewardFunction:
         """Its name among the results of a rollout, and in the log."""
         return f"reward/{self.name}"
 
-    def __call__(self, group: Group) -> list[float]:
+    def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
         """The rewards of a group, without the weight."""
-        returned = self._call(group)
+
+        def error(what: str) -> RewardError:
+            first = shown(answers[0][:80])
+            return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
+
+        answers: list[str] = lists["completions"]
+        try:
+            returned = within(self.timeout_s, partial(self.function, **lists))
+        except TimeoutError:
+            raise error(f"has not returned within {self.timeout_s:g} s (reward_timeout)") from None
+        except Exception as cause:
+            raise error(f"failed: {in_a_line(cause)}") from cause
         try:
             rewards = [0.0 if reward is None else float(reward) for reward in returned]
         except (TypeError, ValueError):
-            raise self._error(group, f"returned {shown(returned)} in place of a list of numbers") from None
-        if len(rewards) != len(group.answers) or not all(map(math.isfinite, rewards)):
-            wanted = count_of(len(group.answers), "finite number")
-            raise self._error(group, f"returned {shown(rewards)} in place of {wanted}")
+            raise error(f"returned {shown(returned)} in place of a list of numbers") from None
+        if len(rewards) != len(answers) or not all(map(math.isfinite, rewards)):
+            raise error(f"returned {shown(rewards)} in place of {count_of(len(answers), 'finite number')}")
         return rewards
 
-    def _call(self, group: Group) -> Any:
-        size = len(group.answers)
-        lists = {name: [value] * size for name, value in group.columns.items()}
-        lists |= {"prompts": [group.prompt] * size, "completions": [*group.answers]}
-        lists["completion_ids"] = [[*tokens] for tokens in group.tokens]
-        returned: list[Any] = []
-        failed: list[Exception] = []
 
-        def run() -> None:
-            try:
-                returned.append(self.function(**lists))
-            except Exception as error:  # noqa: BLE001
-                failed.append(error)
+def within(seconds: float | None, function: Callable[[], Any]) -> Any:
+    """What it returns; TimeoutError where that takes longer."""
+    if seconds is None:
+        return function()
+    returned: list[Any] = []
+    failed: list[Exception] = []
 
-        if self.timeout_s is None:
-            run()
-        else:  # nothing can end a function from outside: the thread is left behind, and ends with the process
-            thread = threading.Thread(target=run, daemon=True, name=self.name)
-            thread.start()
-            thread.join(self.timeout_s)
-        if failed:
-            raise self._error(group, f"failed: {in_a_line(failed[0])}") from failed[0]
-        if not returned:
-            raise self._error(group, f"has not returned within {self.timeout_s:g} s (reward_timeout)")
-        return returned[0]
+    def run() -> None:
+        try:
+            returned.append(function())
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
 
-    def _error(self, group: Group, what: str) -> RewardError:
-        answer = shown(group.answers[0][:80]) if group.answers else "none"
-        return RewardError(f"reward function {self.name} {what} (sample {group.sample}; its first answer: {answer})")
-
-
-def build_rewards(cfg: DictConfig, timeout_s: float | None, tokenizer: Any, stop_tokens: Sequence[int]) -> Rewards:
-    """The functions of the section `reward_functions`, in its order."""
-    return Rewards(functions_of(cfg, timeout_s), tokenizer, stop_tokens)
+    # nothing can end a function from outside: the thread is left behind, and ends with the process
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not returned:
+        raise TimeoutError
+    return returned[0]
 
 
 def functions_of(cfg: DictConfig, timeout_s: float | None = None) -> tuple[RewardFunction, ...]:
-    """Further keys of an entry are arguments."""
+    """The functions of the section `reward_functions`, in its order. Further keys of an entry are arguments."""
     section = cfg.get(REWARD_FUNCTIONS)
     if section is None:
         return ()
@@ -138,47 +127,42 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
         component, options = component(**options), {}
     if not callable(component):
         raise ConfigError(f"{key}._component_ is {path}: allowed is a function, or a class whose objects are called")
+    misspelt = nearest("weight", options)  # which a function that takes any argument would not miss
+    if misspelt is not None and misspelt not in inspect.signature(component).parameters:
+        raise ConfigError(f"{key}.{misspelt} is not a known key; did you mean weight?")
     return RewardFunction(path.rpartition(".")[2], float(weight), partial(component, **options), timeout_s)
 
 
-NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
-
-
 class Rewards:
-    """Scores answers by functions, in the words of a tokenizer."""
+    """Scores answers by the config's functions, in the words of a tokenizer."""
 
-    def __init__(self, functions: Sequence[RewardFunction], tokenizer: Any, stop_tokens: Sequence[int]) -> None:
-        self._functions, self._tokenizer, self._stop_tokens = functions, tokenizer, stop_tokens
+    def __init__(self, cfg: DictConfig, timeout_s: float | None, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
+        self._functions, self._tokenizer, self._stop_tokens = functions_of(cfg, timeout_s), tokenizer, stop_tokens
 
-    def score(self, prompts: Sequence[Sample], rollouts: Sequence[Rollout]) -> None:
-        """Adds the rewards of this rank's answers, equally many to each prompt, to what a reward model has said."""
-        size = len(rollouts) // max(1, len(prompts))
-        for place, sample in enumerate(prompts) if self._functions else ():
-            own = rollouts[place * size : (place + 1) * size]
-            tokens = [self._without_stops(rollout) for rollout in own]
-            group = Group(
-                sample=int(sample.get(INDEX, own[0].number // size)),
-                prompt=self._tokenizer.decode(own[0].prompt.tolist()),
-                answers=[self._tokenizer.decode(answer) for answer in tokens],
-                tokens=tokens,
-                columns={str(name): value for name, value in sample.items() if name not in NOT_COLUMNS},
-            )
+    def score(self, groups: Sequence[Group]) -> None:
+        """Adds the rewards of answers to what a reward model has said of them."""
+        for sample, rollouts in groups if self._functions else ():
+            size = len(rollouts)
+            lists = {str(name): [value] * size for name, value in sample.items() if name not in NOT_COLUMNS}
+            lists["prompts"], lists["completions"], lists["completion_ids"] = self._in_words(rollouts)
             for function in self._functions:
-                for rollout, reward in zip(own, function(group), strict=True):
+                rewards = function(lists, sample.get(INDEX, rollouts[0].number // size))
+                for rollout, reward in zip(rollouts, rewards, strict=True):
                     so_far = rollout.results.get(SCORE, torch.zeros(()))
                     rollout.results[function.result] = torch.tensor(reward)
                     rollout.results[SCORE] = so_far + function.weight * reward
 
-    def show(self, journal: RunJournal, everyone: Sequence[Rollout], size: int, iteration: int) -> None:
-        """The answers to the first prompt, of `size`, in the log and in the record."""
-        own = everyone[:size]
-        answers = [self._tokenizer.decode(self._without_stops(rollout)) for rollout in own]
-        prompt = self._tokenizer.decode(own[0].prompt.tolist())
-        journal.answers(iteration, prompt, answers, [float(rollout.results[SCORE]) for rollout in own])
+    def show(self, journal: RunJournal, group: Sequence[Rollout], iteration: int) -> None:
+        """The answers to a prompt, in the log and in the record."""
+        (prompt, *_), answers, _ = self._in_words(group)
+        journal.answers(iteration, prompt, answers, [float(rollout.results[SCORE]) for rollout in group])
 
-    def _without_stops(self, rollout: Rollout) -> list[int]:
-        answer = rollout.answer[: rollout.length].tolist()
-        return [token for token in answer if token not in self._stop_tokens]
+    def _in_words(self, group: Sequence[Rollout]) -> tuple[list[str], list[str], list[list[int]]]:
+        """Prompts and answers as text, answers as tokens, without those at which they stop."""
+        prompt = self._tokenizer.decode(group[0].prompt.tolist())
+        answers = [each.answer[: each.length].tolist() for each in group]
+        tokens = [[token for token in answer if token not in self._stop_tokens] for answer in answers]
+        return [prompt] * len(group), [self._tokenizer.decode(answer) for answer in tokens], tokens
 
     def figures(self, everyone: Sequence[Rollout]) -> dict[str, float]:
         """Means over all ranks. An answer is a success where the first function gives it 1 or more."""

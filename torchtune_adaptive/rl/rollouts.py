@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,8 +45,15 @@ class Rollout:
     results: dict[str, Tensor] = field(default_factory=dict)
     group: int | None = None
     """The number of its prompt, where others answer it too."""
+    attempt: int = 0
+    """How often its group was sampled before, in vain."""
     fills: bool = False
-    """Whether it is there only because other ranks have more microbatches."""
+    """Whether it is there only because other ranks have more."""
+
+    @property
+    def attempted(self) -> tuple[int, ...]:
+        """What tells this answer from all others of a run."""
+        return (self.iteration, self.number, *[self.attempt] * (self.attempt > 0))
 
     @property
     def tokens(self) -> Tensor:
@@ -67,7 +74,8 @@ class Rollout:
 
         Its results are its own: they must not become the sample's.
         """
-        return replace(self, prompt=self.prompt[:1], length=min(1, self.length), results=dict(self.results))
+        length, results = min(1, self.length), dict(self.results)
+        return replace(self, prompt=self.prompt[:1], length=length, results=results, group=None)
 
     def filler(self) -> Rollout:
         """A stand-in that counts nothing."""
@@ -137,15 +145,24 @@ def answer_tokens(rollouts: Sequence[Rollout]) -> int:
     return sum(rollout.length for rollout in rollouts if not rollout.fills)
 
 
-def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answers: int = 1) -> list[Rollout]:
-    """Rollouts of this rank, so many to each prompt, still without their answers."""
-    rollouts = []
+Group: TypeAlias = tuple[Sample, list[Rollout]]
+"""A prompt, with the columns that its dataset has for it, and the answers to it."""
+
+
+def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answers: int = 1) -> list[Group]:
+    """The groups of this rank, still without their answers."""
+    groups: list[Group] = []
     for place, sample in enumerate(prompts):
         prompt, first = torch.as_tensor(sample["tokens"]).long(), (place * world_size() + rank()) * answers
-        for number in range(first, first + answers):
-            answer, group = torch.zeros(new_tokens, dtype=torch.long), first if answers > 1 else None
-            rollouts.append(Rollout(number, iteration, prompt, answer, group=group))
-    return rollouts
+        group = first if answers > 1 else None
+        blank = Rollout(first, iteration, prompt, torch.zeros(new_tokens, dtype=torch.long), group=group)
+        groups.append((sample, [replace(blank, number=first + at, results={}) for at in range(answers)]))
+    return groups
+
+
+def differ(group: Sequence[Rollout]) -> bool:
+    """Whether rewards do, so that there is something to learn from them."""
+    return len({float(rollout.results[SCORE]) for rollout in group}) > 1
 
 
 def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:

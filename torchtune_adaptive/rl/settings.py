@@ -1,16 +1,16 @@
-"""The keys of torchtune's `ppo_full_finetune_single_device`, read and checked before anything is built."""
+"""The keys of PPO and GRPO, read and checked before anything is built: those of torchtune's recipes, and ours."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import keys
-from torchtune_adaptive.config.checks import not_at_default, refuse, token_budget
+from torchtune_adaptive.config.checks import not_at_default, quantized_replicas, refuse, token_budget
 from torchtune_adaptive.config.keys import (
     BOOL,
     COUNT,
@@ -18,8 +18,11 @@ from torchtune_adaptive.config.keys import (
     INTEGER,
     NULL,
     NUMBER,
+    SECTION,
+    LoraSettings,
     Rule,
     Settings,
+    one_of,
     option,
     read_common,
     value_at,
@@ -27,9 +30,10 @@ from torchtune_adaptive.config.keys import (
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of
 
-POLICY_SECTION, VALUE_SECTION = "policy_model", "reward_and_value_model"
-POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
-VALUE_FILES, REWARD_FILES = "value_checkpointer", "reward_checkpointer"
+POLICY_SECTION, VALUE_SECTION, REWARD_SECTION = "policy_model", "reward_and_value_model", "reward_model"
+"""Sections of models: in PPO values and rewards are those of one kind, in GRPO the policy is in `model`."""
+POLICY_FILES, VALUE_FILES, REWARD_FILES = "checkpointer", "value_checkpointer", "reward_checkpointer"
+PPO_REFERENCE_FILES, GRPO_REFERENCE_FILES = "ref_policy_checkpointer", "ref_checkpointer"
 REWARD_FUNCTIONS = "reward_functions"
 TRAINED_FILES = f"{POLICY_FILES}.checkpoint_files and {VALUE_FILES}.checkpoint_files"
 
@@ -39,81 +43,79 @@ FINITE_OR_0 = Rule(lambda v: FINITE.accepts(v) and v >= 0, "a finite number of a
 FINITE_ABOVE_0 = Rule(lambda v: FINITE.accepts(v) and v > 0, "a finite number above 0")
 CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, which clips nothing")
 MOST_EPOCHS = 100_000
-"""Stands for `epochs`, which PPO's configs lack: they say `num_steps`."""
+"""Stands for `epochs`: how long a run is, `num_steps` says."""
 
-NOT_FOR_PPO = (
+NOT_SUPPORTED = (
     "tensor_parallel_dim",
     "collate_fn",
     "fsdp_cpu_offload",
     "enable_activation_offloading",
     "enable_async_checkpointing",
-    "save_adapter_weights_only",
+    "optimizer_in_bwd",
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
-"""Keys of finetuning that PPO has no use for: `num_steps` says how long it trains."""
+"""Keys of finetuning beside which `num_steps` would have nothing to say."""
+NEVER = (
+    ("enable_kv_cache", False, "answers are always generated with a cache", "True"),
+    ("dataset.packed", True, "prompts cannot be packed", "False"),
+    ("adaptive.padding", False, "rows of rollouts are padded to the longest", "null or True"),
+    ("adaptive.deal", True, "rollouts stay on the rank that has their prompts", "null or False"),
+)
+"""Values that no stage can do, and why; what is allowed."""
 
 
-class RolloutSettings(Protocol):
-    """What iterations of any kind are planned from."""
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """The keys that PPO and GRPO share, with torchtune's names."""
 
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def max_generated_tokens(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def stop_token_ids(self) -> tuple[int, ...] | None: ...
+    batch_size: int = option(COUNT)
+    num_steps: int = option(COUNT)
+    ppo_epochs: int = option(COUNT, 1)
+    forward_batch_size: int = option(COUNT)
+    max_generated_tokens: int = option(COUNT)
+    temperature: float = option(FINITE_ABOVE_0, 1.0)
+    top_k: int | None = option(COUNT | NULL, None)
+    stop_token_ids: tuple[int, ...] | None = option(TOKENS | NULL, None)
+    reward_timeout: float | None = option(FINITE_ABOVE_0 | NULL, None)
+    grpo_samples: int = 1
+    resample_groups: int = 0
+
     @property
     def answers(self) -> int:
         """Answers of a rank in an iteration."""
+        return self.batch_size * self.grpo_samples
 
     @property
     def updates(self) -> int:
         """Optimizer steps of an iteration."""
+        return self.ppo_epochs
 
     def iterations(self, ranks: int) -> int:
         """Iterations of the whole run."""
+        return self.num_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOSettings:
+class PPOSettings(RolloutSettings):
     """PPO's own keys, with torchtune's names."""
 
-    num_steps: int = option(COUNT)
-    ppo_epochs: int = option(COUNT)
     ppo_batch_size: int = option(COUNT)
     gradient_accumulation_steps: int = option(COUNT)
-    forward_batch_size: int = option(COUNT)
-    max_generated_tokens: int = option(COUNT)
     enable_kv_cache: bool = option(BOOL, True)
-    temperature: float = option(FINITE_ABOVE_0)
-    top_k: int | None = option(COUNT | NULL, None)
     min_response_length: int | None = option(COUNT_OR_0 | NULL, None)
     penalise_no_eos: bool = option(BOOL)
     reward_penalty: float = option(FINITE)
-    stop_token_ids: tuple[int, ...] | None = option(TOKENS | NULL, None)
     whiten_rewards: bool = option(BOOL)
     gamma: float = option(FINITE)
     lmbda: float = option(FINITE)
     kl_coeff: float = option(FINITE_OR_0)
 
-    batch_size: int = option(COUNT)
-    reward_timeout: float | None = option(FINITE_ABOVE_0 | NULL, None)
-
-    @property
-    def answers(self) -> int:
-        return self.batch_size
-
     @property
     def updates(self) -> int:
-        """Optimizer steps of an iteration."""
         return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
 
     def iterations(self, ranks: int) -> int:
-        """Iterations of the whole run, at least one: `num_steps` counts samples over all ranks."""
+        """At least one: `num_steps` counts samples over all ranks."""
         size = self.batch_size * ranks
         if self.num_steps < size:
             raise ConfigError(
@@ -124,41 +126,121 @@ class PPOSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSettings:
-    """The coefficients of the loss's section, with torchtune's names and defaults."""
+class PPOLossSettings:
+    """The coefficients of PPO's section `loss`, with torchtune's names and defaults."""
 
     epsilon: float = option(CLIP, 0.1)
     value_clip_range: float = option(CLIP, 0.2)
     value_coeff: float = option(FINITE_OR_0, 0.1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GRPOLoss:
+    """GRPO's section `loss`."""
+
+    epsilon: float = option(CLIP, 0.2)
+    epsilon_high: float | None = option(CLIP | NULL, None)
+    kl_coeff: float = option(FINITE_OR_0, 0.0)
+    average: str = option(one_of("tokens", "answers", "length"), "tokens")
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """By how much a ratio may fall and rise."""
+        return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+def _grpo_loss(section: Any, key: str) -> GRPOLoss:
+    """The section may name a loss of torchtune's, which no release of it has: only its coefficients are used."""
+    options = dict(keys.plain(section, key))
+    named = str(options.pop("_component_", "GRPOLoss"))
+    if not named.rpartition(".")[2].startswith("GRPO"):
+        raise ConfigError(
+            f"loss._component_ is {named}, but GRPO has a loss of its own: remove the line, and keep epsilon, "
+            "epsilon_high, kl_coeff and average"
+        )
+    return keys.read_section(GRPOLoss, options, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOSettings(RolloutSettings):
+    """GRPO's own keys, those of torchtune's recipe first."""
+
+    grpo_samples: int = option(COUNT)
+    loss: GRPOLoss = option(SECTION, GRPOLoss(), convert=_grpo_loss)
+    scale_rewards: bool = option(BOOL, True)
+    without_signal: str = option(one_of("drop", "keep"), "drop")
+    resample_groups: int = option(COUNT_OR_0, 0)
+    lora: LoraSettings | None = None
+    """The keys of the adapters, where these are all that is trained."""
+
+
 PPO_KEYS = (
-    *(POLICY_SECTION, VALUE_SECTION, REFERENCE_FILES, VALUE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
-    *(field.name for field in fields(PPOSettings)),
+    *(POLICY_SECTION, VALUE_SECTION, PPO_REFERENCE_FILES, VALUE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
+    *keys.keys_of(PPOSettings),
 )
-"""Sections and keys of the config besides those of finetuning."""
+GRPO_KEYS = (
+    *(REWARD_SECTION, GRPO_REFERENCE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
+    *keys.keys_of(GRPOSettings),
+)
+"""Sections and keys of a config besides those of finetuning."""
 
 
 def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
-    """Settings of PPO. What the other recipes call the model is the policy, and a step is an iteration."""
-    _check_optimizer(cfg)
+    """Settings of PPO. What the other recipes call the model is the policy."""
     if not OmegaConf.is_dict(policy := cfg.get(POLICY_SECTION)):
         raise ConfigError(f"{POLICY_SECTION} is missing: add a section with a _component_")
-    for key in WITHOUT_EFFECT:
-        if cfg.get(key) is not None:
-            raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: remove it")
     ppo = keys.read(PPOSettings, cfg)
-    keys.read(LossSettings, cfg.get("loss"), prefix="loss.")
-    seen = OmegaConf.merge(cfg, {"model": policy, "epochs": MOST_EPOCHS})
-    assert isinstance(seen, DictConfig)
-    settings = read_common(seen)
-    del seen["epochs"]  # of which whoever reads the config would think that it was given
-    refuse(not_at_default(settings, NOT_FOR_PPO, "PPO"), _contradictions(settings, ppo), token_budget(settings))
-    return replace(settings, gradient_accumulation_steps=1), ppo
+    keys.read(PPOLossSettings, cfg.get("loss"), prefix="loss.")
+    cfg = cast(DictConfig, OmegaConf.merge(cfg, {"model": policy}))
+    return _read(cfg, "PPO", _of_ppo(cfg, ppo), (*NOT_SUPPORTED, "save_adapter_weights_only")), ppo
 
 
-def _contradictions(settings: Settings, ppo: PPOSettings) -> Iterator[str]:
-    """Sizes that do not go together, and what no stage can do yet."""
+def read_grpo_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
+    grpo = keys.read(GRPOSettings, cfg)
+    return _read(cfg, "GRPO", _of_grpo(cfg, grpo), (*NOT_SUPPORTED, "save_adapter_weights_only")), grpo
+
+
+def read_grpo_lora_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
+    """Settings of GRPO of adapters, some of them from the model's section."""
+    lora = keys.read(LoraSettings, cfg.get("model"), prefix="model.")
+    grpo = replace(keys.read(GRPOSettings, cfg), lora=lora)
+    return _read(cfg, "GRPO", _of_grpo(cfg, grpo), NOT_SUPPORTED), grpo
+
+
+def _read(cfg: DictConfig, training: str, contradictions: Iterable[str], not_supported: Iterable[str]) -> Settings:
+    """Settings that all recipes have; a step is an iteration."""
+    whole = OmegaConf.merge({"gradient_accumulation_steps": 1}, cfg, {"epochs": MOST_EPOCHS})
+    settings = replace(read_common(cast(DictConfig, whole)), config=cfg, gradient_accumulation_steps=1)
+    refuse(
+        (
+            f"{key} is {cfg.get(key)}, but {training} trains for num_steps: remove it"
+            for key in WITHOUT_EFFECT
+            if cfg.get(key) is not None
+        ),
+        not_at_default(settings, not_supported, training),
+        contradictions,
+        (
+            f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"
+            for key, refused, reason, allowed in NEVER
+            if value_at(cfg, key) == refused
+        ),
+        _optimizer(cfg),
+        token_budget(settings),
+        quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),
+    )
+    return settings
+
+
+def _optimizer(cfg: DictConfig) -> Iterator[str]:
+    component = str(value_at(cfg, "optimizer._component_"))
+    if component.startswith("bitsandbytes."):
+        yield (
+            f"optimizer._component_ is {component}, which does not support FSDP2's shards: set it to "
+            "torch.optim.AdamW (or one of torchao.optim)"
+        )
+
+
+def _of_ppo(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
     for part, whole in (("ppo_batch_size", "batch_size"), ("gradient_accumulation_steps", "ppo_batch_size")):
         size, of = getattr(ppo, part), getattr(ppo, whole)
         if of % size:
@@ -170,35 +252,28 @@ def _contradictions(settings: Settings, ppo: PPOSettings) -> Iterator[str]:
         )
     if not (0 <= ppo.gamma <= 1 and 0 <= ppo.lmbda <= 1):
         yield f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1"
-    if settings.resume_from_checkpoint is True:
+    if cfg.get("resume_from_checkpoint") is True:
         yield (
             "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
             "more), which are found only together: set it to auto"
         )
-    yield from of_rollouts(settings.config, "PPO")
 
 
-def of_rollouts(cfg: DictConfig, training: str) -> Iterator[str]:
-    """What no stage can do, whatever is trained."""
-    for key, refused, reason, allowed in (
-        ("enable_kv_cache", False, "answers are always generated with a cache", "True"),
-        ("dataset.packed", True, "prompts cannot be packed", "False"),
-        ("adaptive.padding", False, "rows of rollouts are padded to the longest", "null or True"),
-        ("adaptive.deal", True, "rollouts stay on the rank that has their prompts", "null or False"),
-    ):
-        if value_at(cfg, key) == refused:
-            yield f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"
-
-
-def _check_optimizer(cfg: DictConfig) -> None:
-    """One error for both lines of torchtune's own config that cannot work on several ranks."""
-    component = str(value_at(cfg, "optimizer._component_"))
-    wrong, remedy = [], []
-    if cfg.get("optimizer_in_bwd"):
-        wrong.append("optimizer_in_bwd is True, which updates weights inside a backward that may be repeated")
-        remedy.append("optimizer_in_bwd: False")
-    if component.split(".")[0] == "bitsandbytes":
-        wrong.append(f"optimizer._component_ is {component}, which does not support FSDP2's shards")
-        remedy.append("optimizer._component_: torch.optim.AdamW (or one of torchao.optim)")
-    if wrong:
-        raise ConfigError(f"{'; and '.join(wrong)}: set {' and '.join(remedy)}, as adaptive/mistral/7B_ppo does")
+def _of_grpo(cfg: DictConfig, grpo: GRPOSettings) -> Iterator[str]:
+    if grpo.grpo_samples < 2:
+        yield "grpo_samples is 1, but an answer is compared with others to its prompt: set it to 2 or more"
+    model, files = cfg.get(REWARD_SECTION), cfg.get(REWARD_FILES)
+    if model is None and not cfg.get(REWARD_FUNCTIONS):
+        yield (
+            f"{REWARD_FUNCTIONS} is missing: give a list of sections with a _component_ and a weight, or a "
+            f"{REWARD_SECTION} with its {REWARD_FILES}"
+        )
+    if (model is None) != (files is None):
+        given, missing = (REWARD_FILES, REWARD_SECTION) if model is None else (REWARD_SECTION, REWARD_FILES)
+        yield f"{given} is set, but {missing} is missing: set both, or none"
+    reference = cfg.get(GRPO_REFERENCE_FILES) is not None
+    if grpo.lora is not None:
+        if reference:
+            yield f"{GRPO_REFERENCE_FILES} is set, but the reference is the policy without its adapters: remove it"
+    elif grpo.loss.kl_coeff and not reference:
+        yield f"loss.kl_coeff is {grpo.loss.kl_coeff}, but {GRPO_REFERENCE_FILES} is missing: add it, or set it to 0"

@@ -1,17 +1,18 @@
-"""The stages of an iteration, each with a limit, a record of collectives and a place in the log of its own."""
+"""The stages of an iteration, each with a limit, a record of collectives and figures of its own."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.checkpoints.progress import SavedLimits
 from torchtune_adaptive.config.keys import Settings
@@ -21,25 +22,26 @@ from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.life.console import say
+from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.passes import Generate, RolloutPass
 from torchtune_adaptive.rl.rollouts import Rollout
 from torchtune_adaptive.tune.finetuning import build_recovery
+from torchtune_adaptive.tune.place import dtype_of
 from torchtune_adaptive.tune.trainer import restore_limits
 
-GENERATE = "generate"
+GENERATE, FIND_REWARDS = "generate", "rewards"
 SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"
-FIND_VALUES, FIND_REWARDS = "values", "rewards"
-FORWARD = (SCORE_POLICY, SCORE_REFERENCE, FIND_VALUES, FIND_REWARDS)
+FIND_VALUES = "values"
+FORWARD = (FIND_REWARDS, SCORE_POLICY, SCORE_REFERENCE, FIND_VALUES)
 TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
 STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 """All stages of an iteration of PPO, in order."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RolloutStage:
     """What a stage runs."""
 
-    model: nn.Module
     run: RolloutPass
     samples: int
     """Samples of a rank."""
@@ -47,6 +49,20 @@ class RolloutStage:
     """Rows of a microbatch, as the config says."""
     trains: str | None = None
     """The name under which its model is updated, empty where it is all that is trained; None without a backward."""
+
+    @property
+    def model(self) -> nn.Module:
+        return self.run.model
+
+
+def generating(policy: nn.Module, sampling: Sampling, settings: Settings, device: torch.device) -> Generate:
+    return Generate(
+        model=cast(TransformerDecoder, policy),
+        device=device,
+        dtype=dtype_of(settings, device),
+        sampling=sampling,
+        reshards=settings.fsdp_reshard_after_forward,
+    )
 
 
 class RolloutStages:
@@ -83,10 +99,6 @@ class RolloutStages:
         self.seconds: dict[str, float] = defaultdict(float)
         self._gave_up_gathering = False  # in training, and not in a search, which the next start repeats
 
-    @property
-    def before_training(self) -> list[str]:
-        return [name for name, stage in self.stages.items() if stage.trains is None]
-
     def begin_iteration(self) -> None:
         self.results.clear()
         self.seconds.clear()
@@ -106,10 +118,6 @@ class RolloutStages:
         self.seconds[name] += time.perf_counter() - began
         return result
 
-    def committing(self, *, last_checkpoint: Path | None) -> AbstractContextManager[None]:
-        """Guards the update of all models."""
-        return self.runners.training.committing("the optimizer step", last_checkpoint=last_checkpoint)
-
     def go_layer_by_layer(self) -> None:
         """Call it on all ranks: from now on, generating communicates otherwise."""
         say(
@@ -121,6 +129,42 @@ class RolloutStages:
     @property
     def asked_to_stop(self) -> bool:
         return any(result.asked_to_stop for results in self.results.values() for result in results)
+
+    def figures(self) -> dict[str, float]:
+        """Tokens a second, microbatches and recoveries, of each stage and of both halves of an iteration."""
+        ranks = dist.get_world_size()
+        before = [name for name, stage in self.stages.items() if stage.trains is None]
+        training = [name for name in self.stages if name not in before]
+        figures = {
+            "tokens_per_second_per_gpu_trajectory": self._rate(GENERATE, before) / ranks,
+            "tokens_per_second_per_gpu_ppo": self._rate(TRAIN_POLICY, training) / ranks,
+        }
+        for stage, results in self.results.items():
+            name = stage.replace(" ", "_")
+            figures[f"{name}/tokens_per_second"] = self._rate(stage, [stage])
+            figures[f"{name}/microbatches"] = sum(result.microbatches for result in results)
+            figures[f"{name}/microbatch_rows"] = max(result.load.most_rows for result in results)
+            figures[f"{name}/microbatch_tokens"] = max(result.load.most_tokens for result in results)
+            figures[f"{name}/recoveries"] = self.runners[stage].recoveries
+        return {**figures, "oom_recoveries": self.runners.recoveries}
+
+    def _rate(self, of: str, during: Sequence[str]) -> float:
+        """Answer tokens of all ranks in one stage, over the seconds of several."""
+        tokens = sum(result.target_tokens for result in self.results[of])
+        return tokens / max(1e-9, sum(self.seconds[stage] for stage in during))
+
+    def figures_of_run(self, seconds: float) -> dict[str, float]:
+        """What the record has besides, of an iteration that took so long."""
+        tokens = sum(result.target_tokens for result in self.results[GENERATE])
+        peaks = [each.memory for results in self.results.values() for each in results if each.memory is not None]
+        fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)
+        memory = {} if fullest is None else fullest._asdict()
+        return {
+            "samples": self.stages[GENERATE].samples * dist.get_world_size(),
+            "target_tokens": tokens,
+            "target_tokens_per_second": tokens / max(1e-9, seconds),
+            **memory,
+        }
 
     def state_dict(self) -> SavedLimits:
         """The state for a checkpoint, the same on all ranks."""

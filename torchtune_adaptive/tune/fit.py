@@ -52,6 +52,7 @@ DEPENDS_ON = (
     "model",
     "policy_model",
     "reward_and_value_model",
+    "reward_model",
     "optimizer",
     "loss",
     "dtype",

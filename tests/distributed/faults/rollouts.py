@@ -1,55 +1,44 @@
-"""The stages of PPO as its recipe builds them, of tiny models, and the ways in which one may run out of memory."""
+"""Whole iterations of PPO and GRPO as their recipes run them, and the ways in which a stage may run out of memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torchtune.rlhf.loss import PPOLoss
+from omegaconf import DictConfig
+from torch import Tensor
 
-from tests.distributed.faults.failing import fail_there, operations_of, over_ranks, ways_to_fail
-from tests.distributed.faults.stages import Outcome, frozen
-from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of, shard
+from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
+from tests.distributed.models import ModelConfig
+from tests.recipes.grpo.tiny import grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
-from torchtune_adaptive.demo.model import demo_classifier
+from tests.recipes.running import load_ours
+from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.rl.generation import sampling_of
-from torchtune_adaptive.rl.models import Models
-from torchtune_adaptive.rl.ppo import keep_advantages, ppo_stages
-from torchtune_adaptive.rl.rollouts import Rollout, gathered, rollouts_of, updates_of
-from torchtune_adaptive.rl.settings import read_ppo_settings
-from torchtune_adaptive.rl.stages import (
-    FORWARD,
-    GENERATE,
-    STAGES,
-    TRAIN_POLICY,
-    TRAIN_VALUE,
-    RolloutStage,
-    RolloutStages,
-)
+from torchtune_adaptive.rl.rollouts import Rollout
+from torchtune_adaptive.rl.stages import GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune import place
 
-ROLLOUTS, NEW, STOP, SEED = 4, 2, 3, 5
-"""Of a rank; tokens of an answer; what ends one."""
-PASSES = (GENERATE, *FORWARD)
-HOST = torch.device("cpu")
+ANSWERS, ITERATION = 4, 1
+"""Of a rank in an iteration, which is always the same one."""
+OF_GRPO = (GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY)
+KINDS = {"full_ppo": STAGES, "full_grpo": OF_GRPO, "lora_grpo": OF_GRPO}
 
 
 @dataclass(frozen=True)
 class RolloutCase:
-    """The stage in which memory runs out, and how. The rest is as in faults.Case."""
+    """The stage in which memory runs out, and how. The rest is as in finetuning.Case."""
 
     name: str
+    kind: str
     stage: str
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(layers=1, dim=16, dropout=0.0))
-    whole: bool = False
-    """Whether the other stages of the iteration run, too; else it alone does, on what they have found once."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Says only whether parameters are freed after a forward."""
     layer_by_layer: bool = False
     """To generate, parameters are gathered anew for every token."""
     world_size: int = 2
@@ -57,7 +46,7 @@ class RolloutCase:
     rows: int = 2
     again: str = "never"
     first_pass: bool = False
-    """Whether its model, or in a whole iteration every model, has never run before."""
+    """Whether the models have never run before."""
     stride: int = 1
 
     def bench(self) -> "RolloutBench":
@@ -65,189 +54,116 @@ class RolloutCase:
         return RolloutBench(self)
 
 
-WITH_OTHER_STAGES: dict[str, dict[str, Any]] = {
-    "whole iteration": {"whole": True, "stride": 31},
-    "first iteration": {"whole": True, "first_pass": True, "stride": 43},
-}
-
-
 def cases() -> Iterator[RolloutCase]:
     """Every operation of every stage, then other ways to fail in it, of which some operations are left out."""
-    for stage in STAGES:
-        plain = RolloutCase(f"rollouts, {stage}", stage)
-        yield plain
-        yield from ways_to_fail(plain, WITH_OTHER_STAGES)
-    by_layer = RolloutCase(f"rollouts, {GENERATE}, layer by layer", GENERATE, layer_by_layer=True)
+    for kind, stages in KINDS.items():
+        for stage in stages:
+            plain = RolloutCase(f"rollouts, {kind}, {stage}", kind, stage)
+            yield plain
+            yield from (replace(way, stride=max(17, way.stride)) for way in ways_to_fail(plain, {}))
+    by_layer = RolloutCase("rollouts, full_ppo, layer by layer", "full_ppo", GENERATE, layer_by_layer=True)
     yield by_layer
-    yield replace(by_layer, name=f"{by_layer.name}, first pass", first_pass=True)
+    yield replace(by_layer, name=f"{by_layer.name}, first pass", first_pass=True, stride=17)
 
 
 ROLLOUT_CASES = tuple(cases())
 
 
-def policy(config: ModelConfig) -> nn.Module:
-    """Collective: a model whose answers depend on their prompts."""
-    model = build(config)
-    with torch.no_grad():
-        for parameter in model.output.parameters():
-            parameter *= 20
-    return model
+def config_of(case: RolloutCase, folder: Path) -> DictConfig:
+    same = ("max_generated_tokens=3", f"fsdp_reshard_after_forward={case.model.reshard_after_forward}")
+    if case.kind == "full_ppo":
+        sizes = (f"batch_size={ANSWERS}", f"ppo_batch_size={ANSWERS}", f"forward_batch_size={case.rows}")
+        splits = ("ppo_epochs=1", f"gradient_accumulation_steps={ANSWERS // case.rows}")
+        return ppo_config(folder, *same, *sizes, *splits)
+    one_group = ("batch_size=1", f"grpo_samples={ANSWERS}", "forward_batch_size=1", "resample_groups=0")
+    # two updates have a stage more, but where the second one fails, the first has run with other rows
+    updates = f"ppo_epochs={1 if case.stage == TRAIN_POLICY else 2}"
+    return grpo_config(case.kind, folder, *same, *one_group, updates, "without_signal=keep")
 
 
-def judge(config: ModelConfig, seed: int) -> nn.Module:
-    """Collective: a model of values or rewards. Its last layer has one row, so most ranks have none of it."""
-    torch.manual_seed(seed)
-    sizes = {"num_layers": config.layers, "embed_dim": config.dim, "intermediate_dim": config.dim, "max_seq_len": 64}
-    model = demo_classifier(vocab_size=VOCABULARY, **sizes)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
-    return shard(model.train(), config)
+class Iterated(NamedTuple):
+    """What comes out of an iteration, bit by bit."""
 
+    weights: list[Tensor]
+    figures: dict[str, float]
+    rng: Tensor
 
-MAKERS: dict[str, Callable[[ModelConfig], nn.Module]] = {
-    "policy": policy,
-    "value": lambda config: judge(config, 1),
-    "reference": lambda config: frozen(build(config)),
-    "reward": lambda config: frozen(judge(config, 2)),
-}
-"""The models of an iteration, each made alike on all ranks."""
-RUNS = dict(zip(STAGES, ("policy", "policy", "reference", "value", "reward", "value", "policy"), strict=True))
-"""Stage -> what it runs."""
-
-
-def prompts_of(rank: int) -> list[dict[str, list[int]]]:
-    generator = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(2, 5, (ROLLOUTS,), generator=generator).tolist()
-    return [{"tokens": torch.randint(4, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
-
-
-Run: TypeAlias = Callable[[str, Sequence[Rollout]], float]
+    def same_as(self, other: "Iterated") -> bool:
+        return (
+            all(torch.equal(mine, its) for mine, its in zip(self.weights, other.weights, strict=True))
+            and self.figures == other.figures
+            and torch.equal(self.rng, other.rng)
+        )
 
 
 class RolloutBench:
-    """Collective: the models of all stages, prompts, and the two ways to run an iteration on them."""
+    """Collective: a recipe, and its first iteration, over and over."""
 
     def __init__(self, case: RolloutCase) -> None:
         self.case = case
-        sizes = (
-            f"batch_size={ROLLOUTS}",
-            f"ppo_batch_size={ROLLOUTS}",
-            "ppo_epochs=1",
-            f"forward_batch_size={case.rows}",
-        )
-        splits = (f"gradient_accumulation_steps={ROLLOUTS // case.rows}", f"max_generated_tokens={NEW}")
-        resharding = f"fsdp_reshard_after_forward={case.model.reshard_after_forward}"
-        cfg = ppo_config(Path("unused"), *sizes, *splits, resharding, f"stop_token_ids=[{STOP}]")
-        self._settings, self._ppo = read_ppo_settings(cfg)
-        self._loss = PPOLoss(epsilon=0.2, value_coeff=0.1)
-        self._sampling = sampling_of(SimpleNamespace(pad_id=0), self._ppo, SEED)
-        self._steps = count()
-        self.models = Models(**{name: make(case.model) for name, make in MAKERS.items()})
-        self._found: list[Rollout] = []
-        self._put_back: Callable[[], None] = lambda: None
-        if not case.whole:
-            self._iterate(self._find_what_comes_before(self._plain(case.rows)))
+        self._build()
 
-    def _find_what_comes_before(self, run: Run) -> Run:
-        """Keeps the samples of the stage that is to fail, as the stages before it leave them."""
+    def _build(self) -> None:
+        """Collective."""
+        folder = [tempfile.mkdtemp(prefix="faults-")]
+        dist.broadcast_object_list(folder)
+        with mock.patch.object(place, "join_on"):  # the ranks have met
+            self.recipe: Any = load_ours(self.case.kind)(config_of(self.case, Path(folder[0]) / "run"))
+        self.recipe.setup()
+        self.stages = self.recipe.stages
+        if self.case.layer_by_layer:
+            self.stages.go_layer_by_layer()
+        for runner in self.stages.runners.values():
+            runner.use_limit(RowLimit(self.case.rows))
+        self._fresh = self.stages.state_dict()
+        prompts = self.recipe.iterations.data.dataset
+        self._prompts = [prompts[index] for index in range(dist.get_rank(), ANSWERS * 2, 2)]
+        if self.case.kind != "full_ppo":
+            self._prompts = self._prompts[:1]
+        self._weights = [weight.clone() for weight in self._shards()]
 
-        def run_and_keep(name: str, rollouts: Sequence[Rollout]) -> float:
-            if name == self.case.stage:
-                self._found = copies(rollouts)
-            return run(name, rollouts)
+    def _shards(self) -> list[Tensor]:
+        return [
+            getattr(each.detach(), "_local_tensor", each.detach()) for each in self.recipe.trainer.model.parameters()
+        ]
 
-        return run_and_keep
+    def _allow(self, rows: int) -> None:
+        """Forgets what has failed before; the stage that is to fail has so many rows."""
+        self.stages.load_state_dict(self._fresh)
+        self.stages.runners[self.case.stage].use_limit(RowLimit(rows))
 
-    def undisturbed(self, rows: int) -> Outcome:
-        """Collective: plain FSDP2, without anything of ours but the passes; `rows` in the stage that is to fail."""
-        self._start()
-        return self._outcome(self._plain(rows))
+    def _iterate(self) -> Iterated:
+        """Collective: from the same weights, with the same random numbers."""
+        for shard, weight in zip(self._shards(), self._weights, strict=True):
+            shard.copy_(weight)
+        torch.manual_seed(7 + dist.get_rank())
+        figures = self.recipe.iterate(self._prompts, ITERATION)
+        return Iterated([shard.clone() for shard in self._shards()], figures, torch.get_rng_state())
 
-    def _stages(self) -> dict[str, RolloutStage]:
-        return ppo_stages(self.models, self._loss, self._sampling, self._settings, self._ppo, HOST)
-
-    def _plain(self, rows: int) -> Run:
-        stages = self._stages()
-        generate: Any = stages[GENERATE].run
-        generate.stays = not self.case.layer_by_layer
-
-        def run(name: str, rollouts: Sequence[Rollout]) -> float:
-            each, loss = rows if name == self.case.stage else self.case.rows, torch.zeros(())
-            for start in range(0, len(rollouts), each):
-                loss = loss + stages[name].run(rollouts[start : start + each]).loss_sum
-                self._reshard()
-            return torch.tensor(over_ranks(loss.item()), dtype=torch.float32).item()
-
-        return run
-
-    def _reshard(self) -> None:
-        """What a pass without a backward leaves gathered."""
-        for module in (each for model in self.models.everything for each in model.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def _outcome(self, run: Run) -> Outcome:
-        """Collective: of an iteration, or of one stage."""
-        if self.case.whole:
-            rollouts, figures = self._iterate(run)
-        else:
-            rollouts = copies(self._found)
-            figures = {self.case.stage: run(self.case.stage, rollouts)}
-        kept = {(name, each.number): found for each in rollouts for name, found in each.results.items()}
-        kept |= {("answer", each.number): each.answer for each in rollouts}
-        gradients = [gradients_of(model) for model in self.models.everything]
-        return Outcome(gradients, kept, figures, torch.get_rng_state())
-
-    def _iterate(self, run: Run) -> tuple[list[Rollout], dict[str, float]]:
-        """Collective: as the recipe does, up to the first update."""
-        mine = rollouts_of(prompts_of(dist.get_rank()), 1, NEW)
-        figures = {name: run(name, mine) for name in PASSES}
-        everything = gathered(mine)
-        figures |= keep_advantages(everything, self._ppo)
-        [share] = updates_of(everything, ROLLOUTS, 1, SEED)
-        return everything, figures | {name: run(name, share) for name in (TRAIN_VALUE, TRAIN_POLICY)}
+    def undisturbed(self, rows: int) -> Iterated:
+        """Collective: an iteration in which nothing fails, with so many rows in the stage that is to."""
+        self._allow(rows)
+        return self._iterate()
 
     def operations(self) -> list[str]:
         """Collective: what the first failing rank does in the stage that is to fail."""
         runner = self.new_runner()
-        self._start()
-        return operations_of(runner, lambda step: self._outcome(self._running(step)), next(self._steps), self.case)
-
-    def disturbed(self, runner: StepRunner[Rollout], place: int | None) -> tuple[Outcome, int]:
-        """Collective: an iteration that runs out of memory there; how often it did so on this rank."""
-        self._start()
-        self.stages.load_state_dict(self._fresh)
-        step = next(self._steps)
-        with FaultInjector(runner) as faults:
-            if place is not None:
-                fail_there(faults, self.case, step, place)
-            outcome = self._outcome(self._running(step))
-        return outcome, faults.fired
-
-    def _running(self, step: int) -> Run:
-        return lambda name, rollouts: self.stages.runners[name].run(rollouts, step=step).loss_sum.item()
+        self._allow(self.case.rows)
+        return operations_of(runner, lambda _: self._iterate(), ITERATION, self.case)
 
     def new_runner(self) -> StepRunner[Rollout]:
-        """Collective: of the stage that is to fail, among all others; of models that have never run, if so said."""
-        self._put_back()  # else models that stay would be watched by one more at every place
+        """Collective: that of the stage that is to fail; of models that have never run, if so said."""
         if self.case.first_pass:
-            new = list(MAKERS) if self.case.whole else [RUNS[self.case.stage]]
-            self.models = replace(self.models, **{name: MAKERS[name](self.case.model) for name in new})
-        self.stages = RolloutStages(self._stages(), self._settings, lambda _: None)
-        if self.case.layer_by_layer:
-            self.stages.go_layer_by_layer()
-        self._fresh, self._put_back = self.stages.state_dict(), self.stages.runners.training.recovery.ledger.close
-        return self.stages.runners[self.case.stage]
+            self.stages.runners.training.close()
+            self._build()
+        runner: StepRunner[Rollout] = self.stages.runners[self.case.stage]
+        return runner
 
-    def _start(self) -> None:
-        for model in self.models.everything:
-            model.zero_grad(set_to_none=True)
-        if not self.case.whole and self.case.stage == TRAIN_POLICY:
-            for parameter in self.models.value.parameters():  # which are there by then, and have to stay
-                parameter.grad = torch.ones_like(parameter)
-        torch.manual_seed(7 + dist.get_rank())
-
-
-def copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """What a stage finds is not written into the ones that were given."""
-    return [replace(each, results=dict(each.results)) for each in rollouts]
+    def disturbed(self, runner: StepRunner[Rollout], at: int | None) -> tuple[Iterated, int]:
+        """Collective: an iteration that runs out of memory there; how often it did so on this rank."""
+        self._allow(self.case.rows)
+        with FaultInjector(runner) as faults:
+            if at is not None:
+                fail_there(faults, self.case, ITERATION, at)
+            iterated = self._iterate()
+        return iterated, faults.fired

@@ -15,7 +15,7 @@ from tests.recipes.crash.points import INT, LAST_SAVE, LAST_STEP, PROBE, START, 
 from tests.recipes.crash.tally import place
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, PAIRS, PAIRS_LORA, PPO, SAVES, Variant, write_config
 from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
-from torchtune_adaptive.rl.checkpoints import VALUE_FOLDER
+from torchtune_adaptive.rl.models import VALUE_FOLDER
 
 WHAT_COUNTS_IS_WRITTEN = ("rename", "link", "unlink", "rmdir")
 """Where a failing power would show what had not been synced before."""

@@ -1,148 +1,171 @@
-"""One run of GRPO by one rank and by two, cut in other ways, out of memory, and stopped: the same all over."""
+"""GRPO of all weights and of adapters, by one rank to three, cut in other ways, out of memory, killed: all the same."""
 
 from __future__ import annotations
 
 import os
-from importlib import import_module
+import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
+from torchtune.modules import peft
 
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.recording import read_log
-from torchtune_adaptive.config.registry import config_files
-from torchtune_adaptive.rl.stages import GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY
+from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.recipes.grpo.tiny import KINDS, STEPS, grpo_config
+from tests.recipes.recording import events_of, read_log
+from tests.recipes.running import load_ours
+from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
 
-STEPS = 3
-TINY = (
-    *(f"{section}.{size}" for section in ("model", "demo_sizes") for size in ("num_layers=1", "embed_dim=32")),
-    "dataset.samples=48",
-    "shuffle=False",
-    "batch_size=2",
-    "grpo_samples=4",
-    "without_signal=drop",
-    f"num_steps={STEPS}",
-    "ppo_epochs=2",
-    "forward_batch_size=8",
-    "loss.kl_coeff=0.05",
-    "use_maximum_batch_size=False",
-    "adaptive=null",
-    "optimizer._component_=torch.optim.SGD",
-    "optimizer.lr=0.5",
-    "optimizer.fused=False",
-    "clip_grad_norm=null",
+FAULTS = {GENERATE: 30, FIND_REWARDS: 5, SCORE_POLICY: 5, SCORE_REFERENCE: 20, TRAIN_POLICY: 60}
+JUDGE = (
+    "reward_model._component_=torchtune_adaptive.demo.model.demo_classifier",
+    "reward_checkpointer._component_=torchtune_adaptive.demo.weights.demo_checkpointer",
+    "reward_checkpointer.checkpoint_dir=${checkpointer.checkpoint_dir}",
+    "reward_checkpointer.checkpoint_files=[demo_reward.pt]",
+    "reward_checkpointer.output_dir=${output_dir}",
 )
-WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "two ranks": (2, ("adaptive.show_answers=2",)),
-    "one rank": (1, ("batch_size=4",)),
-    "three ranks": (3, ("batch_size=1", "num_steps=4", "dataset.samples=12")),
-    "few rows": (2, ("forward_batch_size=1",)),
-    "by tokens": (2, ("adaptive.token_budget=24",)),
-    "out of memory": (2, ()),
+RESUMED = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
+
+
+class Way(NamedTuple):
+    ranks: int = 2
+    overrides: tuple[str, ...] = ()
+
+
+WAYS = {
+    "one rank": Way(1, ("batch_size=6",)),
+    "two ranks": Way(2, ("adaptive.show_answers=2",)),
+    "three ranks": Way(3, ("batch_size=2",)),
+    "few rows": Way(2, ("forward_batch_size=1",)),
+    "by tokens": Way(2, ("adaptive.token_budget=24",)),
+    "out of memory": Way(),
+    "judged": Way(2, JUDGE),
+    "judged, out of memory": Way(2, JUDGE),
 }
-FAULTS = {GENERATE: 30, SCORE_POLICY: 5, SCORE_REFERENCE: 20, TRAIN_POLICY: 60}
+OF_ADAPTERS = ("one rank", "two ranks", "out of memory")
 
 
-def config(folder: Path, *overrides: str) -> DictConfig:
-    cfg = OmegaConf.load(config_files()["adaptive/demo/grpo"])
-    ours = [
-        *TINY,
-        f"output_dir={folder / 'out'}",
-        "metric_logger._component_=tests.recipes.recording.JsonLogger",
-        f"metric_logger.path={folder / 'log.jsonl'}",
-        *(f"{files}.checkpoint_dir={folder / 'weights'}" for files in ("checkpointer", "ref_checkpointer")),
-    ]
-    merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
-    assert isinstance(merged, DictConfig)
-    del merged.metric_logger["log_dir"]
-    return merged
+def run_all(folder: Path, ranks: int, ports: list[int]) -> None:
+    """Collective: every way on so many ranks."""
+    free = iter(ports)
+    for kind in KINDS:
+        for name, way in WAYS.items():
+            if way.ranks == ranks and (kind == "full_grpo" or name in OF_ADAPTERS):
+                run(kind, folder / kind / name, name, way.overrides, free)
 
 
-def recipe_of(cfg: DictConfig) -> Any:
-    """Collective."""
-    module: Any = import_module("adaptive_grpo_full_finetune_distributed")
-    recipe = module.AdaptiveGRPOFullFinetuneDistributed(cfg)
-    recipe.setup()
-    return recipe
-
-
-def run(folder: Path, way: str, port: int) -> None:
-    """Collective: a whole run."""
-    os.environ["MASTER_PORT"] = str(port)
-    recipe = recipe_of(config(folder, *WAYS[way][1]))
-    for stage, operation in FAULTS.items() if way == "out of memory" else ():
-        FaultInjector(recipe.stages.runners[stage]).fail_at(rank=1, step=2, operation=operation).__enter__()
+def run(kind: str, folder: Path, name: str, overrides: tuple[str, ...], ports: Iterator[int]) -> None:
+    """Collective: a whole run; where memory is to run out, it does so in each stage of the second iteration."""
+    os.environ["MASTER_PORT"] = str(next(ports))
+    recipe = load_ours(kind)(grpo_config(kind, folder, *overrides))
+    with mock.patch.object(peft.LoRALinear, "initialize_parameters", alike_on_any_number_of_ranks):
+        recipe.setup()
+    runners = recipe.stages.runners
+    failing = [stage for stage in FAULTS if stage in runners and name.endswith("out of memory")]
+    for number, stage in enumerate(failing):
+        injector = FaultInjector(runners[stage])
+        injector.fail_at(rank=number % 2, step=2, operation=FAULTS[stage]).__enter__()
     recipe.train()
-    if way == "out of memory":
-        assert all(recipe.stages.runners[stage].recoveries == 1 for stage in FAULTS)
+    assert [runner.recoveries for runner in runners.values()] == [bool(failing)] * len(runners)
     recipe.cleanup()
 
 
-def weights(folder: Path, epoch: int = 0) -> dict[str, Tensor]:
-    saved: dict[str, Tensor] = torch.load(folder / "out" / f"epoch_{epoch}" / "model-00001-of-00001.bin")
-    return saved
+def alike_on_any_number_of_ranks(module: peft.LoRALinear) -> None:
+    nn.init.constant_(module.lora_a.weight, 0.05)
+    nn.init.zeros_(module.lora_b.weight)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grpo")
-    for (way, (ranks, _)), port in zip(WAYS.items(), free_ports(len(WAYS)), strict=True):
-        run_on_ranks(ranks, run, folder / way, way, port, timeout_s=120, in_group=False)
+    for ranks in (1, 2, 3):
+        run_on_ranks(ranks, run_all, folder, ranks, free_ports(2 * len(WAYS)), timeout_s=200, in_group=False)
     return folder
 
 
-@pytest.mark.parametrize("way", ["one rank", "few rows", "by tokens", "out of memory"])
-def test_neither_ranks_nor_split_nor_recovery_change_what_is_trained(runs: Path, way: str) -> None:
-    lines, expected = (read_log(runs / each / "log.jsonl") for each in (way, "two ranks"))
+def weights(folder: Path) -> dict[str, Tensor]:
+    """What a run has saved at its end, adapters among it."""
+    saved: dict[str, Tensor] = {}
+    for path in sorted((folder / "out" / "epoch_0").glob("*model*")):
+        saved |= torch.load(path, weights_only=True)
+    return saved
+
+
+CASES = [(kind, name) for kind in KINDS for name in WAYS if kind == "full_grpo" or name in OF_ADAPTERS]
+
+
+@pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] not in ("two ranks", "judged")])
+def test_neither_ranks_nor_split_nor_recovery_change_what_is_trained(runs: Path, kind: str, name: str) -> None:
+    like = runs / kind / ("judged" if name.startswith("judged") else "two ranks")
+    lines, expected = (read_log(folder / "log.jsonl") for folder in (runs / kind / name, like))
     assert len(lines) == len(expected) == STEPS
-    for line, like in zip(lines, expected, strict=True):
-        for figure in ("scores", "success", "loss", "kl", "entropy", "response_lengths", "cut_off", "grad_norm"):
-            assert line[figure] == pytest.approx(like[figure], rel=1e-4, abs=1e-6), figure
-    for name, weight in weights(runs / "two ranks").items():
-        torch.testing.assert_close(weights(runs / way)[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    for line, other in zip(lines, expected, strict=True):
+        for figure in ("scores", "loss", "kl", "entropy", "cut_off", "grad_norm", "groups_sampled_anew"):
+            assert line[figure] == pytest.approx(other[figure], rel=1e-4, abs=1e-6), figure
+    for weight_name, weight in weights(like).items():
+        torch.testing.assert_close(
+            weights(runs / kind / name)[weight_name], weight, rtol=1e-4, atol=1e-6, msg=weight_name
+        )
 
 
-def test_three_ranks_have_an_update_with_as_many_answers_each(runs: Path) -> None:
-    lines = read_log(runs / "three ranks" / "log.jsonl")
-    assert len(lines) == 4
-    assert all(line["groups_without_signal"] <= 3 for line in lines)
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_without_a_signal_are_sampled_anew(runs: Path, kind: str) -> None:
+    lines = read_log(runs / kind / "two ranks" / "log.jsonl")
+    assert max(line["groups_sampled_anew"] for line in lines) > 0
+    assert all(line["groups_without_signal"] <= line["groups_sampled_anew"] for line in lines)
 
 
-def stop_and_resume(folder: Path, ports: list[int]) -> None:
-    """Collective: ends in the middle of the third iteration, and goes on from the checkpoint of the second."""
-    cfg = config(folder, "save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
-    os.environ["MASTER_PORT"] = str(ports[0])
-    recipe = recipe_of(cfg)
-    iterate = recipe.iterate
-
-    def stopping(prompts: Any, iteration: int) -> dict[str, float]:
-        figures: dict[str, float] = iterate(prompts, iteration)
-        if iteration == STEPS:
-            raise KeyboardInterrupt
-        return figures
-
-    recipe.iterate = stopping
-    with pytest.raises(KeyboardInterrupt):
-        recipe.train()
-    recipe.cleanup()
-    os.environ["MASTER_PORT"] = str(ports[1])
-    resumed = recipe_of(cfg)
-    assert resumed.run.progress.step == STEPS - 1
-    resumed.train()
-    resumed.cleanup()
+def test_a_reward_model_and_functions_are_added(runs: Path) -> None:
+    line, plain = (read_log(runs / "full_grpo" / name / "log.jsonl")[0] for name in ("judged", "two ranks"))
+    assert plain["scores"] == pytest.approx(plain["reward/places"], abs=1e-6)
+    assert line["scores"] == pytest.approx(line["reward/places"], abs=1e-3)  # there are no small letters among digits
 
 
-def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(runs: Path) -> None:
-    run_on_ranks(2, stop_and_resume, runs / "stopped", free_ports(2), timeout_s=120, in_group=False)
-    expected = weights(runs / "two ranks")
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(runs / "stopped").items())
+def test_adapters_are_all_that_changes_and_are_in_the_checkpoint(runs: Path) -> None:
+    adapters = {name: of for name, of in weights(runs / "lora_grpo" / "two ranks").items() if "lora_b" in name}
+    assert all(weight.abs().max() > 0 for weight in adapters.values())
+    assert adapters
+    line = read_log(runs / "lora_grpo" / "two ranks" / "log.jsonl")
+    assert line[0]["kl"] != line[-1]["kl"] > 0
 
 
 def test_answers_are_shown_every_so_many_iterations(runs: Path) -> None:
-    lines = read_log(runs / "two ranks" / "out" / "adaptive_answers.jsonl")
+    lines = read_log(runs / "full_grpo" / "two ranks" / "out" / "adaptive_answers.jsonl")
     assert [(line["step"], len(line["answers"]), len(line["rewards"])) for line in lines] == [(2, 4, 4)]
+
+
+def train(kind: str, folder: Path, port: int, kill_in: int | None) -> None:
+    """Collective: to the end, or until one rank is killed amid an iteration."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ours(kind)(grpo_config(kind, folder, *RESUMED))
+    with mock.patch.object(peft.LoRALinear, "initialize_parameters", alike_on_any_number_of_ranks):
+        recipe.setup()
+    assert recipe.run.progress.step == (0 if kill_in else STEPS - 1)
+    runner = recipe.stages.runners[TRAIN_POLICY]
+    unkilled = runner.run
+
+    def run_or_die(rollouts: Any, *, step: int) -> Any:
+        if step == kill_in and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return unkilled(rollouts, step=step)
+
+    runner.run = run_or_die
+    recipe.train()
+    recipe.cleanup()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(runs: Path, kind: str) -> None:
+    folder, ports = runs / kind / "killed", free_ports(2)
+    with pytest.raises(RankFailed, match=r"without a word|another rank has exited"):
+        run_on_ranks(2, train, kind, folder, ports[0], STEPS, timeout_s=60, in_group=False)
+    run_on_ranks(2, train, kind, folder, ports[1], None, timeout_s=60, in_group=False)
+    expected = weights(runs / kind / "two ranks")
+    assert expected
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(folder).items())
+    assert events_of(folder, "recovery") == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,6 +19,7 @@ from tests.recipes.recording import events_of
 from tests.recipes.stops import train_until
 from torchtune_adaptive.checkpoints.saving import Checkpoints
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
+from torchtune_adaptive.rl import iterations
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY
 from torchtune_adaptive.tune.metrics import Metrics
 
@@ -71,15 +71,14 @@ def limits(scarce: int | None, kib: int) -> str:
 @contextmanager
 def noting_answers(noted: list[list[int]]) -> Any:
     """Open, whatever was generated is noted, of all ranks and in order."""
-    recipe = import_module("adaptive_ppo_full_finetune_distributed")
-    gathered = recipe.gathered
+    gathered = iterations.gathered
 
     def noting(mine: Any) -> Any:
         everything = gathered(mine)
         noted.extend(each.answer.tolist() for each in everything)
         return everything
 
-    with mock.patch.object(recipe, "gathered", noting):
+    with mock.patch.object(iterations, "gathered", noting):
         yield
 
 

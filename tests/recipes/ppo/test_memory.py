@@ -17,7 +17,7 @@ from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo, saved
 from tests.recipes.recording import events_of
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.rl.rollouts import Rollout, rollouts_of
+from torchtune_adaptive.rl.rollouts import Rollout, groups_of
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import place
@@ -97,12 +97,12 @@ def generate_failing(folder: Path, port: int, layer_by_layer: bool) -> tuple[int
     runner, model = recipe.stages.runners[GENERATE], recipe.models.policy
     if layer_by_layer:
         recipe.stages.go_layer_by_layer()
-    prompts = [recipe.data.dataset[index] for index in range(4)]
+    prompts = [recipe.iterations.data.dataset[index] for index in range(4)]
     fresh = runner.state_dict()
 
     def answered(place: int | None) -> tuple[list[Rollout], int, int]:
         """Collective: operations of this rank's answers, the first of which may fail at a place."""
-        rollouts = rollouts_of(prompts, iteration=1, new_tokens=6)
+        rollouts = [rollout for _, group in groups_of(prompts, iteration=1, new_tokens=6) for rollout in group]
         runner.load_state_dict(fresh)
         with FaultInjector(runner) as faults:
             if place is None:

@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_every_recipe_that_is_installed_is_known_and_has_a_config() -> None:
     assert RECIPES.keys() == {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert {each.recipe for each in our_configs()} == {name for name, recipe in RECIPES.items() if recipe.takes}
+    assert {each.recipe for each in our_configs()} == {name for name, recipe in RECIPES.items() if recipe.takes is not None}
     assert all(path.is_file() for path in recipe_files().values())
 
 

@@ -18,11 +18,12 @@ from torchtune_adaptive.config.keys import (
     NUMBER,
     TEXT,
     TO_A_DAY,
+    AdaptiveConfig,
     Rule,
     one_of,
     option,
     read,
-    read_adaptive,
+    read_section,
     some_of,
 )
 from torchtune_adaptive.errors import ConfigError
@@ -84,17 +85,17 @@ def test_a_required_key_that_is_missing_is_named() -> None:
 
 @pytest.mark.parametrize("section", [None, OmegaConf.create({})])
 def test_without_an_adaptive_section_everything_has_its_default(section: Any) -> None:
-    assert read_adaptive(section).recover_from_oom is None
+    assert read_section(AdaptiveConfig, section, "adaptive").recover_from_oom is None
 
 
 def test_a_typo_under_adaptive_is_an_error_with_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"adaptive\.recover_form_oom is not .* did you mean recover_from_oom\?"):
-        read_adaptive(OmegaConf.create({"recover_form_oom": True}))
+        read_section(AdaptiveConfig, OmegaConf.create({"recover_form_oom": True}), "adaptive")
 
 
 def test_a_key_under_adaptive_that_is_like_none_has_no_hint() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_adaptive(OmegaConf.create({"colour": "red"}))
+        read_section(AdaptiveConfig, OmegaConf.create({"colour": "red"}), "adaptive")
     assert "did you mean" not in str(caught.value)
     assert "; allowed: " in str(caught.value)
 
@@ -102,4 +103,4 @@ def test_a_key_under_adaptive_that_is_like_none_has_no_hint() -> None:
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])
 def test_a_section_that_is_none_is_an_error(section: Any) -> None:
     with pytest.raises(ConfigError, match=r"adaptive is .* allowed is a section"):
-        read_adaptive(section)
+        read_section(AdaptiveConfig, section, "adaptive")

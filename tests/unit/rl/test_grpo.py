@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.grpo import (
-    GRPOLoss,
-    GRPOSettings,
-    advantages_of,
-    policy_loss,
-    prepared,
-    read_grpo_settings,
-)
+from torchtune_adaptive.rl.grpo import advantages_of, prepared
+from torchtune_adaptive.rl.passes import policy_loss
 from torchtune_adaptive.rl.rollouts import ADVANTAGES, COUNTS, SCORE, WEIGHT, Rollout, results_of
+from torchtune_adaptive.rl.settings import GRPOLoss, GRPOSettings
 
 MOST = 7
 SIZES = {"num_steps": 1, "batch_size": 2, "grpo_samples": 3, "forward_batch_size": 1, "max_generated_tokens": MOST}
@@ -50,16 +43,20 @@ def test_the_loss_of_any_split_is_that_of_the_formulas(average: str) -> None:
     draw = torch.Generator().manual_seed(0)
     loss = GRPOLoss(epsilon=0.2, epsilon_high=0.28, kl_coeff=0.05, average=average)
     everyone = answers([1, 0, 0.5, 2, 2, 7], [3, 7, 1, 2, 5, 4])
-    step = prepared(everyone, GRPOSettings(**SIZES), loss)
+    step = prepared(everyone, GRPOSettings(**SIZES, loss=loss))
     before, reference, log_probs = (torch.randn(6, MOST, generator=draw, dtype=torch.float64) / 3 for _ in range(3))
     log_probs.requires_grad_()
     advantages, counts = results_of(everyone, ADVANTAGES).double(), results_of(everyone, COUNTS)
     truth = expected(average, log_probs, before, reference, advantages, counts, 0.05)
     (wanted,) = torch.autograd.grad(truth, log_probs)
     tensors = log_probs, before, reference, advantages, counts, results_of(everyone, WEIGHT).double()
+
+    def weighted(ours: Tensor, then: Tensor, theirs: Tensor, *rest: Tensor) -> Tensor:
+        return policy_loss(ours, then, *rest, loss.clip, theirs, loss.kl_coeff)[0]
+
     for split in ([6], [1, 5], [2, 2, 2], [1] * 6):
         microbatches = zip(*(tensor.split(split) for tensor in tensors), strict=True)
-        parts = [policy_loss(*microbatch, loss)[0] for microbatch in microbatches]
+        parts = [weighted(*microbatch) for microbatch in microbatches]
         total = torch.stack(parts).sum() / step.divisor
         (gradient,) = torch.autograd.grad(total, log_probs)
         torch.testing.assert_close(total, truth, rtol=1e-6, atol=1e-9)
@@ -78,7 +75,7 @@ def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_counts(
     without_signal: str, kept: list[int]
 ) -> None:
     everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
-    step = prepared(everyone, GRPOSettings(**SIZES, without_signal=without_signal), GRPOLoss())
+    step = prepared(everyone, GRPOSettings(**SIZES, without_signal=without_signal))
     assert [each.number for each in step.rollouts] == kept
     assert step.divisor == (11 if without_signal == "drop" else 22)
     assert step.figures["groups_without_signal"] == 1
@@ -86,44 +83,5 @@ def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_counts(
 
 
 def test_where_no_group_has_a_signal_all_of_them_count() -> None:
-    step = prepared(answers([1, 1, 1, 0, 0, 0], [3] * 6), GRPOSettings(**SIZES), GRPOLoss())
+    step = prepared(answers([1, 1, 1, 0, 0, 0], [3] * 6), GRPOSettings(**SIZES))
     assert (len(step.rollouts), step.divisor) == (6, 18)
-
-
-CONFIG = {
-    "output_dir": "out",
-    "device": "cpu",
-    "dtype": "fp32",
-    "shuffle": True,
-    "model": {"_component_": "a.model"},
-    "reward_functions": [{"_component_": "a.reward"}],
-    "loss": {"_component_": "torchtune.dev.grpo.loss.GRPOSimpleLoss", "kl_coeff": 0.1},
-    "ref_checkpointer": {"_component_": "a.checkpointer"},
-    **SIZES,
-}
-
-
-def test_the_keys_of_torchtunes_recipe_are_read() -> None:
-    settings, (grpo, loss) = read_grpo_settings(OmegaConf.create(CONFIG))
-    assert (settings.batch_size, grpo.answers, grpo.updates, grpo.iterations(8)) == (2, 6, 1, 1)
-    assert (loss.kl_coeff, loss.clip) == (0.1, (0.2, 0.2))
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"grpo_samples": 1}, "grpo_samples is 1, but an answer is compared with others"),
-        ({"reward_functions": None}, "reward_functions is missing"),
-        ({"ref_checkpointer": None}, r"loss.kl_coeff is 0.1, but ref_checkpointer is missing"),
-        (
-            {"loss": {"_component_": "torchtune.rlhf.loss.PPOLoss"}},
-            "loss._component_ is .*, but GRPO has",
-        ),
-        ({"loss": {"average": "sequence"}}, r"loss.average is 'sequence'.* tokens or answers or length"),
-        ({"adaptive": {"deal": True}}, "adaptive.deal is True, but rollouts stay"),
-        ({"optimizer_in_bwd": True}, "optimizer_in_bwd is True"),
-    ],
-)
-def test_what_cannot_work_is_refused(changed: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read_grpo_settings(OmegaConf.create({**CONFIG, **changed}))

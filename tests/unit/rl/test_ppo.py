@@ -11,10 +11,10 @@ from torch import Tensor
 from torchtune import rlhf, training
 from torchtune.rlhf.loss import PPOLoss
 
-from tests.unit.rl.test_settings import DEMO, config
+from tests.unit.rl.test_settings import PPO_DEMO, config
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.passes import answer_masks
-from torchtune_adaptive.rl.ppo import keep_advantages, policy_loss, value_loss
+from torchtune_adaptive.rl.passes import answer_masks, policy_loss
+from torchtune_adaptive.rl.ppo import keep_advantages, value_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     COUNTS,
@@ -56,7 +56,7 @@ def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> li
 
 
 def settings(**changes: object) -> PPOSettings:
-    return replace(read_ppo_settings(config(DEMO))[1], penalise_no_eos=False, min_response_length=None, **changes)
+    return replace(read_ppo_settings(config(PPO_DEMO))[1], penalise_no_eos=False, min_response_length=None, **changes)
 
 
 def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -132,13 +132,17 @@ def test_a_score_that_the_penalty_replaces_does_not_count() -> None:
     assert keep_advantages(rollouts(scores, drawn(1)), ppo)["scores"] == pytest.approx((3 * 3 - 2) / 5)
 
 
+def loss_of(log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return policy_loss(log_probs, before, advantages, counts, torch.ones(len(counts)), (0.2, 0.2))
+
+
 def losses_by(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both losses and their gradients, from parts of so many rows."""
     log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
     of_policy, of_value = torch.zeros(()), torch.zeros(())
     for start in range(0, len(ANSWERS), rows):
         part = slice(start, start + rows)
-        of_policy = of_policy + policy_loss(log_probs[part], drawn(5)[part], drawn(6)[part], COUNT_MASK[part], 0.2)[0]
+        of_policy = of_policy + loss_of(log_probs[part], drawn(5)[part], drawn(6)[part], COUNT_MASK[part])[0]
         of_value = of_value + value_loss(values[part], drawn(7)[part], drawn(8)[part], VALUE_MASK[part], 0.2)
     (of_policy + of_value).backward()
     assert log_probs.grad is not None
@@ -164,7 +168,7 @@ def test_sums_over_any_split_are_torchtunes_means_times_their_tokens(rows: int) 
 def test_figures_are_sums_over_tokens_that_count() -> None:
     tokens = float(COUNT_MASK.sum())
     for sign, clipped, loss in ((1, tokens, -1.2), (-1, 0, torch.e)):
-        found, sums = policy_loss(drawn(5) + 1, drawn(5), sign * torch.ones(ANSWERS.shape), COUNT_MASK, 0.2)
+        found, sums = loss_of(drawn(5) + 1, drawn(5), sign * torch.ones(ANSWERS.shape), COUNT_MASK)
         assert float(found) == pytest.approx(loss * tokens, rel=1e-5)
         assert float(sums["clipped"]) == clipped
         assert float(sums["ratios"]) == pytest.approx(tokens * torch.e, rel=1e-5)
@@ -173,6 +177,6 @@ def test_figures_are_sums_over_tokens_that_count() -> None:
 
 def test_what_is_infinite_where_nothing_counts_changes_nothing() -> None:
     log_probs = torch.tensor([[0.0, torch.inf]], requires_grad=True)
-    policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]), 0.2)[0].backward()
+    loss_of(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]))[0].backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [[-1.0, 0.0]]

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.rewards import (
-    Group,
     RewardError,
     Rewards,
     brief,
@@ -25,7 +24,16 @@ from torchtune_adaptive.rl.rollouts import SCORE, Rollout
 from torchtune_adaptive.tune.samples import INDEX
 
 HERE = __name__
-GROUP = Group(sample=5, prompt="1+1=", answers=["2", "11"], tokens=[[50], [49, 49]], columns={"answer": "2"})
+GROUP = (
+    {
+        "prompts": ["1+1=", "1+1="],
+        "completions": ["2", "11"],
+        "completion_ids": [[50], [49, 49]],
+        "answer": ["2", "2"],
+    },
+    5,
+)
+"""What a function gets, and the number of the sample."""
 
 
 def as_trl_calls(prompts: Any, completions: Any, completion_ids: Any, answer: Any, bonus: float = 0.0) -> list[float]:
@@ -81,9 +89,9 @@ def function(name: str, timeout_s: float | None = None, **options: Any) -> Any:
 
 @pytest.mark.parametrize("timeout_s", [None, 20])
 def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments(timeout_s: float | None) -> None:
-    assert function("as_trl_calls", timeout_s, bonus=0.5)(GROUP) == [1.5, 0.5]
-    assert function("nothing_to_say", timeout_s)(GROUP) == [0.0, 1.0]
-    assert function("Judge", timeout_s, strictness=0.25)(GROUP) == [0.25, 0.25]
+    assert function("as_trl_calls", timeout_s, bonus=0.5)(*GROUP) == [1.5, 0.5]
+    assert function("nothing_to_say", timeout_s)(*GROUP) == [0.0, 1.0]
+    assert function("Judge", timeout_s, strictness=0.25)(*GROUP) == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,7 @@ def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments
 )
 def test_what_goes_wrong_names_the_function_and_the_sample(name: str, said: str) -> None:
     with pytest.raises(RewardError, match=rf"reward function {name} .*{said}.* \(sample 5; its first answer: '?2"):
-        function(name, 0.1)(GROUP)
+        function(name, 0.1)(*GROUP)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +121,7 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, said: str)
             {"_component_": f"{HERE}.exact", "weight": "much"},
             "0.weight is .*much.*: allowed is a finite",
         ),
+        ({"_component_": f"{HERE}.exact", "weigth": 1}, "0.weigth is not a known key; did you mean weight"),
     ],
 )
 def test_an_entry_that_cannot_be_built_is_told_under_its_key(entry: dict[str, Any], said: str) -> None:
@@ -128,9 +137,9 @@ def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_fun
         answer = torch.tensor([*tokenizer.encode(text, add_bos=False), 0, 0])
         rollouts.append(Rollout(number, 1, prompt, answer, len(text) + 1, {SCORE: torch.tensor(10.0)}))
     judge = {"_component_": f"{HERE}.Judge", "strictness": 3, "weight": 0.5}
-    functions = built({"_component_": f"{HERE}.exact"}, judge, {"_component_": f"{HERE}.only_what_is_named"})
-    rewards = Rewards(functions, tokenizer, tokenizer.stop_tokens)
-    rewards.score([{"tokens": prompt, "labels": prompt, "answer": "2", INDEX: 7}], rollouts)
+    entries = [{"_component_": f"{HERE}.exact"}, judge, {"_component_": f"{HERE}.only_what_is_named"}]
+    rewards = Rewards(OmegaConf.create({"reward_functions": entries}), None, tokenizer, tokenizer.stop_tokens)
+    rewards.score([({"tokens": prompt, "labels": prompt, "answer": "2", INDEX: 7}, rollouts)])
     assert [each.results[SCORE].item() for each in rollouts] == [10 + 1 + 1.5, 10 + 0 + 1.5]
     figures = rewards.figures(rollouts)
     assert figures.pop("reward/only_what_is_named") == 0

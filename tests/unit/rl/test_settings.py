@@ -1,8 +1,8 @@
-"""PPO's config: one error names every line of torchtune's own that has to change; what is not supported is refused."""
+"""Configs of PPO and GRPO: one error names every line that has to change; what is not supported is refused."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -10,88 +10,123 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.registry import config_files
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.rl.settings import PPO_KEYS, read_ppo_settings
+from torchtune_adaptive.rl.settings import (
+    PPO_KEYS,
+    read_grpo_lora_settings,
+    read_grpo_settings,
+    read_ppo_settings,
+)
 
-STOCK, OURS, DEMO = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo", "adaptive/demo/ppo"
+STOCK, OURS = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo"
+PPO_DEMO, GRPO_DEMO, LORA_DEMO = "adaptive/demo/ppo", "adaptive/demo/grpo", "adaptive/demo/grpo_lora"
+READERS = {PPO_DEMO: read_ppo_settings, GRPO_DEMO: read_grpo_settings, LORA_DEMO: read_grpo_lora_settings}
 
 
 def config(name: str, *overrides: str) -> DictConfig:
-    merged = OmegaConf.merge(OmegaConf.load(config_files()[name]), OmegaConf.from_dotlist(list(overrides)))
+    """`~` before a key removes it."""
+    changed = OmegaConf.from_dotlist([each for each in overrides if not each.startswith("~")])
+    merged = OmegaConf.merge(OmegaConf.load(config_files()[name]), changed)
     assert isinstance(merged, DictConfig)
+    for key in (each[1:] for each in overrides if each.startswith("~")):
+        section, _, last = key.rpartition(".")
+        del (OmegaConf.select(merged, section) if section else merged)[last]
     return merged
 
 
-def having(values: dict[str, Any]) -> DictConfig:
-    """The demo's config with these values of `adaptive:`."""
-    cfg = config(DEMO, "use_maximum_batch_size=False")
-    cfg.adaptive = values
-    return cfg
-
-
-def refused(cfg: DictConfig) -> str:
+def refused(name: str, *overrides: str) -> str:
     with pytest.raises(AdaptiveError) as error:
-        read_ppo_settings(cfg)
+        READERS.get(name, read_ppo_settings)(config(name, *overrides))
     return str(error.value)
 
 
 def test_one_error_names_both_lines_of_torchtunes_config_that_have_to_change() -> None:
-    told = refused(config(STOCK))
-    assert "optimizer_in_bwd is True" in told
+    told = refused(STOCK)
+    assert "optimizer_in_bwd is True, which PPO does not support: allowed is False" in told
     assert "bitsandbytes.optim.PagedAdamW" in told
-    assert "optimizer_in_bwd: False" in told
     assert "torch.optim.AdamW" in told
 
 
-def test_with_these_two_lines_changed_torchtunes_config_is_taken() -> None:
+def test_with_these_two_lines_changed_torchtunes_config_is_taken_and_is_ours() -> None:
     changed = config(STOCK, "optimizer_in_bwd=False", "optimizer._component_=torch.optim.AdamW")
     check_keys(changed, PPO_KEYS, aloud=False)
     settings, ppo = read_ppo_settings(changed)
     assert (settings.samples_per_step, ppo.updates, ppo.iterations(ranks=4)) == (128, 1, 19)
     assert settings.config.model == changed.policy_model
-
-
-def test_our_config_has_the_values_of_torchtunes() -> None:
-    ours, stock = (OmegaConf.to_container(config(name)) for name in (OURS, STOCK))
-    assert isinstance(ours, dict)
-    assert isinstance(stock, dict)
+    ours, stock = (cast(dict[str, object], OmegaConf.to_container(config(name))) for name in (OURS, STOCK))
     differ = {key for key in ours.keys() | stock.keys() if ours.get(key) != stock.get(key)}
     assert differ == {"output_dir", "optimizer", "optimizer_in_bwd", "use_maximum_batch_size"}
     read_ppo_settings(config(OURS))
 
 
+def test_the_keys_of_torchtunes_grpo_are_read() -> None:
+    loss = ("loss={_component_: torchtune.dev.grpo.loss.GRPOSimpleLoss, kl_coeff: 0.1}", "batch_size=2")
+    settings, grpo = read_grpo_settings(config(GRPO_DEMO, *loss))
+    assert (settings.batch_size, grpo.answers, grpo.updates, grpo.iterations(8)) == (2, 16, 1, 150)
+    assert (grpo.loss.kl_coeff, grpo.loss.clip, grpo.lora) == (0.1, (0.2, 0.2), None)
+    _, adapters = read_grpo_lora_settings(config(LORA_DEMO, "save_adapter_weights_only=True"))
+    assert adapters.lora is not None
+    assert adapters.lora.lora_rank == 16
+
+
+OF_ALL = [
+    ("epochs=2", "epochs is 2, but {} trains for num_steps: remove it"),
+    ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
+    ("enable_async_checkpointing=True", "enable_async_checkpointing is True"),
+    ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which {} does not support: allowed is False"),
+    ("enable_activation_offloading=True", "enable_activation_offloading is True"),
+    ("optimizer_in_bwd=True", "optimizer_in_bwd is True, which {} does not support"),
+    ("enable_kv_cache=False", "enable_kv_cache is False"),
+    ("temperature=0", "temperature is 0"),
+    ("temperature=.inf", "temperature is inf: allowed is a finite number above 0"),
+    ("num_steps=0", "num_steps is 0"),
+    ("stop_token_ids=3", "a list of tokens"),
+    ("stop_token_ids=[true]", "a list of tokens"),
+    ("dataset.packed=True", "prompts cannot be packed"),
+    ("optimizer._component_=torch.optim.SGD", "set optimizer.fused: False, or use Adam or AdamW"),
+    ("adaptive={padding: false, token_budget: 100}", "adaptive.padding is False"),
+    ("adaptive={deal: true, token_budget: 100}", "adaptive.deal is True, but rollouts stay"),
+]
+OF_PPO = [
+    ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
+    ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
+    ("resume_from_checkpoint=True", "set it to auto"),
+    ("gamma=2", "gamma is 2"),
+    ("kl_coeff=.inf", "kl_coeff is inf: allowed is a finite number"),
+    ("kl_coeff=-0.1", "kl_coeff is -0.1: allowed is a finite number of at least 0"),
+    ("min_response_length=999", "every answer would be penalised as too short"),
+    ("reward_penalty=.nan", "reward_penalty is nan: allowed is a finite number"),
+    ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
+    ("loss.value_clip_range=null", "loss.value_clip_range is null: allowed is a number of at least 0, or .inf"),
+    ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a finite number of at least 0"),
+]
+OF_GRPO = [
+    ("grpo_samples=1", "grpo_samples is 1, but an answer is compared with others"),
+    ("reward_functions=null", "reward_functions is missing"),
+    ("reward_model={_component_: a.model}", "reward_model is set, but reward_checkpointer is missing"),
+    ("reward_checkpointer={_component_: a.files}", "reward_checkpointer is set, but reward_model is missing"),
+    ("loss._component_=torchtune.rlhf.loss.PPOLoss", "loss._component_ is torchtune.rlhf.loss.PPOLoss, but GRPO has"),
+    (
+        "loss.kl_coef=5",
+        "loss.kl_coef is not a known key; allowed: epsilon, epsilon_high, kl_coeff, average; did you mean",
+    ),
+    ("loss.average=sequence", "loss.average is 'sequence': allowed is tokens or answers or length"),
+]
+
+
 @pytest.mark.parametrize(
-    ("override", "part"),
+    ("name", "override", "part"),
     [
-        ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
-        ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
-        ("enable_kv_cache=False", "enable_kv_cache is False"),
-        ("resume_from_checkpoint=True", "set it to auto"),
-        ("epochs=2", "remove it"),
-        ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
-        ("enable_async_checkpointing=True", "enable_async_checkpointing is True"),
-        ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which PPO does not support: allowed is False"),
-        ("enable_activation_offloading=True", "enable_activation_offloading is True"),
-        ("temperature=0", "temperature is 0"),
-        ("gamma=2", "gamma is 2"),
-        ("num_steps=0", "num_steps is 0"),
-        ("stop_token_ids=3", "a list of tokens"),
-        ("stop_token_ids=[true]", "a list of tokens"),
-        ("kl_coeff=.inf", "kl_coeff is inf: allowed is a finite number"),
-        ("kl_coeff=-0.1", "kl_coeff is -0.1: allowed is a finite number of at least 0"),
-        ("min_response_length=999", "every answer would be penalised as too short"),
-        ("reward_penalty=.nan", "reward_penalty is nan: allowed is a finite number"),
-        ("temperature=.inf", "temperature is inf: allowed is a finite number above 0"),
-        ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
-        ("loss.epsilon=-1", "loss.epsilon is -1"),
-        ("loss.value_clip_range=null", "loss.value_clip_range is null: allowed is a number of at least 0, or .inf"),
-        ("loss.value_clip_range=.nan", "loss.value_clip_range is nan"),
-        ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a finite number of at least 0"),
-        ("optimizer._component_=torch.optim.SGD", "set optimizer.fused: False, or use Adam or AdamW"),
-        ("dataset.packed=True", "prompts cannot be packed"),
+        *((name, *case) for name in (PPO_DEMO, GRPO_DEMO) for case in OF_ALL),
+        *((PPO_DEMO, *case) for case in OF_PPO),
+        *((GRPO_DEMO, *case) for case in OF_GRPO),
+        (GRPO_DEMO, "~ref_checkpointer", "loss.kl_coeff is 0.05, but ref_checkpointer is missing"),
+        (GRPO_DEMO, "save_adapter_weights_only=True", "save_adapter_weights_only is True"),
+        (LORA_DEMO, "ref_checkpointer={_component_: a.files}", "the reference is the policy without its adapters"),
+        (LORA_DEMO, "model.lora_rank=0", "model.lora_rank is 0"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_name(override: str, part: str) -> None:
-    assert part in refused(config(DEMO, override))
+def test_what_is_not_supported_is_refused_by_its_name(name: str, override: str, part: str) -> None:
+    assert part.format("PPO" if name == PPO_DEMO else "GRPO") in refused(name, override)
 
 
 @pytest.mark.parametrize(
@@ -101,27 +136,14 @@ def test_what_is_not_supported_is_refused_by_its_name(override: str, part: str) 
         ["~loss.epsilon"],
         ["optimizer._component_=torch.optim.SGD", "optimizer.fused=False"],
         ["optimizer._component_=torch.optim.Adam"],
+        ["use_maximum_batch_size=False", "adaptive={token_budget: auto}"],
+        ["use_maximum_batch_size=False", "adaptive={token_budget: 100, padding: true}"],
     ],
 )
 def test_what_clips_nothing_or_costs_nothing_is_taken(overrides: list[str]) -> None:
-    cfg = config(DEMO, *(each for each in overrides if not each.startswith("~")))
-    for each in overrides:
-        if each.startswith("~"):
-            del cfg.loss[each.removeprefix("~loss.")]
-    read_ppo_settings(cfg)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"padding": False}, {"deal": True}],
-    ids=lambda values: next(iter(values)),
-)
-def test_what_no_stage_can_do_is_refused_by_its_name(values: dict[str, Any]) -> None:
-    assert f"adaptive.{next(iter(values))} is" in refused(having(values))
-    for taken in ({}, {"token_budget": "auto"}, {"token_budget": 100, "padding": True}):
-        read_ppo_settings(having(taken))
+    read_ppo_settings(config(PPO_DEMO, *overrides))
 
 
 def test_other_recipes_say_whose_config_it_is() -> None:
     with pytest.raises(AdaptiveError, match="adaptive_ppo_full_finetune_distributed"):
-        check_keys(config(DEMO), aloud=False)
+        check_keys(config(PPO_DEMO), aloud=False)

@@ -1,0 +1,26 @@
+"""GRPO of adapters with FSDP2 on one or many devices, with microbatches that adapt to their memory.
+
+    tune run --nproc_per_node 8 adaptive_grpo_lora_finetune_distributed --config adaptive/llama3_2/3B_grpo_lora
+
+The reference is the policy with its adapters off. Everything else is as in adaptive_grpo_full_finetune_distributed.
+"""
+
+from __future__ import annotations
+
+from adaptive_grpo_full_finetune_distributed import AdaptiveGRPOFullFinetuneDistributed
+from omegaconf import DictConfig
+
+from torchtune_adaptive.config.remedies import KEYS_IN_PPO
+from torchtune_adaptive.life import launch
+from torchtune_adaptive.rl.settings import GRPO_KEYS, read_grpo_lora_settings
+
+
+class AdaptiveGRPOLoraFinetuneDistributed(AdaptiveGRPOFullFinetuneDistributed):
+    """One run: as of all weights, with LoRA's settings."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.begin(*read_grpo_lora_settings(cfg))
+
+
+if __name__ == "__main__":
+    launch.main(AdaptiveGRPOLoraFinetuneDistributed, keys=GRPO_KEYS, remedies=KEYS_IN_PPO)

@@ -1,0 +1,49 @@
+"""Tiny runs of GRPO, of all weights and of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.config.command_line import locate
+
+KINDS = ("full_grpo", "lora_grpo")
+STEPS = 3
+TINY = (
+    *(f"{section}.{size}" for section in ("model", "demo_sizes") for size in ("num_layers=1", "embed_dim=32")),
+    f"dataset.samples={12 * STEPS}",
+    "shuffle=False",
+    "batch_size=3",
+    "grpo_samples=4",
+    "without_signal=drop",
+    "resample_groups=1",
+    f"num_steps={STEPS}",
+    "ppo_epochs=2",
+    "forward_batch_size=8",
+    "loss.kl_coeff=0.05",
+    "use_maximum_batch_size=False",
+    "adaptive=null",
+    "optimizer._component_=torch.optim.SGD",
+    "optimizer.lr=0.5",
+    "optimizer.fused=False",
+    "clip_grad_norm=null",
+)
+
+
+def grpo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
+    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`."""
+    cfg = OmegaConf.load(locate("adaptive/demo/grpo" if kind == "full_grpo" else "adaptive/demo/grpo_lora"))
+    ours = [
+        *TINY,
+        f"output_dir={folder / 'out'}",
+        "metric_logger._component_=tests.recipes.recording.JsonLogger",
+        f"metric_logger.path={folder / 'log.jsonl'}",
+        *(f"{files}.checkpoint_dir={folder.parent / 'weights'}" for files in ("checkpointer", "ref_checkpointer")),
+    ]
+    if kind == "lora_grpo":
+        ours.pop()
+    merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
+    assert isinstance(merged, DictConfig)
+    del merged.metric_logger["log_dir"]
+    return merged

@@ -1,0 +1,151 @@
+"""What PPO and GRPO do alike: iterations are planned, prompts are answered and rewarded, updates are counted."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from torchtune_adaptive.checkpoints.progress import EpochSizes
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.life.console import say
+from torchtune_adaptive.rl.limits import LimitFinder, check_room
+from torchtune_adaptive.rl.rewards import Rewards
+from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, differ, gathered, groups_of
+from torchtune_adaptive.rl.settings import RolloutSettings
+from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, RolloutStage, RolloutStages
+from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune.data import Tokenizer
+from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
+from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.trainer import Course, Run, Trainer
+
+
+class Iterations:
+    """The iterations of a run, once all that it is made of is there."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        optimization: Optimization,
+        tokenizer: Tokenizer,
+        stages: Mapping[str, RolloutStage],
+        rl: RolloutSettings,
+        weights: str = "checkpointer.checkpoint_files",
+    ) -> None:
+        """Collective: searches where the config asks for it, and sets schedules and limits to where the run has come
+        to. `model` is what is trained, `weights` the keys of its files."""
+        settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
+        check_room((stage.model for stage in stages.values()), settings.adaptive, rl.max_generated_tokens)
+        self.data = build_prompts(settings, tokenizer, run.place.mesh)
+        self.stages = RolloutStages(stages, settings, run.journal.event)
+        self.rewards = Rewards(settings.config, rl.reward_timeout, tokenizer, self.stages.policy.sampling.stop_tokens)
+        runners, limits = self.stages.runners, self.stages.state_dict
+        self.trainer = Trainer(run, model, self.data, optimization, runners, limits=limits, weights=weights)
+        self._figures: dict[str, float] = {}
+        """Figures of this iteration's answers."""
+        self._updates: list[dict[str, float]] = []
+        """Figures of this iteration's updates."""
+        self._skipped, self._began = 0, 0.0
+        self._plan()
+
+    def _plan(self) -> None:
+        """Collective."""
+        run, rl, progress = self.run, self._rl, self.run.progress
+        total = rl.iterations(run.place.ranks)
+        epochs = self._plot_epochs(total)
+        run.progress = replace(progress, total_epochs=len(epochs), ranks=run.place.ranks)
+        run.journal.start(progress.step)
+        with self.trainer.limited_memory() as memory:
+            limits = LimitFinder(self.trainer, self.stages, rl).find(memory)
+        self.stages.runners.use_limits(limits)
+        run.checkpoints.make_room()
+        self.trainer.course = Course(epochs=epochs, limits=limits)
+        self.optimization.start_schedule(
+            total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
+        )
+        if progress.limit is not None:
+            self.stages.load_state_dict(progress.limit)
+
+    def _plot_epochs(self, total: int) -> tuple[EpochSizes, ...]:
+        """Every epoch of the run: what is over, what is under way, and what is left of so many iterations."""
+        ranks, rl, progress = self.run.place.ranks, self._rl, self.run.progress
+        if progress.step and progress.ranks != ranks:
+            raise ConfigError(
+                f"the checkpoint was saved on {count_of(progress.ranks, 'rank')}, but there are {ranks} now: "
+                f"batch_size is per rank, so an iteration would have other samples; resume on {progress.ranks}"
+            )
+        size, left = rl.batch_size, total - progress.step
+        per_epoch, epochs = self.data.loader.samples_per_rank // size, list(progress.past)
+        if progress.begun is not None:
+            steps = min(per_epoch, progress.steps_in_epoch + left)
+            epochs.append(replace(progress.begun, steps=steps))
+            left -= steps - progress.steps_in_epoch
+        while left > 0:
+            steps = min(per_epoch, left)
+            epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
+            left -= steps
+        answers = f"{rl.answers * ranks} answers, {count_of(rl.updates, 'update')}"
+        say(f"{count_of(total, 'iteration')} of {answers} each · {count_of(len(epochs), 'epoch')} of prompts")
+        return tuple(epochs)
+
+    def answered(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:
+        """Collective: answers to prompts, with what all stages without a backward find for them. Those of all ranks,
+        in order of their numbers, on every rank: so all compute the same advantages."""
+        self._began = time.perf_counter()
+        self.stages.begin_iteration()
+        size = self._rl.grpo_samples
+        groups = pending = groups_of(prompts, iteration, self._rl.max_generated_tokens, size)
+        missing = sampled_anew = 0
+        for attempt in range(1 + self._rl.resample_groups):
+            if attempt:
+                pending = [(sample, group) for sample, group in pending if not differ(group)]
+                counts = from_all_ranks(len(pending))
+                if not any(counts):
+                    break
+                sampled_anew += sum(counts)
+                missing = max(counts) - len(pending)  # ranks run a stage on as many rollouts each
+            rollouts = [rollout for _, group in pending for rollout in group]
+            for rollout in rollouts:
+                rollout.attempt = attempt
+                rollout.results.clear()
+            rollouts += [groups[0][1][0].filler() for _ in range(missing * size)]
+            for name in (GENERATE, FIND_REWARDS) if FIND_REWARDS in self.stages.stages else (GENERATE,):
+                self.stages.run(name, rollouts, iteration)
+            self.rewards.score(pending)
+        mine = [rollout for _, group in groups for rollout in group]
+        for name, stage in self.stages.stages.items():
+            if stage.trains is None and name not in (GENERATE, FIND_REWARDS):
+                self.stages.run(name, mine, iteration)
+        everyone = gathered(mine)
+        if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
+            self.rewards.show(self.run.journal, everyone[:size], iteration)
+        self._figures = self.rewards.figures(everyone)
+        if self._rl.resample_groups:
+            self._figures["groups_sampled_anew"] = sampled_anew
+        return everyone
+
+    def update(self, summed_over: SummedOver, figures: Mapping[str, float]) -> None:
+        """Collective: updates what is trained, from gradients that are summed over so much."""
+        training = self.stages.runners.training
+        with training.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
+            grad_norm = self.optimization.update(summed_over)
+        assert grad_norm is not None  # since no optimizer works inside the backward
+        self._skipped += not math.isfinite(grad_norm)
+        self._updates.append({**figures, "grad_norm": grad_norm})
+
+    def done(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """Collective: logs an iteration, of its updates the means, and does whatever is due after it."""
+        updates, self._updates = self._updates, []
+        means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        logged = {**self._figures, **figures, **means, "skipped_updates": self._skipped}
+        logged |= {"lr": self.optimization.learning_rate(), **self.stages.figures()}
+        recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
+        self.run.metrics.log_iteration(iteration, logged, recorded)
+        tokens, stopping = int(recorded["target_tokens"]), self.stages.asked_to_stop
+        self.trainer.logged(means["loss"], tokens, means["grad_norm"], asked_to_stop=stopping)
