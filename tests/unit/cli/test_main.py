@@ -14,7 +14,7 @@ import yaml
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.cli.main import COMMANDS, main
-from torchtune_adaptive.config.registry import RECIPES, config_files, our_configs, recipe_files
+from torchtune_adaptive.config.registry import PLAN, RECIPES, config_files, our_configs, recipe_files
 from torchtune_adaptive.life.endings import NOBODY_READS
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_every_recipe_that_is_installed_is_known_and_has_a_config() -> None:
     assert RECIPES.keys() == {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert {each.recipe for each in our_configs()} == {name for name, recipe in RECIPES.items() if recipe.takes is not None}
+    assert {each.recipe for each in our_configs()} == {name for name, recipe in RECIPES.items() if recipe is not PLAN}
     assert all(path.is_file() for path in recipe_files().values())
 
 
