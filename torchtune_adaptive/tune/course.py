@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import from_rank_0
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.tune.dealing import dealer_of
@@ -40,6 +42,8 @@ def plan_course(trainer: Trainer) -> None:
         progress = end_of_begun_epoch(before, rows, left, ranks)
         increase, samples = build_increase_function(settings.config), data.loader.samples_per_rank
         epochs = size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase)
+        with nullcontext() if memory is None else memory.unlimited():
+            epochs = from_rank_0(epochs)  # a function of the user's may draw, or read a clock
         most_samples = max(sizes.samples_per_step for sizes in epochs)
         limits = limits_by_length(trainer, memory, most_samples)
         if rows is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,10 +156,11 @@ class Trainer:
         with self.limited_memory() as memory:
             self.stages.watch(memory)
             self.run.metrics.watch(memory)
-            yield self._steps(called)
+            with closing(self._steps(called)) as steps:  # the progress bar too: its last line is not to follow an error
+                yield steps
         self._profiler.stop()
 
-    def _steps(self, called: str) -> Iterator[Step]:
+    def _steps(self, called: str) -> Generator[Step]:
         run = self.run
         for sizes in self.course.epochs[run.progress.epochs_run :]:
             self._sizes = sizes

@@ -32,10 +32,11 @@ def test_the_second_run_says_who_is_there_and_leaves_everything_as_it_is(elsewhe
     assert judge(look(out))[0] is Condition.FINISHED
 
 
-def test_an_error_is_kept_for_whoever_asks_how_the_run_ended(tmp_path: Path) -> None:
+def test_an_error_is_the_last_line_and_kept_for_whoever_asks_how_the_run_ended(tmp_path: Path) -> None:
     broken = ("optimizer.lr=1e30", "lr_scheduler=null", "clip_grad_norm=null", "adaptive.max_skipped_steps=0")
     ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, *broken, "epochs=4")
     assert ended[0].status == 1
+    assert ended[0].lines.splitlines()[-1].startswith("error: step ")
     condition, why = judge(look(tmp_path / "run" / "out"))
     assert condition is Condition.BROKEN
     assert "adaptive.max_skipped_steps is 0" in why
