@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ CONTENT_OF = "content of "
 MOST_SHOWN = 3
 """Changed keys that a message names."""
 ENDS_BYTES = 2**22
-"""Bytes that are read at either end of a file, to tell it from another of its size."""
+"""Bytes that are read at either end of a file, to tell it from another of its size; of several files, in all."""
 
 
 def saves_adapters(recipe: str) -> bool:
@@ -73,8 +74,8 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     flat = _flat({"recipe": recipe, **plain})
     for whose, section in NOT_TRAINED.get(recipe, {}).items():
         flat |= weights_in(whose, cfg.get(section))
-    files = {name: _fingerprint(Path(name)) for name in _strings_in(plain["dataset"])}
-    flat |= {f"{CONTENT_OF}{name}": content for name, content in files.items() if content is not None}
+    files = {text: _files_named(text) for text in _strings_in(plain["dataset"])}
+    flat |= {f"{CONTENT_OF}{text}": _fingerprint(named) for text, named in files.items() if named}
     return {key: value for key, value in flat.items() if key not in MAY_BE_LOWERED}
 
 
@@ -84,7 +85,8 @@ def weights_in(whose: str, section: Any) -> dict[str, object]:
     if not isinstance(names, ListConfig | DictConfig):
         return {}
     folder = Path(str(section.get("checkpoint_dir")))
-    return {f"{whose} in {name}": _fingerprint(folder / name) or "missing" for name in file_names(names)}
+    paths = {name: folder / name for name in file_names(names)}
+    return {f"{whose} in {name}": _fingerprint([path]) if path.is_file() else "missing" for name, path in paths.items()}
 
 
 def file_names(value: object) -> list[str]:
@@ -117,15 +119,25 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
     return ", and ".join(changed) or None
 
 
-def _fingerprint(path: Path) -> str | None:
-    """Size and checksum of a file's two ends."""
-    if not path.is_file():
-        return None
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        crc32 = zlib.crc32(file.read(ENDS_BYTES))
-        file.seek(max(file.tell(), size - ENDS_BYTES))
-        return f"{size} bytes, CRC-32 {zlib.crc32(file.read(), crc32):08x}"
+def _files_named(text: str) -> list[Path]:
+    """The files that a text of a dataset's section names: one, those of a pattern, or a folder's own. A folder that the
+    text names without a slash may be meant for something else."""
+    path = text.removeprefix("file://")
+    pattern = f"{path}/*" if "/" in path and Path(path).is_dir() else path
+    return sorted(Path(found) for found in glob(pattern) if Path(found).is_file())
+
+
+def _fingerprint(files: Sequence[Path]) -> str:
+    """Size of all, and a checksum of the two ends of each: the more files, the less of each is read."""
+    whole, crc32, ends = 0, 0, ENDS_BYTES // len(files)
+    for path in files:
+        size = path.stat().st_size
+        whole += size
+        with path.open("rb") as file:
+            crc32 = zlib.crc32(file.read(ends), crc32)
+            file.seek(max(file.tell(), size - ends))
+            crc32 = zlib.crc32(file.read(), crc32)
+    return f"{whole} bytes, CRC-32 {crc32:08x}"
 
 
 def _strings_in(values: object) -> set[str]:

@@ -169,15 +169,17 @@ def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_pa
         start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora")
 
 
-def test_a_data_file_that_has_changed_is_another_run(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
+@pytest.mark.parametrize("named", ["[{}/rows.jsonl]", "{}/*.jsonl", "file://{}/rows.jsonl", "{}"])
+def test_a_data_file_that_has_changed_is_another_run(tmp_path: Path, named: str) -> None:
+    data = tmp_path / "data" / "rows.jsonl"
+    data.parent.mkdir()
     data.write_text("one\ntwo\n")
-    changes = ("dataset._component_=d", f"dataset.data_files=[{data}]")
+    changes = ("dataset._component_=d", f"dataset.data_files={named.format(data.parent)}")
     identity = identity_of(config(tmp_path / "out", *changes), "full")
     save(tmp_path / "out", "epoch_0", identity=identity)
     assert start(tmp_path / "out", *changes).resumes
     data.write_text("two\none\n")
-    with pytest.raises(ConfigError, match=r"content of .*rows\.jsonl is '8 bytes, .*', but was '8 bytes, "):
+    with pytest.raises(ConfigError, match=r"content of .*data.* is '8 bytes, .*', but was '8 bytes, "):
         start(tmp_path / "out", *changes)
 
 
