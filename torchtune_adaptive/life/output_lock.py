@@ -123,4 +123,6 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
         why = f"it is a link to {os.readlink(directory)}, which does not exist"
     elif directory.exists() and not directory.is_dir():
         why = "it is not a folder"
-    return ConfigError(f"cannot write to output_dir {str(directory)!r}: {why}; set output_dir to a folder that this user may write")
+    return ConfigError(
+        f"cannot write to output_dir {str(directory)!r}: {why}; set output_dir to a folder that this user may write"
+    )
