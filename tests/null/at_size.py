@@ -52,7 +52,7 @@ def at_size(layers: int, expandable: bool = False) -> Iterator[RealStep]:
     }
     with (
         mock.patch.object(collectives.Agreement, "gather", lambda _, row: [tuple(row)] * RANKS),
-        mock.patch.object(collectives, "_host_group", return_value=None),
+        mock.patch.object(collectives, "gloo_group_aside", return_value=None),
     ):
         yield build(cfg, device)
     dist.destroy_process_group()
