@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "torchtune_adaptive").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+OURS = {"torchtune_adaptive", *(path.stem for path in (ROOT / "recipes").glob("*.py"))}
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
 
@@ -34,7 +35,7 @@ def imported(path: Path) -> Iterator[str]:
         else:
             continue
         for package in (module.split(".")[0] for module in modules):
-            if package not in sys.stdlib_module_names and package != "torchtune_adaptive":
+            if package not in sys.stdlib_module_names and package not in OURS:
                 yield NAMED_OTHERWISE.get(package, package)
 
 

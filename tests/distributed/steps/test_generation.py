@@ -51,7 +51,7 @@ class Bench:
         )
 
     def answer(self, samples: Sequence[tuple[int, Tensor]]) -> Totals:
-        drawn = draws(1, self.runner.current_step or 0, [number for number, _ in samples], NEW)
+        drawn = draws([(1, self.runner.current_step, number) for number, _ in samples], NEW)
         tokens = generate(self.model, [prompt for _, prompt in samples], drawn, Sampling(top_k=20), **HOST)
         self.kept.update({number: row.tolist() for (number, _), row in zip(samples, tokens, strict=True)})
         return Totals(torch.zeros(()), tokens.numel())
@@ -114,7 +114,7 @@ def test_the_most_probable_tokens_are_those_of_torchtune():
 
 def test_after_a_stop_token_there_is_padding():
     model, prompt = build(ModelConfig(sharded=False)), torch.arange(1, 7)
-    drawn = draws(0, 0, [0], NEW)
+    drawn = draws([(0,)], NEW)
     free = generate(model, [prompt], drawn, Sampling(), **HOST)[0].tolist()
     stopped = generate(model, [prompt], drawn, Sampling(stop_tokens=(free[1],), pad_id=63), **HOST)[0].tolist()
     end = free.index(free[1])
