@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {wrong}", file=sys.stderr)
     if findings.wrong:
         return REFUSED
-    print(f"ok: {options.recipe or recipe.name} would start with {' '.join([options.config, *options.words])}")
+    words = " ".join([options.config, *options.words])
+    print(f"ok: {options.recipe or recipe.name} would start with {words} (its samples were not read)")
     return FITS
 
 
