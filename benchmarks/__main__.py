@@ -25,8 +25,8 @@ BENCHMARKS = (
     "rollouts",
     "scaling",
 )
-BY_NAME = ("learning", "plans")
-"""Run where they are asked for: PPO learns, and forecasts of every config. They time nothing."""
+BY_NAME = ("learning", "plans", "large_saves")
+"""Run where they are asked for: PPO learns, forecasts of every config, checkpoints that need 20 GiB of memory."""
 
 
 def main() -> None:

@@ -102,21 +102,19 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
     """Collective: the pauses of each round but the first, and the bytes of one of our checkpoints."""
     ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *model, *case.options))
     ours.setup()
-    _have_optimizer_state(ours.model, ours.optimization.checkpointed)
+    have_optimizer_state(ours.model, ours.optimization.checkpointed)
     with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"), remembered_saves() as on_their_way:
         config = demo_config(case.recipe, folder / "stock", *model, *case.options)
         stock = load_stock(case.recipe)(config)
         stock.setup(config)
-        _have_optimizer_state(stock._model, stock._optimizer)
+        have_optimizer_state(stock._model, stock._optimizer)
         rounds = []
         group = dist.new_group()
         for epoch in range(pairs + 1):
-            by_stock = timed(lambda at=epoch: _save_as_stock(case, stock, at), group)  # type: ignore[misc]
+            by_stock = timed(lambda at=epoch: save_as_stock(case.recipe, stock, at), group)  # type: ignore[misc]
             while on_their_way:
                 on_their_way.pop().result()
-            sizes = ours.trainer.course.epochs[0]
-            ours.run.progress = ours.run.progress.after_epoch(replace(sizes, epoch=epoch))
-            by_us = timed(ours.trainer.save, group)
+            by_us = timed(lambda at=epoch: save_as_ours(ours, at), group)  # type: ignore[misc]
             ours.run.checkpoints.wait()
             rounds.append(Pauses(by_stock, by_us, timed(lambda: _copied(ours), group)))
             _remove_older(folder)
@@ -152,7 +150,7 @@ def remembered_saves() -> Iterator[list[Any]]:
         yield found
 
 
-def _have_optimizer_state(model: Any, optimizer: Any) -> None:
+def have_optimizer_state(model: Any, optimizer: Any) -> None:
     """As after a step, whose update is nothing."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -161,8 +159,13 @@ def _have_optimizer_state(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _save_as_stock(case: Case, stock: Any, epoch: int) -> None:
-    if case.recipe == "lora":
+def save_as_ours(ours: Any, epoch: int) -> None:
+    ours.run.progress = ours.run.progress.after_epoch(replace(ours.trainer.course.epochs[0], epoch=epoch))
+    ours.trainer.save()
+
+
+def save_as_stock(recipe: str, stock: Any, epoch: int) -> None:
+    if recipe == "lora":
         stock.save_checkpoint(epoch=epoch)
         return
     progress = TrainingProgress(

@@ -19,6 +19,7 @@ from torchtune_adaptive.rehearse.launchers import check, ranks_of
 from torchtune_adaptive.rehearse.process import overhead_of, rehearse
 
 STEPS = 10
+GPU = "h100"
 _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 
 
@@ -26,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to rehearse (default: 0)")
     parser.add_argument(
-        "--gpu", type=str.lower, choices=sorted(GPUS), metavar="NAME", help=f"the card: {', '.join(sorted(GPUS))}"
+        "--gpu",
+        type=str.lower,
+        default=GPU,
+        choices=sorted(GPUS),
+        metavar="NAME",
+        help=f"the card (default: {GPU}): {', '.join(sorted(GPUS))}",
     )
     parser.add_argument(
         "--memory", type=_bytes, help="the card's memory, for example 80GB or 24GiB (default: by --gpu)"
@@ -62,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--ranks has to be at least 1, and --steps at least 0")
     if not 0 <= options.rank < ranks:
         options.refuse(f"--rank is {options.rank}, but there are {ranks} ranks: they are 0 to {ranks - 1}")
-    card = GPUS[options.gpu or "h100"]
+    card = GPUS[options.gpu]
     if options.memory is not None:
         card = card._replace(memory=options.memory)
     overhead = overhead_of(ranks) if options.memory_overhead is None else options.memory_overhead

@@ -139,7 +139,7 @@ def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
 
 
 def _flaw_of_files(data_files: Any) -> str | None:
-    """The first file without content, or the first line of a JSONL file that is no JSON; None where all can be read.
+    """The first file without content, or the first line of a JSONL file that is no object; None where all can be read.
 
     The library that reads them names neither file nor line.
     """
@@ -155,10 +155,15 @@ def _flaw_of_files(data_files: Any) -> str | None:
             for number, line in enumerate(lines, start=1):
                 if number == 1 and line.lstrip().startswith("["):
                     break  # one array, whose lines are no objects
+                if not line.strip():
+                    continue
                 try:
-                    json.loads(line.strip() or "null")
+                    sample = json.loads(line)
+                    json.dumps(sample, ensure_ascii=False).encode()  # half of a surrogate pair is no text
                 except ValueError as error:
                     return f"{path}, line {number}, is not JSON ({error}): fix it or remove it"
+                if not isinstance(sample, dict):
+                    return f"{path}, line {number}, is not a JSON object, {{...}}: fix it or remove it"
     return None
 
 

@@ -60,9 +60,11 @@ def test_ranks_that_have_other_datasets_are_named(monkeypatch: pytest.MonkeyPatc
     ("content", "says"),
     [
         ('{"a": 1}\n\n{"a": \n{"a": 3}\n', r"data\.jsonl, line 3, is not JSON \(.*\): fix it or remove it$"),
+        ('{"a": 1}\n[1, 2]\n', r"data\.jsonl, line 2, is not a JSON object, {\.\.\.}: fix it or remove it$"),
+        ('{"a": "\\ud800"}\n', r"data\.jsonl, line 1, is not JSON \(.*surrogates not allowed\): fix it or remove it$"),
         ("", r"data\.jsonl is empty$"),
     ],
-    ids=["broken line", "empty file"],
+    ids=["broken line", "no object", "half a character", "empty file"],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_line(content: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
