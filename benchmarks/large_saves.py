@@ -34,7 +34,6 @@ RESUMED = {
     "stock": (
         "resume_from_checkpoint=True",
         "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]",
-        "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt",
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
@@ -70,6 +70,8 @@ class Progress:
     """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
     limit: SavedLimits | None = None
     """None before the first epoch, and from torchtune's recipes."""
+    noise: Sequence[float] = ()
+    """What the noise of the gradient has come to, where it is measured."""
     ranks: int
     """Data-parallel ranks; of a resumed run, those that it had."""
     dataset_samples: int | None = None

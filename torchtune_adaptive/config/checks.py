@@ -121,6 +121,11 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
             "adaptive.recover_from_oom: False, optimizer_in_bwd or tensor parallelism no step is repeated: set "
             "adaptive.search: linear"
         )
+    if adaptive.measure_noise is not None and not repeats:
+        yield (
+            f"adaptive.measure_noise is {adaptive.measure_noise}, which watches gradients where recovery does, and "
+            "that is off with adaptive.recover_from_oom: False, optimizer_in_bwd or tensor parallelism: set it to null"
+        )
     if of_pairs and "collate_fn" in settings.config:  # torchtune's recipe does not read it either
         yield f"collate_fn is {settings.collate_fn}, but preference training has its own collation: remove the key"
 

@@ -203,6 +203,8 @@ class AdaptiveConfig:
     tensor parallelism or packed data)"""
     show_answers: int | None = option(COUNT | NULL, None)
     """reinforcement learning: every so many iterations, log the answers to one prompt (`adaptive_answers.jsonl`)"""
+    measure_noise: int | None = option(COUNT | NULL, None)
+    """every so many steps, measure the noise of the gradient, which says how many samples a step are worth it"""
 
     search: str = option(one_of(*STRATEGIES), "linear")
     """`linear`: measure a few rows, extrapolate, verify. `binary`: double until it fails, then bisect. `decrease`:

@@ -141,6 +141,12 @@ def gathers_from_all(model: nn.Module) -> bool:
     return bool(groups) and alone and not has_replicas(cast(FSDPModule, model))
 
 
+def scatters_gradients(model: FSDPModule) -> bool:
+    """Whether every microbatch scatters its gradients: replicas that are not sharded only sum them, once a step."""
+    meshes = [group.mesh_info for group in groups_of(model)]
+    return all(mesh.shard_mesh_dim is not None and mesh.mesh.size(mesh.shard_mesh_dim) > 1 for mesh in meshes)
+
+
 def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
     mesh = group.mesh_info
     known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim))

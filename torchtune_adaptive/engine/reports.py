@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtune_adaptive.engine.limits import Microbatch
+from torchtune_adaptive.engine.noise import Squares
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
@@ -84,6 +85,8 @@ class StepResult:
     """None where nothing measures it."""
     asked_to_stop: bool = False
     """Whether some rank was asked to end the run: all of them know it at the same step."""
+    squares: Squares | None = None
+    """What the noise of the gradient follows from, in steps that measure it."""
 
 
 class Report(NamedTuple):

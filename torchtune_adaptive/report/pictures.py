@@ -62,6 +62,8 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     imbalances = timeline.series("rank_imbalance")[1]
     if imbalances and fmean(imbalances) > UNEVEN and any(each[-1].get("unit") != "rows" for each in limits.values()):
         panels.append((1.2, partial(_draw_imbalance, timeline=timeline)))  # by rows, samples are not dealt
+    if timeline.series("gradient_noise_scale")[0]:
+        panels.append((1.8, partial(_draw_noise, timeline=timeline)))
     if not timeline.steps or not panels:
         return None
 
@@ -163,6 +165,16 @@ def _draw_imbalance(axes: Axes, timeline: Timeline) -> None:
     axes.plot(steps, [100 * (imbalance - 1) for imbalance in imbalances], color=GREY, lw=1.2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:g} %")
+
+
+def _draw_noise(axes: Axes, timeline: Timeline) -> None:
+    axes.set_title("gradient noise scale (samples)", loc="left", fontsize=11)
+    steps, lows, highs = timeline.series("gradient_noise_scale_low", "gradient_noise_scale_high")
+    axes.fill_between(steps, lows, highs, color=SKY, alpha=0.35, lw=0, label="95 % interval")
+    axes.plot(*timeline.series("gradient_noise_scale"), color=BLUE, lw=1.8, label="gradient noise scale")
+    axes.step(*timeline.series("samples"), where="mid", color=GREY, lw=1.4, label="samples of a step")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def draw_search(

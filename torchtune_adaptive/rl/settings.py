@@ -224,6 +224,8 @@ def _read(cfg: DictConfig, training: str, contradictions: Iterable[str], not_sup
             for key, refused, reason, allowed in NEVER
             if value_at(cfg, key) == refused
         ),
+        ["adaptive.measure_noise is set, but it measures steps of finetuning and DPO only: set it to null"]
+        * (settings.adaptive.measure_noise is not None),
         _optimizer(cfg),
         token_budget(settings),
         quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),

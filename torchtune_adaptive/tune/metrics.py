@@ -24,6 +24,7 @@ from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.life.console import progress_bar, say
@@ -38,6 +39,7 @@ Item = TypeVar("Item")
 
 CONFIG = "torchtune_config.yaml"
 """Name that torchtune gives to the config it logs."""
+NOISE, NOISE_LOW, NOISE_HIGH = "gradient_noise_scale", "gradient_noise_scale_low", "gradient_noise_scale_high"
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
@@ -206,6 +208,55 @@ class Metrics:
             logger.info("%s%s: %s -> %s, checkpoints in %s", what, since, first, self._latest, directory)
         with suppress(OSError):
             self._logger.close()
+
+
+class NoiseWatch:
+    """The noise of the gradient over the steps that measure it: how many samples a step are worth having."""
+
+    def __init__(self, state: Sequence[float]) -> None:
+        self._scale = NoiseScale(state)
+        self._samples = 0
+        """Samples of the last measured step, on all ranks."""
+        self._warned = False
+
+    def state(self) -> Sequence[float]:
+        return self._scale.state()
+
+    def figures(self, result: StepResult, grad_norm: float | None, samples: float | None) -> dict[str, float]:
+        """What a step adds to the log, once enough are measured."""
+        if result.squares is None or grad_norm is None or not math.isfinite(grad_norm):
+            return {}
+        weight = result.target_tokens if samples is None else samples
+        step = StepNoise.of(result.squares, grad_norm, weight, by_samples=samples is not None)
+        if step is None:
+            if not self._warned:
+                say(
+                    "gradient noise · not measured while a single microbatch of one rank is the whole step: lower "
+                    "adaptive.max_batch_size or batch_size, or raise gradient_accumulation_steps"
+                )
+            self._warned = True
+            return {}
+        self._scale.record(step)
+        self._samples = int(result.squares.all_samples)
+        interval = self._scale.interval()
+        names = {} if interval is None else {NOISE: interval.scale, NOISE_LOW: interval.low, NOISE_HIGH: interval.high}
+        return {name: value for name, value in names.items() if math.isfinite(value)}
+
+    def close(self) -> None:
+        """Says what was found."""
+        interval, step = self._scale.interval(), self._samples
+        if interval is None or not step:
+            return
+        if math.isfinite(interval.high):
+            scale = f"{interval.scale:.0f} samples ({interval.low:.0f} to {interval.high:.0f})"
+        else:
+            scale = f"above {interval.low:.0f} samples"
+        advice = "about as many as are worth it"
+        if step < interval.low:
+            advice = "with more, each would still count for about as much"
+        elif step > interval.high:
+            advice = "with fewer, each would count for more"
+        say(f"gradient noise · the noise scale is {scale}, and a step has {step}: {advice}")
 
 
 class LossWatch:

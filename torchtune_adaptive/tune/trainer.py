@@ -25,7 +25,7 @@ from torchtune_adaptive.life.console import say
 from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader, looking_ahead
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
-from torchtune_adaptive.tune.metrics import LossWatch, Metrics, RunJournal, StepProfiler
+from torchtune_adaptive.tune.metrics import LossWatch, Metrics, NoiseWatch, RunJournal, StepProfiler
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, limited_memory, prepare, resident_tensors, start_clean
 from torchtune_adaptive.tune.samples import Sample
@@ -139,6 +139,8 @@ class Trainer:
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
+        self._noise = NoiseWatch(run.progress.noise)
+        stages.training.measure_noise(run.settings.adaptive.measure_noise or 0)
         self._stopping = False
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
@@ -193,7 +195,7 @@ class Trainer:
             learning_rate=self.optimization.learning_rate(),
             grad_norm=grad_norm,
             samples=samples,
-            more=more,
+            more={**(more or {}), **self._noise.figures(result, grad_norm, samples)},
         )
         self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
 
@@ -212,7 +214,7 @@ class Trainer:
 
     def save(self) -> None:
         """Collective: all that is needed to go on from here."""
-        progress = replace(self.run.progress, limit=self._limits())
+        progress = replace(self.run.progress, limit=self._limits(), noise=self._noise.state())
         loader_state = self.data.loader.state_dict()
         self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
 
@@ -220,6 +222,7 @@ class Trainer:
         """Collective: finishes what is being written, draws the picture of the run, and leaves."""
         self.run.checkpoints.close()
         self.stages.training.close()
+        self._noise.close()
         self.run.metrics.close()
         self.run.journal.close()
         self.run.close()

@@ -39,6 +39,8 @@ class Case:
     samples: int = 4
     again: str = "never"
     """Whether it fails once more: "never", in the "retry" or in the "drain"."""
+    noise: bool = False
+    """Whether the noise of the gradient is measured besides."""
     first_pass: bool = False
     """Whether the failing step is the first one that the model ever runs."""
     kind: str = "a type of torch's"
@@ -72,6 +74,9 @@ CASES = (
     Case("lora", ModelConfig(lora=True)),
     Case("lora, full checkpointing", ModelConfig(lora=True, checkpointing="full"), stride=3),
     Case("bf16", ModelConfig(bf16=True)),
+    Case("noise measured", noise=True),
+    Case("noise measured, first pass", noise=True, first_pass=True, stride=3),
+    Case("noise measured, hybrid", HYBRID, 4, noise=True, stride=5),
     Case("without padding", JOINED),
     Case("without padding, fails in the drain too", JOINED, rows=4, again="drain"),
     Case("without padding, first pass", JOINED, first_pass=True),
@@ -176,6 +181,7 @@ class Bench:
             limit=RowLimit(self.case.rows),
             kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
         )
+        runner.measure_noise(int(self.case.noise))
         self.fresh = runner.state_dict()
         return runner
 

@@ -169,6 +169,19 @@ def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, monkeyp
     assert titles(drawn_run(tmp_path, monkeypatch))[1:] == ["samples of a step, all ranks"]
 
 
+def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = started(tmp_path)
+    set_to(journal, 8)
+    scale = "gradient_noise_scale"
+    for step in (1, 2, 3):
+        journal.step(step, {"samples": 16, scale: 10.0 + step, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
+    panel = drawn_run(tmp_path, monkeypatch).axes[-1]
+    assert line_of(panel, "gradient noise scale") == ([1, 2, 3], [11, 12, 13])
+    assert line_of(panel, "samples of a step") == ([1, 2, 3], [16, 16, 16])
+
+
 @pytest.mark.parametrize("value", [None, "8", [8], {}, True, float("nan"), float("-inf"), 10**400], ids=str)
 def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     journal = a_run(tmp_path)

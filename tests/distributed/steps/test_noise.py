@@ -1,0 +1,93 @@
+"""Squares of microbatches' gradients, as FSDP scatters them, beside those of one process."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed.models import ModelConfig, build
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.noise import Squares
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.errors import RecoveryUnsupportedError
+from torchtune_adaptive.testing import FaultInjector
+
+KIND = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
+SAMPLES = 12
+
+
+def all_samples() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(3, 20, (SAMPLES,), generator=generator).tolist()
+    return [torch.randint(0, 64, (length,), generator=generator) for length in lengths]
+
+
+def forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Totals:
+    tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    loss.backward()
+    return Totals(loss.detach(), int(labels.ne(-100).sum()))
+
+
+def squares_of(config: ModelConfig, samples: Sequence[Tensor], rows: int, operation: int | None = None) -> Squares:
+    model = build(config)
+    runner = StepRunner(model, partial(forward_backward, model), kind=KIND, limit=RowLimit(rows))
+    runner.measure_noise(1)
+    with FaultInjector(runner) as faults:
+        if operation is not None:
+            faults.fail_at(rank=1, step=1, operation=operation)
+        result = runner.run(samples, step=1)
+    assert result.recoveries == (operation is not None)
+    assert result.squares is not None
+    return result.squares
+
+
+def on_a_rank(config: ModelConfig, rows: int, operation: int | None) -> Squares:
+    """Collective: the ranks share the samples, one after another."""
+    share = SAMPLES // dist.get_world_size()
+    mine = all_samples()[dist.get_rank() * share :][:share]
+    return squares_of(config, mine, rows, operation)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "rows", "operation"),
+    [
+        (ModelConfig(dropout=0.0), 2, 2, None),
+        (ModelConfig(dropout=0.0), 3, 2, None),
+        (ModelConfig(dropout=0.0, lora=True, checkpointing="full"), 2, 3, None),
+        (ModelConfig(dropout=0.0, replicas=2), 4, 1, None),
+        (ModelConfig(dropout=0.0), 2, 4, 200),
+        (ModelConfig(dropout=0.0, sharded=False), 2, 2, None),
+    ],
+    ids=["2 ranks", "3 ranks", "LoRA, checkpointed", "2 replicas of 2 shards", "out of memory", "whole models"],
+)
+def test_ranks_measure_what_one_process_does(config: ModelConfig, ranks: int, rows: int, operation: int | None) -> None:
+    measured = run_on_ranks(ranks, on_a_rank, config, rows, operation, timeout_s=60)
+    after = rows if operation is None else rows // 2
+    alone = squares_of(ModelConfig(dropout=0.0, sharded=False, lora=config.lora), all_samples(), after)
+    for squares in measured:
+        assert squares == pytest.approx(alone, rel=1e-4)
+        assert squares.all_samples == SAMPLES
+
+
+def refusal_of_replicas() -> str:
+    model = nn.Linear(4, 4)
+    replicate(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",)))
+    runner = StepRunner(model, lambda _: Totals(torch.zeros(()), 0), kind=KIND, limit=RowLimit(1))
+    with pytest.raises(RecoveryUnsupportedError) as caught:
+        runner.measure_noise(1)
+    return str(caught.value)
+
+
+def test_replicas_that_are_not_sharded_are_refused() -> None:
+    for message in run_on_ranks(2, refusal_of_replicas):
+        assert message.startswith("the noise of gradients is measured where FSDP scatters them")
