@@ -24,6 +24,7 @@ BENCHMARKS = (
     "stages",
     "rollouts",
     "scaling",
+    "noise",
 )
 BY_NAME = ("learning", "plans", "large_saves")
 """Run where they are asked for: PPO learns, forecasts of every config, checkpoints that need 20 GiB of memory."""

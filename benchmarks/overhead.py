@@ -142,8 +142,8 @@ def _pair(stock: Any, ours: Any, stock_first: bool) -> tuple[Moment, Moment]:
     """An epoch of each. Who goes first alternates: a machine that slows down slows both."""
     if stock_first:
         before = _stock_epoch(stock)
-        return before, _our_epoch(ours)
-    after = _our_epoch(ours)
+        return before, time_of_our_epoch(ours)
+    after = time_of_our_epoch(ours)
     return _stock_epoch(stock), after
 
 
@@ -152,7 +152,7 @@ def _stock_epoch(recipe: Any) -> Moment:
     return time_of_a_step(recipe)
 
 
-def _our_epoch(recipe: Any) -> Moment:
+def time_of_our_epoch(recipe: Any) -> Moment:
     done = recipe.run.progress.epochs_run
     epochs = tuple(replace(recipe.trainer.course.epochs[0], epoch=epoch) for epoch in range(done + 1))
     recipe.trainer.course = replace(recipe.trainer.course, epochs=epochs)
