@@ -1,4 +1,4 @@
-"""A checkpoint of 8.5 GiB, saved and resumed by our recipe and by stock's: how long training waits for either.
+"""A checkpoint of 8.3 GB, saved and resumed by our recipe and by stock's: how long training waits for either.
 
 Each side by itself, in processes of its own, since two models of this size do not fit beside each other in 24 GiB. One
 round a side by default: a save takes a minute.
@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from benchmarks.results import Result
 from benchmarks.saves import have_optimizer_state, save_as_ours, save_as_stock, timed
-from tests.ranks import run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.running import demo_config, load_ours, load_stock, stock_on_cpu
 from torchtune_adaptive.demo.model import demo_model
 
 RANKS = 2
-SIZES = {"embed_dim": 2048, "num_layers": 14, "num_heads": 16, "num_kv_heads": 16, "intermediate_dim": 6144}
+SIZES = {"embed_dim": 2048, "num_layers": 12, "num_heads": 16, "num_kv_heads": 16, "intermediate_dim": 6656}
 MODEL = (
     *(f"model.{name}={value}" for name, value in SIZES.items()),
     "checkpointer._component_=torchtune.training.FullModelTorchTuneCheckpointer",
@@ -41,7 +41,7 @@ RESUMED = {
 def run(pairs: int) -> Result:
     note = (
         f"{RANKS} ranks. pause: until training goes on. start, resume: until a recipe could train, from first weights "
-        "and from the checkpoint. Ours syncs to disk and checksums every byte; stock's does neither"
+        "and from the checkpoint; nothing where memory did not suffice. Ours syncs to disk and checksums every byte; stock's does neither"
     )
     with tempfile.TemporaryDirectory() as folder:
         make_weights(Path(folder) / "weights" / "demo.pt")
@@ -60,12 +60,21 @@ def measure(side: str, folder: Path, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         start_s, pause_s = run_on_ranks(RANKS, start_and_save, side, folder, timeout_s=300, in_group=False)[0]
         saved = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
-        options = RESUMED[side]
-        resume_s, _ = run_on_ranks(RANKS, start_and_save, side, folder, options, timeout_s=300, in_group=False)[0]
+        try:
+            options = RESUMED[side]
+            resume_s, _ = run_on_ranks(RANKS, start_and_save, side, folder, options, timeout_s=300, in_group=False)[0]
+        except RankFailed:  # each rank of stock's holds all of the optimizer's state, which the machine may not have
+            resume_s = None
         measured.append((start_s, pause_s, resume_s))
         shutil.rmtree(folder)
-    start_s, pause_s, resume_s = map(statistics.median, zip(*measured, strict=True))
-    return {"recipe": side, "GiB": saved / 2**30, "pause s": pause_s, "start s": start_s, "resume s": resume_s}
+    starts, pauses, resumes = zip(*measured, strict=True)
+    return {
+        "recipe": side,
+        "GB": saved / 1e9,
+        "pause s": statistics.median(pauses),
+        "start s": statistics.median(starts),
+        "resume s": None if None in resumes else statistics.median(resumes),
+    }
 
 
 def start_and_save(side: str, folder: Path, resumed: tuple[str, ...] = ()) -> tuple[float, float]:
