@@ -41,7 +41,8 @@ RESUMED = {
 def run(pairs: int) -> Result:
     note = (
         f"{RANKS} ranks. pause: until training goes on. start, resume: until a recipe could train, from first weights "
-        "and from the checkpoint; nothing where memory did not suffice. Ours syncs to disk and checksums every byte; stock's does neither"
+        "and from the checkpoint; nothing where memory did not suffice. Ours syncs to disk and checksums every byte; "
+        "stock's does neither"
     )
     with tempfile.TemporaryDirectory() as folder:
         make_weights(Path(folder) / "weights" / "demo.pt")
