@@ -67,17 +67,12 @@ def test_retries_in_one_step_are_no_thrashing():
 
 def test_retries_in_two_steps_in_a_row_take_the_limit_down_on_trial():
     run = Run()
-    run.retries(2)
-    assert (run.rows, run.kinds) == (4, [THRASHING])
+    run.retries(on=0)
+    run.retries()
+    run.retries(TRIAL_STEPS, rate=1000)  # no other trial begins
+    assert (run.rows, run.kinds, run.events[0].ranks) == (4, [THRASHING], (3,))
     line = "step 2: the allocator flushed its cache on rank 3 in two consecutive steps: 8 rows -> 4 rows, on trial"
     assert run.events[0].reason == line
-
-
-def test_thrashing_need_not_be_on_the_same_rank():
-    run = Run()
-    run.retries(on=0)
-    run.retries(on=5)
-    assert (run.rows, run.events[0].ranks) == (4, (5,))
 
 
 def test_a_smaller_limit_that_is_faster_stays():
@@ -107,13 +102,6 @@ def test_the_first_step_after_a_change_and_a_single_slow_one_do_not_decide():
     assert run.rows == 4
 
 
-def test_retries_during_a_trial_do_not_start_another():
-    run = Run()
-    run.retries(2, rate=800)
-    run.retries(TRIAL_STEPS, rate=1000)
-    assert run.kinds == [THRASHING]
-
-
 def test_out_of_memory_ends_a_trial():
     run = Run(regrow_after=0)
     run.retries(2, rate=1000)
@@ -132,6 +120,9 @@ def test_thrashing_at_the_smallest_limit_is_one_line_and_no_end():
 def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
     run = Run()
     run.out_of_memory()
+    event = run.events[0]
+    assert (event.unit, event.before, event.after) == ("rows", 8, 4)
+    assert (event.ranks, event.rows, event.length) == ((3,), 8, 100)
     run.quiet(AFTER - 1)
     assert run.rows == 4
     run.quiet()
@@ -143,17 +134,9 @@ def test_growing_back_goes_one_size_at_a_time():
     run = Run()
     run.out_of_memory()
     run.out_of_memory()
-    run.quiet(AFTER)
-    assert run.rows == 4
-    run.quiet(AFTER)
-    assert run.rows == 8
-
-
-def test_never_more_than_allowed():
-    run = Run(RowLimit(6))
-    run.out_of_memory()
-    run.quiet(10 * AFTER)
-    assert (run.rows, run.kinds) == (6, [RECOVERY, GROWTH])
+    for rows in (4, 8):
+        run.quiet(AFTER)
+        assert run.rows == rows
 
 
 def test_zero_means_never():
@@ -206,14 +189,6 @@ def test_a_failure_after_probation_is_an_ordinary_one():
     run.out_of_memory()
     run.quiet(AFTER)
     assert run.rows == 8
-
-
-def test_a_failure_on_probation_may_need_less_than_what_was_there_before():
-    run = Run()
-    run.out_of_memory()
-    run.quiet(AFTER)
-    run.events.append(run.governor.out_of_memory({0: Microbatch(3, 500)}, run.step))
-    assert run.rows == 2
 
 
 def test_what_the_epoch_allows_is_the_bound_and_what_failed_stays():
@@ -290,21 +265,6 @@ def test_a_state_of_another_kind_of_limit_leaves_only_its_counters():
 def test_what_is_no_state_is_refused():
     with pytest.raises(ValueError, match=r"not the state of a limit, since it has no before_growth, .*, wait"):
         Run().governor.restore({})
-
-
-def test_an_event_says_who_and_how_large():
-    run = Run()
-    run.out_of_memory()
-    event = run.events[0]
-    assert (event.unit, event.before, event.after) == ("rows", 8, 4)
-    assert (event.ranks, event.rows, event.length) == ((3,), 8, 100)
-
-
-def test_one_step_is_told_in_the_singular():
-    run = Run(regrow_after=1)
-    run.out_of_memory()
-    run.quiet()
-    assert ": 1 step without trouble: 4 rows -> 8 rows" in run.events[1].reason
 
 
 ALONE = {1: Microbatch(1, 600)}

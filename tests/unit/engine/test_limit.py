@@ -46,6 +46,15 @@ def test_a_token_limit_counts_padding():
     assert limit.rows_at(1000) == 4
 
 
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 9))
+def test_pairs_of_tokens_are_never_counted_short(lengths: list[int], row: float, token: float, pair: float):
+    exact = sum(row + token * length + pair * length**2 for length in lengths)
+    bound = Surface(0, row, token, pair).bytes_at(len(lengths), max(lengths), sum(lengths))
+    assert bound >= exact * (1 - 1e-9)
+    if len(set(lengths)) == 1:
+        assert bound == pytest.approx(exact)
+
+
 def test_a_surface_limit_asks_every_phase():
     limit = SurfaceLimit({"layers": Surface(100, 0, 1), "head": Surface(0, 10, 2)}, budget_bytes=200)
     assert limit.rows_at(10) == 6  # head: 6 × (10 + 20) = 180; layers: 100 + 6 × 10 = 160
@@ -89,6 +98,9 @@ def test_a_sample_that_failed_alone_is_tried_once_more_beside_nothing_larger():
     limit = TokenLimit(8192).after_oom(1, 600)
     assert limit == TokenLimit(512)
     assert limit.after_oom(1, 600) is None
+    without_padding = TokenLimit(600)
+    assert without_padding.size_of(3, 400, 555) == "555"
+    assert without_padding.after_oom(3, 400, 555) == TokenLimit(512)
 
 
 def test_a_surface_shrinks_in_what_grows_and_not_in_what_is_always_there():

@@ -55,20 +55,6 @@ def test_a_search_leaves_everything_bitwise_as_it_was(kind: str, resumed: bool):
         assert meter.peak_bytes == meter.live_bytes
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
-def test_training_after_a_search_is_bitwise_training_without_one(resumed: bool):
-    def losses(search: bool) -> tuple[list[float], Any]:
-        with MemoryMeter() as meter:
-            trained = Trained(Shape())
-            if resumed:
-                trained.train([2])
-            if search:
-                search_within(trained.step(), meter, 400_000)
-            return [trained.train([2, 2]) for _ in range(3)], state_of(trained)
-
-    assert losses(search=True) == losses(search=False)
-
-
 def test_a_search_that_fails_leaves_no_trace_either():
     with MemoryMeter() as meter:
         trained = Trained(Shape())

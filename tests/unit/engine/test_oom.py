@@ -134,32 +134,19 @@ def fail_holding(tensor: Tensor) -> None:
         raise torch.OutOfMemoryError(f"with {activations.numel()} numbers in a frame") from error
 
 
-def test_forgetting_an_error_frees_what_its_frames_hold():
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "by torch.compile"])
+def test_forgetting_an_error_frees_what_its_frames_hold(wrapped: bool):
     held = torch.ones(1000)
     alive = weakref.ref(held)
     try:
         fail_holding(held)
     except torch.OutOfMemoryError as error:
-        forget_frames(error)
-        kept = error
+        kept = InductorError(error, None) if wrapped else error
+        forget_frames(kept)
     del held
     gc.collect()
     assert alive() is None
-    assert kept.__cause__.__traceback__ is None
-
-
-def test_forgetting_what_torch_compile_wraps_frees_what_its_frames_hold():
-    held = torch.ones(1000)
-    alive = weakref.ref(held)
-    try:
-        fail_holding(held)
-    except torch.OutOfMemoryError as error:
-        wrapped = InductorError(error, None)
-        forget_frames(wrapped)
-    del held
-    gc.collect()
-    assert alive() is None
-    assert wrapped.inner_exception.__traceback__ is None
+    assert (kept.inner_exception if wrapped else kept.__cause__).__traceback__ is None
 
 
 def a_failing_backward(model: nn.Module) -> None:

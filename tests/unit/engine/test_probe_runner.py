@@ -120,18 +120,12 @@ def report(
     return RankReport(Room(budget, resident), retries, seconds, peaks, fullness)
 
 
-def test_equal_ranks_agree_on_the_larger_peak_of_each_phase():
-    reports = [report(100, 10, 30, 50, retries=1), report(100, 10, 40, 20, seconds=3.0)]
-    assert agreed_peak(["a", "b"], reports) == Peak({"a": 40, "b": 50}, fits=True, retries=1, seconds=3.0)
-
-
-def test_the_fullest_cache_of_any_rank_counts():
-    assert agreed_peak(["a"], [report(90, 0, 40, fullness=0.5), report(90, 0, 30, fullness=0.7)]).fullness == 0.7
-
-
-def test_a_phase_that_no_rank_has_reached_is_none():
-    reports = [report(100, 10, 30, 0, 0), report(100, 10, 40, 0, 20)]
-    assert agreed_peak(["forward", "backward", "update"], reports).phase_bytes == {"forward": 40, "update": 20}
+def test_ranks_agree_on_the_larger_share_that_each_phase_takes_of_their_memory():
+    reports = [report(100, 10, 30, 50, 0, retries=1, fullness=0.5), report(100, 10, 40, 20, 0, seconds=3.0)]
+    agreed = agreed_peak(["a", "b", "reached by none"], reports)
+    assert agreed == Peak({"a": 40, "b": 50}, fits=True, retries=1, seconds=3.0, fullness=0.5)
+    unequal = [report(110, 10, 20), report(210, 10, 160)]
+    assert agreed_peak(["a"], unequal).phase_bytes["a"] == 10 + 75
 
 
 def test_a_step_without_an_update_has_no_such_phase():
@@ -141,16 +135,11 @@ def test_a_step_without_an_update_has_no_such_phase():
     assert "loss" in result.probes[0].peak.phase_bytes
 
 
-@pytest.mark.parametrize("need", range(80, 100))
+@pytest.mark.parametrize("need", [80, 89, 90, 91, 93, 94, 99])
 def test_the_agreed_peak_is_within_the_tightest_budget_if_every_rank_is_within_its_own(need: int):
     reports = [report(1000, 13, 400), report(90, 10, need), report(91, 7, need - 3)]
     within = need <= 90
     assert (agreed_peak(["a"], reports).phase_bytes["a"] <= 90) == within
-
-
-def test_a_rank_with_more_memory_needs_the_same_share_of_it():
-    reports = [report(110, 10, 20), report(210, 10, 160)]
-    assert agreed_peak(["a"], reports).phase_bytes["a"] == 10 + 75
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -1,0 +1,120 @@
+"""What ranks tell each other: positions, loads, sums of weights; and what they are told of a collective that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.recipes.metering import profiled
+from torchtune_adaptive.engine.plans import load_of
+from torchtune_adaptive.engine.ranks import checksum, explaining_failures
+from torchtune_adaptive.engine.reports import Report, Reports
+from torchtune_adaptive.errors import UnrecoverableError
+
+NCCL = (
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+
+
+def explained(error: Exception) -> str:
+    with pytest.raises(UnrecoverableError) as raised, explaining_failures("an FSDP collective"):
+        raise error
+    assert raised.value.__cause__ is error
+    return str(raised.value)
+
+
+def test_nccl_out_of_memory_is_a_broken_communicator_and_not_a_step_to_repeat():
+    text = explained(torch.distributed.DistBackendError(NCCL))
+    assert "an FSDP collective failed on rank 0" in text
+    assert "communicator is broken" in text
+    assert text.endswith(
+        "; if CUDA was out of memory, leave more memory to NCCL: give CudaMemory a limit, for example 0.9"
+    )
+
+
+def test_any_other_failure_is_a_peer_or_the_network():
+    text = explained(RuntimeError("Connection closed by peer"))
+    assert "another rank has exited or the network has failed" in text
+    assert "communicator" not in text
+
+
+def test_running_out_of_memory_before_a_collective_stays_what_it_is():
+    with pytest.raises(torch.OutOfMemoryError), explaining_failures("an FSDP collective"):
+        raise torch.OutOfMemoryError
+
+
+def test_ranks_at_different_positions_end_the_run() -> None:
+    Reports([Report(position=9), Report(position=9)]).check_positions()
+    with pytest.raises(UnrecoverableError, match=r"\[9, 8\], by rank"):
+        Reports([Report(position=9), Report(position=8)]).check_positions()
+
+
+def squares(length: int) -> float:
+    """Attention and nothing else."""
+    return length**2
+
+
+def imbalance_of(*shares: list[int], cost: Callable[[int], float] = float, padded: bool = False) -> float:
+    """Of ranks with samples of these lengths, each rank in a single microbatch."""
+    loads = [load_of((tuple(range(len(lengths))),), lengths, padded=padded, cost=cost) for lengths in shares]
+    return Reports(Report(**load._asdict()) for load in loads).imbalance
+
+
+def test_of_ranks_with_equally_many_tokens_the_one_with_a_long_sample_has_more_to_do() -> None:
+    assert imbalance_of([8], [4, 4]) == 1
+    assert imbalance_of([8], [4, 4], cost=squares) == pytest.approx(64 / 48)
+    assert imbalance_of([4, 4], [8], cost=squares) == pytest.approx(64 / 48)
+
+
+def test_of_ranks_that_were_dealt_equal_cost_none_waits() -> None:
+    assert imbalance_of([5], [3, 4], cost=squares) == 1
+
+
+def test_padding_costs_as_much_as_what_it_fills_up_to() -> None:
+    assert imbalance_of([3, 4], [4, 4], cost=squares, padded=True) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 49])
+def test_ranks_that_do_the_same_are_even_whatever_the_unit_of_cost(ranks: int) -> None:
+    assert imbalance_of(*[[7, 2]] * ranks, cost=lambda length: 1e-6 * length) == 1
+    assert Reports([Report()] * ranks).imbalance == 1, "where nobody has anything to do, nobody waits"
+
+
+def swapped(tensor: Tensor, one: int, other: int) -> Tensor:
+    flat = tensor.flatten()
+    flat[[one, other]] = flat[[other, one]]
+    return flat.view_as(tensor)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one bit": lambda tensor: tensor + torch.eye(20, 30, dtype=tensor.dtype) * 2**-7,
+    "two neighbours swapped": lambda tensor: swapped(tensor, 3, 4),
+    "two rows swapped": lambda tensor: tensor[[1, 0, *range(2, 20)]],
+    "the last two swapped": lambda tensor: swapped(tensor, 598, 599),
+    "two a row of sums apart swapped": lambda tensor: swapped(tensor, 5, 5 + 251),
+    "minus zero": lambda tensor: torch.where(tensor == tensor.max(), -0.0, tensor),
+    "NaN": lambda tensor: torch.where(tensor == tensor.max(), torch.nan, tensor),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_weights_have_anotherchecksum(change: str, dtype: torch.dtype) -> None:
+    weights = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert checksum([weights]) == checksum([weights.clone()])
+    assert checksum([weights]) != checksum([CHANGES[change](weights.clone())])
+
+
+def test_a_checksum_takes_no_copy_of_the_weights() -> None:
+    weights = torch.randn(4_000_000).to(torch.bfloat16)
+    assert profiled(lambda: checksum([weights])).peak_bytes < 10 * 2**20
+
+
+def test_the_order_of_parameters_counts_and_what_is_empty_does_not() -> None:
+    one, other = torch.tensor([1.0]), torch.tensor([2.0])
+    assert checksum([one, other]) != checksum([other, one])
+    assert checksum([one, torch.zeros(0)]) == checksum([one])

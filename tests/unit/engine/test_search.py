@@ -1,0 +1,402 @@
+"""What a search answers over many laws of memory, which rows it measures on its way, and what it says."""
+
+import random
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from tests.laws import (
+    GIB,
+    MIB,
+    Device,
+    affine,
+    budget_for,
+    headrooms,
+    one_row_cheaper,
+    phase,
+    phases,
+    refuse_nothing,
+    roundings,
+)
+from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, rungs_up_to
+from torchtune_adaptive.engine.search import STRATEGIES, History, Peak, Probe, Room, fit_line, search
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+
+
+@given(phases, headrooms)
+@example([(0, 20)], 1.9999999999999991)  # one byte short of four rows
+@example([(0, 20)], 2.0)
+def test_linear_equals_brute_force_on_crossing_affine_phases_in_four_probes_without_running_out(
+    laws: list[tuple[int, int]], headroom: float
+) -> None:
+    device = Device(affine(*laws), budget_for(affine(*laws), headroom))
+    result = device.search(round_to="none")
+    best = device.brute_force()
+    assert 0.95 * best <= result.rows <= best
+    rounded = device.search()
+    assert rounded.rows == 1 << (best.bit_length() - 1)
+    for each in (result, rounded):
+        assert (len(each.probes) <= 4, each.out_of_memory_count) == (True, 0)
+
+
+@given(phases, headrooms, roundings, st.integers(1, 96), st.integers(1, 300), st.booleans())
+def test_binary_equals_brute_force_over_the_rows_that_may_be_the_answer(
+    laws: list[tuple[int, int]], headroom: float, round_to: str, samples: int, max_rows: int, soft: bool
+) -> None:
+    device = Device(affine(*laws), budget_for(affine(*laws), headroom, rows=1), soft)
+    result = device.search(strategy="binary", round_to=round_to, max_rows=max_rows, samples_per_step=samples)
+    assert result.rows == device.brute_force(rungs_up_to(max_rows, round_to, samples))
+
+
+@given(phases, headrooms, roundings, st.integers(1, 96), st.integers(1, 300))
+def test_decrease_answers_the_first_of_its_halvings_that_fits(
+    laws: list[tuple[int, int]], headroom: float, round_to: str, samples: int, max_rows: int
+) -> None:
+    device = Device(affine(*laws), budget_for(affine(*laws), headroom, rows=1))
+    result = device.search(strategy="decrease", round_to=round_to, max_rows=max_rows, samples_per_step=samples)
+    rungs = rungs_up_to(max_rows, round_to, samples)
+    assert device.measured[0] == rungs[-1]
+    assert device.measured[-1] == result.rows
+    assert [device.fits(rows) for rows in device.measured] == [False] * (len(device.measured) - 1) + [True]
+    for before, after in zip(device.measured, device.measured[1:], strict=False):
+        assert after == max(rows for rows in rungs if rows <= before // 2)
+
+
+@given(st.lists(st.tuples(phase, phase), min_size=1, max_size=3), headrooms, st.booleans())
+def test_linear_finds_the_answer_where_a_phase_is_a_maximum_of_two_laws(
+    pairs: list[tuple[tuple[int, int], tuple[int, int]]], headroom: float, soft: bool
+) -> None:
+    assume(any(a[1] or b[1] for a, b in pairs))
+
+    def law(rows: int) -> dict[str, int]:
+        return {f"{i}": max(a + b * rows for a, b in pair) * MIB for i, pair in enumerate(pairs)}
+
+    device = Device(law, budget_for(law, headroom), soft)
+    result = device.search(round_to="none")
+    best = device.brute_force()
+    assert 0.95 * best <= result.rows <= best
+
+
+@given(phases, headrooms, st.integers(1, 8), st.integers(1, 64 * MIB), roundings, st.booleans())
+@settings(max_examples=200)
+def test_no_strategy_answers_with_rows_that_were_not_measured_and_accepted(
+    laws: list[tuple[int, int]], headroom: float, chunk: int, granule: int, round_to: str, soft: bool
+) -> None:
+    plain = affine(*laws)
+
+    def law(rows: int) -> dict[str, int]:
+        return {name: ceil(need / granule) * granule for name, need in plain(ceil(rows / chunk) * chunk).items()}
+
+    device = Device(law, budget_for(law, headroom, rows=1), soft)
+    for strategy in STRATEGIES:
+        device.measured.clear()
+        result = device.search(strategy=strategy, round_to=round_to, max_rows=500, samples_per_step=96)
+        assert device.fits(result.rows)
+        assert result.fits_rows >= result.rows
+        assert result.rows in device.measured
+        assert len(set(device.measured)) == len(device.measured), "measured twice"
+        assert result.rows in rungs_up_to(500, round_to, 96)
+
+
+@given(phases, headrooms, st.integers(1, 16 * MIB))
+def test_allocator_rounding_does_not_cost_more_than_a_twentieth(
+    laws: list[tuple[int, int]], headroom: float, granule: int
+) -> None:
+    plain = affine(*laws)
+
+    def law(rows: int) -> dict[str, int]:
+        return {name: ceil(need / granule) * granule for name, need in plain(rows).items()}
+
+    device = Device(law, budget_for(law, headroom))
+    best = device.brute_force()
+    assert 0.95 * best - 1 <= device.search(round_to="none").rows <= best
+
+
+@given(phases, headrooms, st.integers(1, 200), st.booleans())
+def test_rows_at_which_the_allocator_retries_are_never_the_answer(
+    laws: list[tuple[int, int]], headroom: float, retries_above: int, soft: bool
+) -> None:
+    law = affine(*laws)
+    device = Device(law, budget_for(law, headroom), soft, retries_above)
+    best = device.brute_force()
+    assert device.search(strategy="binary", round_to="none").rows == best
+    assert 0.95 * best <= device.search(round_to="none").rows <= best
+
+
+@given(phases, st.floats(1.6, 8), st.floats(1.05, 1.25), st.integers(0, 1000), roundings)
+def test_linear_flushes_once_at_most_where_the_cache_fills_the_device_first(
+    laws: list[tuple[int, int]], headroom: float, share: float, seed: int, round_to: str
+) -> None:
+    """Recorded on torch's allocator: up to 1.5 times as much is reserved beside two rows, and no line beside more."""
+
+    def cached(rows: int) -> float:
+        return 1.4 if rows <= 2 else share * (1 + random.Random(seed * rows).uniform(-0.02, 0.02))
+
+    law = affine(*laws)
+    device = Device(law, budget_for(law, headroom), cached=cached)
+    result = device.search(round_to=round_to, samples_per_step=96)
+    flushes = sum(probe.peak.retries for probe in result.probes)
+    assert len(result.probes) <= 5  # 4, but where two rows are far from the answer
+    assert flushes + result.out_of_memory_count <= 1
+    assert device.fits(result.rows)
+
+
+@given(
+    st.lists(st.tuples(phases, headrooms), min_size=2, max_size=3),
+    st.sampled_from(["linear", "binary"]),
+    st.sampled_from(["none", "power_of_two"]),
+)
+def test_ranks_of_equal_memory_with_different_budgets_answer_with_the_tightest(
+    ranks: list[tuple[list[tuple[int, int]], float]], strategy: str, round_to: str
+) -> None:
+    law = affine(*ranks[0][0])
+    devices = [Device(law, budget_for(law, headroom)) for _, headroom in ranks]
+
+    def agreed(rows: int) -> Peak:
+        peaks = [device.measure(rows) for device in devices]
+        most = {name: max(peak.phase_bytes.get(name, 0) for peak in peaks) for name in law(rows)}
+        return Peak(most, fits=all(peak.fits for peak in peaks))
+
+    budget_bytes = min(device.budget_bytes for device in devices)
+    result = search(agreed, Room(budget_bytes), refuse=refuse_nothing, strategy=strategy, round_to=round_to)
+    alone = [device.search(strategy=strategy, round_to=round_to).rows for device in devices]
+    assert result.rows == min(alone)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("round_to", ["none", "power_of_two", "divisor"])
+@given(max_rows=st.integers(1, 40))
+@settings(max_examples=20)
+def test_nothing_above_the_bound_is_measured(strategy: str, round_to: str, max_rows: int) -> None:
+    device = Device(affine((1000, 10)), 10**6 * MIB)
+    result = device.search(strategy=strategy, round_to=round_to, max_rows=max_rows, samples_per_step=24)
+    assert max(device.measured) <= max_rows
+    assert result.rows == rungs_up_to(max_rows, round_to, 24)[-1]
+
+
+@given(phases, headrooms, st.floats(-0.9, 0.9), st.booleans())
+def test_a_first_row_that_needs_less_or_more_misleads_linear_only_where_a_third_probe_could_run_out(
+    laws: list[tuple[int, int]], headroom: float, share: float, soft: bool
+) -> None:
+    law = one_row_cheaper(laws, share)
+    device = Device(law, budget_for(law, headroom), soft)
+    result = device.search(round_to="none")
+    best = device.brute_force()
+    assert result.rows <= best
+    assert result.rows >= 0.95 * best or (share > 0 and result.rows == 2 and len(result.probes) == 2)
+    if share >= 0:  # more only costs probes
+        assert len(result.probes) <= 4
+        assert result.out_of_memory_count == 0
+
+
+def test_a_near_answer_is_measured_at_once() -> None:
+    """The table that users are promised: 1, 2, 8."""
+    device = Device(affine((34_500, 4600)), 75_000 * MIB)
+    device.search()
+    assert device.measured == [1, 2, 8]
+
+
+def test_a_jump_on_two_measurements_goes_no_further_than_four_times() -> None:
+    device = Device(affine((40_000, 100)), 60_000 * MIB)
+    device.search(round_to="none")
+    assert device.measured == [1, 2, 8, 200]
+
+
+def test_a_far_jump_goes_first_to_what_is_safe_for_every_crossing_phase() -> None:
+    device = Device(affine((1000, 1000)), 90_000 * MIB)
+    device.search(round_to="none")
+    assert device.measured == [1, 2, 2 * 90_000 // 3000, 89]
+
+
+def test_memory_that_never_grows_ends_at_the_bound_in_steps_of_four() -> None:
+    device = Device(affine((1000, 0)), 2000 * MIB)
+    assert device.search().rows == MAX_ROWS
+    assert device.measured == [1, 2, 8, 32, 128, 512, 2048, 4096]
+
+
+def test_after_an_unforeseen_failure_linear_steps_back_a_little_before_it_bisects() -> None:
+    device = Device(affine((1000, 1000)), 90_000 * MIB, retries_above=86)
+    result = device.search(round_to="none")
+    assert device.measured == [1, 2, 60, 89, 87, 82]
+    assert (result.rows, result.fits_rows, result.reason) == (82, 82, "87 did not fit")
+
+
+def test_binary_doubles_and_then_bisects() -> None:
+    device = Device(affine((0, 1000)), 13_000 * MIB)
+    device.search(strategy="binary", round_to="none")
+    assert device.measured == [1, 2, 4, 8, 16, 12, 14, 13]
+
+
+def test_a_failure_that_was_measured_to_its_end_says_where_to_look_next() -> None:
+    """The first row needs more than its line, so the jump to 8 goes too far; 2 and 8 rows then point at 5."""
+    device = Device(lambda rows: {"step": (8 if rows == 1 else 5 + 2 * rows) * GIB}, 16 * GIB, soft=True)
+    assert device.search(round_to="none").rows == 5
+    assert device.measured[:4] == [1, 2, 8, 5]
+
+
+def test_a_first_row_that_needs_less_does_not_halve_a_rounded_answer_if_three_rows_were_foreseen() -> None:
+    device = Device(lambda rows: {"step": (90 if rows == 1 else 80 + 20 * rows) * GIB}, 161 * GIB)
+    assert device.search().rows == 4
+    assert device.measured == [1, 2, 3, 4]
+
+
+def test_the_hundredth_row_is_not_worth_another_probe() -> None:
+    """Noise at 18 rows lets the line through it promise 99; measured, they leave room for one more."""
+    device = Device(lambda rows: {"step": (1000 + 100 * rows + 8 * (rows == 18)) * MIB}, 11_000 * MIB)
+    assert device.search(round_to="none").rows == 99
+    assert device.measured == [1, 2, 18, 99]
+
+
+def test_a_step_on_the_way_need_not_be_a_possible_answer() -> None:
+    device = Device(affine((40_000, 100)), 44_000 * MIB)
+    assert device.search(round_to="divisor", samples_per_step=62).rows == 31
+    assert device.measured == [1, 2, 8, 31]
+
+
+def test_rows_that_fit_above_a_size_that_did_not_are_not_trusted() -> None:
+    probes = [Probe(rows=rows, peak=Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
+    history = History(10, range(1, 11), 10, probes=tuple(probes))
+    assert (history.fit_rows, history.too_many) == (1, 4)
+
+
+def llama_8b(rows: int) -> dict[str, int]:
+    """Measured by tracing: activation checkpointing, 2048 tokens, 8 ranks."""
+    return {
+        "backward through the layers": int((10.97 + 0.945 * rows) * GIB),
+        "head and loss": int((5.67 + 2.168 * rows) * GIB),
+    }
+
+
+def naive(device: Device) -> int:
+    """The overall peak of 1 and 2 rows, extrapolated."""
+    one, two = (max(device.law(rows).values()) for rows in (1, 2))
+    return (device.budget_bytes - (2 * one - two)) // (two - one)
+
+
+def test_llama_8b_is_not_promised_78_rows_where_31_fit() -> None:
+    device = Device(llama_8b, int(74.8 * GIB))
+    assert device.brute_force() == 31
+    assert naive(device) >= 67
+    result = device.search(round_to="none")
+    assert result.rows == 31
+    assert result.fits_rows == pytest.approx((74.8 - 5.67) / 2.168)
+    assert len(result.probes) <= 4
+    assert result.out_of_memory_count == 0
+
+
+@given(st.integers(20, 400), st.integers(2, 10), st.integers(3, 40), st.integers(12, 100))
+def test_linear_is_right_where_the_overall_peak_misleads_by_two(
+    slope: int, steeper: int, crossing: int, rows: int
+) -> None:
+    """A flat, high phase hides a steep one until `crossing` rows."""
+    steep = slope * steeper
+    law = affine((steep * crossing, slope), (slope * crossing, steep))
+    device = Device(law, (slope * crossing + steep * (crossing + rows)) * MIB)
+    assume(naive(device) >= 2 * device.brute_force())
+    result = device.search(round_to="none")
+    assert result.rows == pytest.approx(device.brute_force(), rel=0.05)
+    assert (len(result.probes) <= 4, result.out_of_memory_count) == (True, 0)
+
+
+def test_llama_8b_as_one_phase_is_still_found_without_running_out() -> None:
+    device = Device(lambda rows: {"step": max(llama_8b(rows).values())}, int(74.8 * GIB))
+    result = device.search(round_to="none")
+    assert (result.rows, result.out_of_memory_count) == (31, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"round_to": "none"}, "8.9 fit"),
+        ({}, "8.9 fit, rounded down to a power of two"),
+        (
+            {"round_to": "divisor", "samples_per_step": 30},
+            "8.9 fit, rounded down to a divisor of the samples per step",
+        ),
+        ({"max_rows": 4}, "limited to 4"),
+        ({"max_rows": 4, "samples_per_step": 8}, "limited to 4"),
+        ({"max_rows": 8, "samples_per_step": 8}, "all 8 samples of a step"),
+        ({"max_rows": 7}, "limited to 7, rounded down to a power of two"),
+        ({"max_rows": 7, "strategy": "binary"}, "limited to 7, rounded down to a power of two"),
+        ({"strategy": "binary"}, "16 did not fit"),
+        ({"strategy": "binary", "round_to": "none"}, "9 did not fit"),
+    ],
+)
+def test_the_reason_says_why_not_more(options: dict[str, Any], reason: str) -> None:
+    device = Device(affine((1050, 100)), 1945 * MIB)
+    assert device.search(**options).reason == reason
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_row_is_the_answer_where_two_do_not_fit_even_with_retries(strategy: str) -> None:
+    device = Device(affine((0, 1000)), 1999 * MIB, retries_above=0)
+    assert device.search(strategy=strategy, max_rows=4).rows == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("soft", "told"),
+    [(False, r"runs out of memory.*999.0 MiB"), (True, r"needs 1000.0 MiB .* 999.0 MiB; .* more ranks")],
+)
+def test_one_row_over_the_budget_is_an_error_that_names_its_need_where_it_is_known(
+    strategy: str, soft: bool, told: str
+) -> None:
+    device = Device(affine((0, 1000)), 999 * MIB, soft=soft)
+    with pytest.raises(OneRowDoesNotFitError, match=told) as caught:
+        device.search(strategy=strategy, max_rows=4)
+    assert (caught.value.need_bytes, caught.value.budget_bytes) == (1000 * MIB if soft else None, 999 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"strategy": "guess"}, r"strategy: 'guess'.*linear, binary, decrease"),
+        ({"round_to": "ten"}, r"round_to: 'ten'.*power_of_two, none, divisor"),
+        ({"round_to": "divisor"}, r"round_to: 'divisor'.*samples_per_step"),
+        ({"max_rows": 0}, r"max_rows: 0.*1 or more"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named_with_what_can(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Device(affine((1, 1)), 9 * MIB).search(**options)
+
+
+def test_phases_that_come_and_go_are_refused() -> None:
+    def measure(rows: int) -> Peak:
+        names: Mapping[str, int] = {"a": rows, "b": 1} if rows == 1 else {"a": rows}
+        return Peak(names, fits=True)
+
+    with pytest.raises(ValueError, match="same phases"):
+        search(measure, Room(10), refuse=refuse_nothing)
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ({1: 7, 2: 9}, Surface(5, 2)),
+        ({1: 1, 2: 9, 12: 29}, Surface(5, 2)),  # one row left out
+        (
+            {2: 9, 4: 13, 6: 21},
+            Surface(0, 3.5),
+        ),  # bends upwards: the steeper chord, and then no negative fixed part
+        ({2: 9, 4: 11, 6: 15}, Surface(3, 2)),
+        ({2: 9, 4: 15, 6: 17}, Surface(5, 2)),
+        ({1: 1, 2: 9}, Surface(0, 4.5)),  # no negative fixed part
+        ({1: 9, 2: 8}, Surface(8, 0)),  # shrinking is noise
+    ],
+)
+def test_a_line_goes_through_the_largest_measurement_as_steeply_as_the_others_say(
+    points: dict[int, int], line: Surface
+) -> None:
+    assert fit_line(points) == line
+
+
+def test_the_lines_of_the_result_are_the_law() -> None:
+    result = Device(affine((900, 7), (100, 50)), 3000 * MIB).search(round_to="none")
+    assert result.lines["phase 0"] == Surface(900 * MIB, 7 * MIB)
+    assert result.lines["phase 1"] == Surface(100 * MIB, 50 * MIB)
+    assert result.fits_rows == pytest.approx(58)
