@@ -1,7 +1,5 @@
 """What a picture shows, read from matplotlib's objects."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +35,6 @@ def line_of(axes: Any, label: str) -> tuple[list[float], list[float]]:
 
 def legend_of(figure: Any) -> list[str]:
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
-
-
-def tick_labels(axes: Any) -> list[Any]:
-    return [
-        text
-        for which in ("major", "minor")
-        for text in (*axes.get_xticklabels(which=which), *axes.get_yticklabels(which=which))
-    ]
-
-
-def cut_off(figure: Any) -> list[str]:
-    """Titles, labels, legends and remarks that do not lie within the picture."""
-    from matplotlib.text import Text
-
-    figure.draw_without_rendering()
-    width, height = figure.canvas.get_width_height()
-    ticks = {id(text) for axes in figure.axes for text in tick_labels(axes)}
-    said = [text for text in figure.findobj(Text) if text.get_text() and id(text) not in ticks]
-    assert said
-    boxes = [(text.get_text(), text.get_window_extent()) for text in said if text.get_visible()]
-    return [text for text, box in boxes if min(box.x0, box.y0) < -1 or box.x1 > width + 1 or box.y1 > height + 1]
 
 
 def is_drawn(path: Path) -> bool:

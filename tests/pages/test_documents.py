@@ -3,8 +3,6 @@
 Commands are checked and not started: what trains is validated as its run would do it, what only answers is asked.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

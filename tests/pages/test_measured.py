@@ -1,7 +1,5 @@
 """The tables of measurements in README and docs/measured.md follow benchmarks/results/."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -51,21 +49,3 @@ def test_a_line_follows_its_results(name: str, tmp_path: Path) -> None:
     before, after = measured.table().splitlines(), measured.table(tmp_path).splitlines()
     changed = [at for at, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
     assert changed == [2 + [line.__name__ for line in measured.LINES].index(name)]
-
-
-def test_of_token_budgets_most_ranks_come_first_and_one_beside_them() -> None:
-    rows = [{**row, "ratio": 66.0} for row in measured.rows_of("packing") if row["ranks"] == 2]
-    alone = [{**row, "ranks": 1, "ratio": 77.0, "ratio to packs": 99.0} for row in rows]
-    assert len(rows) == 3
-    what, shown = measured.packing([*alone, *rows])
-    assert "2 ranks" in what
-    cells = ", ".join(f"66.0 × on {row['lengths']}" for row in rows)
-    assert shown.startswith(f"{cells} (1 rank: 77.0, 77.0, 77.0)")
-    assert "99" not in shown
-
-
-@pytest.mark.parametrize(
-    ("values", "digits", "words"), [([1, 3, 2], 0, "1 to 3"), ([2.04, 1.96], 1, "2.0"), ([0.5], 2, "0.50")]
-)
-def test_a_span_is_said_once_where_it_is_none(values: list[float], digits: int, words: str) -> None:
-    assert measured.span(values, digits) == words

@@ -1,7 +1,5 @@
 """What the source of the package says of itself: its modules, what each imports, and what it names."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Small files: whole or not there, and never the end of a run."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess
@@ -91,22 +89,16 @@ def test_a_file_that_a_run_can_do_without_is_told_of_in_one_line(
     assert caplog.messages == [f"cannot write {tmp_path / 'file'} (Is a directory): nobody will know"]
 
 
-def test_no_file_is_no_json_and_no_error(tmp_path: Path) -> None:
-    assert read_json(tmp_path / "none") is None
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"null", b"[1]", b"\xff", b"\0" * 9, b"[" * 100_000],
     ids=["empty", "torn", "null", "list", "no UTF-8", "zeros", "deep"],
 )
 def test_a_file_that_is_no_json_object_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
+    assert read_json(tmp_path / "file") is None
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match=r"."):
         read_json(tmp_path / "file")
-
-
-def test_a_folder_is_no_json_either(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Is a directory"):
         read_json(tmp_path)
 

@@ -1,25 +1,17 @@
 """The benchmarks in small: they run, and what they say follows from what they measured."""
 
-from __future__ import annotations
-
 import json
 import pickle
-import random
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import dealing, packing, results, scaling, stages
-from benchmarks.clock import Clock, Moment
-from benchmarks.overhead import CASES, time_of_a_step
-from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
+from benchmarks import dealing, packing, results, scaling
+from benchmarks.packing import DISTRIBUTIONS, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
-from tests.recipes.running import demo_config
 from tests.searching import Shape, Trained
-from torchtune_adaptive.tune.samples import PAIR
 
 
 def test_a_ratio_is_the_median_over_pairs_and_not_of_medians() -> None:
@@ -35,35 +27,6 @@ def test_a_result_is_saved_with_machine_and_versions(tmp_path: Path, monkeypatch
     assert content["note"] == "a note"
     assert content["machine"]["torch"] == version("torch")
     assert content["machine"]["processor"]
-
-
-def test_a_table_has_a_line_for_each_row_and_leaves_out_what_is_none() -> None:
-    lines = results.table([{"name": "a", "value": 1.23456}, {"name": "b", "value": None}]).splitlines()
-    assert lines == ["name  value", "a     1.235", "b"]
-
-
-def test_token_budgets_are_measured_in_one_process_where_nobody_waits_and_on_two_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def measured(lengths: packing.Lengths, ranks: int, pairs: int) -> dict[str, Any]:
-        return {"lengths": lengths.name, "ranks": ranks, "ratio": ranks + 0.5, "pairs": pairs}
-
-    monkeypatch.setattr(packing, "measure", measured)
-    result = packing.run(pairs=3)
-    assert [(row["lengths"], row["ranks"]) for row in result.rows] == [
-        (lengths, ranks) for lengths in DISTRIBUTIONS for ranks in (1, 2)
-    ]
-    shown = {line["figure"]: line for line in result.shown or ()}
-    assert shown["ratio"] == {
-        "figure": "ratio",
-        **{
-            f"{lengths}, {who}": ratio
-            for lengths in DISTRIBUTIONS
-            for who, ratio in (("1 rank", 1.5), ("2 ranks", 2.5))
-        },
-    }
-    assert "pairs" in shown
-    assert shown.keys().isdisjoint({"lengths", "ranks"}), "they are in the columns' names"
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
@@ -86,36 +49,12 @@ def test_planning_and_reading_reports_are_measured_for_every_size(monkeypatch: p
     assert scaling.milliseconds(lambda: scaling.conclude(64), rounds=1) > 0
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_lengths_are_within_what_a_pack_can_hold(name: str) -> None:
-    draw = random.Random(1)
-    lengths = [DISTRIBUTIONS[name].draw_length(draw) for _ in range(2000)]
-    assert SHORTEST <= min(lengths) <= max(lengths) <= LONGEST
-    assert lengths.count(LONGEST) < 0.6 * len(lengths)
-
-
 def test_packs_hold_the_same_tokens_as_the_samples() -> None:
     samples = random_tokens(None, lengths="instructions", samples=40)
     packs = random_tokens(None, lengths="instructions", samples=40, packed=True)
     targets = sum(label >= 0 for sample in samples for label in sample["labels"])
     assert sum(int((pack["labels"] >= 0).sum()) for pack in packs) == targets
     assert len(packs) < len(samples)
-
-
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_ranks_that_are_dealt_their_samples_wait_less(name: str) -> None:
-    figures = dealing.simulate(DISTRIBUTIONS[name], ranks=8, steps=3)
-    assert 1 <= figures["dealt"] <= 1.02 < figures["stayed"]
-
-
-def test_what_an_exchange_takes_and_sends_is_told_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = {"exchange ms": 1.5, "host ms": 0.5, "sent kB": 20.0}
-    monkeypatch.setattr(dealing, "RANKS", (2, 8))
-    monkeypatch.setattr(dealing, "exchange", lambda lengths: measured)
-    result = dealing.run(pairs=1)
-    told = [{name: row[name] for name in measured} for row in result.rows]
-    assert told == [measured, dict.fromkeys(measured)] * len(DISTRIBUTIONS)
-    assert all(name in str(result) for name in measured)
 
 
 def test_an_exchange_sends_a_table_and_what_other_ranks_run_and_nothing_else() -> None:
@@ -127,16 +66,6 @@ def test_an_exchange_sends_a_table_and_what_other_ranks_run_and_nothing_else() -
     read_kb = sum(len(pickle.dumps(sample)) for sample in samples) / (2 * dealing.STEPS) / 1e3
     table_kb = 2 * (count + 1) * 3 * 8 / 1e3
     assert 0.3 < (figures["sent kB"] - table_kb) / read_kb < 0.7
-
-
-@pytest.mark.parametrize("shape", stages.SHAPES, ids=lambda shape: shape.name)
-def test_pairs_of_a_shape_are_of_one_length_and_fill_whole_epochs(shape: stages.Shape) -> None:
-    pair = stages.random_pairs(None, samples=4, tokens=shape.tokens)[3]
-    assert PAIR.lengths_of(pair) == (shape.tokens, shape.tokens)
-    assert sum(label != PAIR.ignored_label for label in pair["chosen_labels"]) == shape.tokens - shape.tokens // 2
-    assert pair["chosen_input_ids"] != pair["rejected_input_ids"]
-    cfg = demo_config(shape.kind, Path("nowhere/run"), *shape.config)
-    assert cfg.dataset.samples % (stages.RANKS * cfg.batch_size) == 0
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
@@ -157,12 +86,6 @@ def test_what_is_lost_is_counted_in_undisturbed_steps() -> None:
     assert figures["step after"] == 1.1
 
 
-@pytest.mark.parametrize("recipe", ["full", "lora"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ours_is_compared_with_stock_where_both_shard_alike(recipe: str, ranks: int) -> None:
-    assert any(case.stock == case.ours for case in CASES if (case.recipe, case.ranks) == (recipe, ranks))
-
-
 def test_every_search_answers_within_what_brute_force_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("pytorch_lightning")
@@ -174,14 +97,3 @@ def test_every_search_answers_within_what_brute_force_allows(monkeypatch: pytest
     assert 4 < rows[0]["fits"] < searches.MOST_ROWS
     assert all(0 < row["rows"] <= row["fits"] for row in rows)
     assert rows[0]["ratio"] == 1.0
-
-
-def test_the_cost_of_a_step_is_counted_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = [Moment(wall, cpu) for wall, cpu in [(10.0, 1.0), (11.0, 1.5), (19.0, 2.0), (20.0, 2.5)]]
-
-    class Recipe:
-        def train(self) -> None:
-            Clock.times.extend(moments)
-
-    monkeypatch.setattr(Clock, "times", [])
-    assert time_of_a_step(Recipe()) == Moment(wall_s=1.0, cpu_s=0.5)

@@ -1,7 +1,5 @@
 """Versions that cannot work are refused in one line, and notices that no user can act on are hidden."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

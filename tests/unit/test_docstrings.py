@@ -1,7 +1,5 @@
 """What a reader is told about a name where it is defined, read from the source."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from itertools import pairwise
@@ -42,8 +40,3 @@ def other_docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def test_a_docstring_has_a_subject_of_its_own(path: Path) -> None:
     told = [*field_docstrings(tree_of(path)), *other_docstrings(tree_of(path))]
     assert [(name, text) for name, text in told if text.startswith(LEANING)] == []
-
-
-def test_docstrings_of_fields_are_found() -> None:
-    tree = ast.parse('class Cost:\n    rows: int\n    """Of a rank."""\nMOST = 3\n"""That fit."""\n')
-    assert list(field_docstrings(tree)) == [("MOST = 3", "That fit."), ("rows: int", "Of a rank.")]

@@ -1,7 +1,5 @@
 """What others may use: the package names it, and examples use nothing else."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re

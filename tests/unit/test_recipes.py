@@ -1,7 +1,5 @@
 """Recipes that train the same way say so in the same words."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

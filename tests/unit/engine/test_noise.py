@@ -1,7 +1,5 @@
 """The noise of the gradient, beside exact gradients of single samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What ranks tell each other: positions, loads, sums of weights; and what they are told of a collective that failed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

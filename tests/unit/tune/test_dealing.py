@@ -1,7 +1,5 @@
 """Whose steps are dealt, and why not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 On a CPU: offloading's bookkeeping is plain Python, only its streams need a GPU.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

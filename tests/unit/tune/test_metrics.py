@@ -1,7 +1,5 @@
 """The record of a run as the recipes keep it, and what a run says of losses that are no numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +93,21 @@ def test_a_run_ends_after_too_many_consecutive_steps_that_are_nan_and_each_strea
         "step 2: the gradient norm is nan; the weights are not updated",
         "step 5: the gradient norm is nan; the weights are not updated",
     ]
+
+
+@pytest.mark.parametrize("learned", [(2.0, math.nan), (math.nan, 2.0), (0.0, 0.0), ()])
+def test_a_run_that_has_learned_in_some_step_may_end(learned: tuple[float, ...], told: list[str]) -> None:
+    losses = LossWatch(10)
+    for step, loss in enumerate(learned, start=1):
+        losses.record(step, loss, 10, loss)
+    losses.worth_saving(len(learned), ends_epoch=True)
+
+
+def test_a_run_whose_every_loss_is_nan_is_no_success(told: list[str]) -> None:
+    losses = LossWatch(10)
+    losses.record(1, math.nan, 10, math.nan)
+    with pytest.raises(NotLearningError, match="every loss was NaN or infinite"):
+        losses.worth_saving(1, ends_epoch=False)
 
 
 def test_an_optimizer_in_the_backward_has_updated_the_weights_already(told: list[str]) -> None:

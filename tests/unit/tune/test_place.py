@@ -1,7 +1,5 @@
 """Devices, meshes, and ranks that were started with different configs."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

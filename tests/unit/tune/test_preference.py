@@ -1,7 +1,5 @@
 """What preference training refuses before anything is built, and what the log tells of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Kinds of sample: one sequence, or a pair of them; what limits, packing and fillers make of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batch sizes over a run: how rows become steps, how they grow, and what the log says of it before it starts."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any
@@ -80,27 +78,11 @@ def test_built_ins_give_these_batch_sizes(function: Increase, sizes: list[int]) 
     assert [plan.batch_size for plan in plans_of(function)] == sizes
 
 
-def test_the_function_is_asked_once_for_every_epoch_with_the_size_then_current() -> None:
-    calls: list[tuple[int, int]] = []
-
-    def increase(epoch: int, current: int) -> int:
-        calls.append((epoch, current))
-        return 1
-
-    plans_of(increase, epochs=3)
-    assert calls == [(0, 2), (1, 3), (2, 4)]
-
-
 @pytest.mark.parametrize("bound", [{"fits": 8}, {"max_batch_size": 8}])
 def test_an_increase_up_to_what_fits_is_taken_and_one_above_is_skipped_and_shown(bound: dict[str, int]) -> None:
     plans = plans_of(double_every(1), **bound)  # type: ignore[arg-type]
     assert [plan.batch_size for plan in plans] == [2, 4, 8, 8, 8, 8]
     assert [plan.refused_batch_size for plan in plans] == [None, None, None, 16, 16, 16]
-
-
-def test_a_smaller_increase_after_a_skipped_one_is_taken() -> None:
-    plans = plans_of(lambda epoch, size: [0, 100, 3][epoch], epochs=3, fits=8)
-    assert [plan.batch_size for plan in plans] == [2, 2, 5]
 
 
 def test_a_start_above_what_fits_is_split_and_may_shrink() -> None:

@@ -1,7 +1,5 @@
 """Samples one after another in a row have the losses and gradients of samples padded to rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
