@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import from_rank_0
 from torchtune_adaptive.errors import ConfigError
@@ -13,9 +14,11 @@ from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.fit import limits_by_length, rows_that_fit
 from torchtune_adaptive.tune.schedule import (
     announce,
+    asks_what_was_measured,
     build_increase_function,
     end_of_begun_epoch,
     size_epochs,
+    steps_as_configured,
     total_steps,
     whole_step_rows,
 )
@@ -41,9 +44,13 @@ def plan_course(trainer: Trainer) -> None:
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)
         progress = end_of_begun_epoch(before, rows, left, ranks)
         increase, samples = build_increase_function(settings.config), data.loader.samples_per_rank
-        epochs = size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase)
+
+        def size(progress: Progress) -> tuple[EpochSizes, ...]:
+            """Collective: as rank 0 does, since a function of the user's may draw, or read a clock."""
+            return from_rank_0(size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase))
+
         with nullcontext() if memory is None else memory.unlimited():
-            epochs = from_rank_0(epochs)  # a function of the user's may draw, or read a clock
+            epochs = size(progress)
         most_samples = max(sizes.samples_per_step for sizes in epochs)
         limits = limits_by_length(trainer, memory, most_samples)
         if rows is not None:
@@ -57,12 +64,17 @@ def plan_course(trainer: Trainer) -> None:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
         run.checkpoints.make_room()
     looks_ahead = limit is not None and limit.by_length
-    trainer.course = Course(epochs=epochs, limits=limits, dealer=dealer, looks_ahead=looks_ahead)
+    resize = size if asks_what_was_measured(increase) else None
+    trainer.course = Course(epochs=epochs, limits=limits, dealer=dealer, looks_ahead=looks_ahead, resize=resize)
     # torchtune's own checkpoints do not count steps
     step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
     latest = progress.begun or (progress.past[-1] if progress.past else None)
+    whole, done = total_steps(epochs), float(step)
+    if resize is not None:  # how many steps there will be is not known: the schedule counts them as configured
+        of_an_epoch = min(samples // settings.samples_per_step, progress.max_steps_per_epoch or samples)
+        whole, done = progress.total_epochs * of_an_epoch, steps_as_configured(progress, settings)
     trainer.optimization.start_schedule(
-        total_steps=total_steps(epochs), steps_done=step, lr_factor=latest.lr_factor if latest else 1.0
+        total_steps=whole, steps_done=done, lr_factor=latest.lr_factor if latest else 1.0
     )
     stages.use_limits(trainer.course.limits_of(stages, epochs[progress.epochs_run]))
     if progress.limit is not None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer, load_state
@@ -34,13 +34,13 @@ class Optimization:
         self.optimizers = optimizers
         self._cfg, self._model = settings.config, model
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
-        self._factor = 1.0
+        self._factor = self._stride = 1.0
         # torchtune's wrapper of several optimizers hands the rate of the first on to the others at every step
         self._scheduler: LRScheduler | None = None
         # noted before a checkpoint brings rates of its own
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
-    def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
+    def start_schedule(self, *, total_steps: int, steps_done: float, lr_factor: float) -> None:
         """`lr_factor`: by which a resumed run has already multiplied its learning rate."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
@@ -53,8 +53,15 @@ class Optimization:
         if isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
             self.checkpointed.set_lr_scheduler(self._scheduler)
 
-    def use_lr_factor(self, factor: float) -> None:
-        """Multiplies the schedule's learning rate by this from the next step on."""
+    def use_lr_factor(self, factor: float, stride: float = 1) -> None:
+        """Multiplies the schedule's learning rate by this from the next step on, and takes so many of its steps with
+        each."""
+        self._stride = stride
+        if stride != 1 and self._scheduler is not None and not isinstance(self._scheduler, LambdaLR):
+            raise ConfigError(
+                f"lr_scheduler is {type(self._scheduler).__name__}, which cannot take {stride:g} steps at once, as a "
+                "batch that grew by what was measured asks: use one of torchtune.training.lr_schedulers"
+            )
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
             return
@@ -83,6 +90,7 @@ class Optimization:
                 self.checkpointed.step()
             self.checkpointed.zero_grad(set_to_none=True)
         if self._scheduler is not None:
+            self._scheduler.last_epoch += self._stride - 1  # type: ignore[assignment]
             self._scheduler.step()
         return norm
 

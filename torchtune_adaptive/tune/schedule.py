@@ -2,11 +2,13 @@
 
 An increase function is asked before the first step of every epoch, as `function(epoch, current_batch_size)` with epochs
 from 0, and returns the number of rows to add. The whole run is simulated before training starts, so that the
-learning-rate schedule knows the number of steps and a mistake shows at once.
+learning-rate schedule knows the number of steps and a mistake shows at once. A function with a third argument,
+`measured`, is asked when an epoch begins; until then nothing is taken to grow, and the learning rate goes by samples.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import pkgutil
@@ -14,22 +16,33 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.engine.limits import Limit
+from torchtune_adaptive.engine.noise import Interval, NoiseScale
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of, in_columns
 
 logger = logging.getLogger(__name__)
 
 KEY = "batch_increase_function"
-Increase = Callable[[int, int], int]
+MEASURED = "measured"
+Increase = Callable[..., int]
+
+
+class Measured(NamedTuple):
+    """What a function of three arguments is told when an epoch begins."""
+
+    noise: Interval | None
+    """The noise scale in samples; None while too few steps have measured it."""
+    samples_per_step: int
+    """Samples of a step so far, on all ranks."""
 
 
 def double_every(epochs: int) -> Increase:
@@ -53,6 +66,25 @@ def milestones(batch_sizes: Mapping[int, int]) -> Increase:
     return increase
 
 
+def follow_noise(fraction: float = 0.5, at_most: int | None = None) -> Increase:
+    """Twice the batch size where the samples of such a step are still below this fraction of the noise scale."""
+
+    def increase(epoch: int, current: int, measured: Measured) -> int:
+        if measured.noise is None or 2 * current > (at_most or sys.maxsize):
+            return 0
+        scale = measured.noise.low if math.isinf(measured.noise.scale) else measured.noise.scale
+        return current if 2 * measured.samples_per_step <= fraction * scale else 0
+
+    return increase
+
+
+def asks_what_was_measured(increase: Increase | None) -> bool:
+    try:
+        return increase is not None and MEASURED in inspect.signature(increase).parameters
+    except (TypeError, ValueError):  # a builtin
+        return False
+
+
 def build_increase_function(cfg: DictConfig) -> Increase | None:
     """`batch_increase_function`: a section with a _component_, or the dotted path of a function."""
     section = cfg.get(KEY)
@@ -70,6 +102,10 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
             ) from error
     if not callable(function):
         raise ConfigError(f"{KEY} is {section!r}; it must be a callable (epoch, batch_size) -> int")
+    if asks_what_was_measured(function) and value_at(cfg, "adaptive.measure_noise") is None:
+        raise ConfigError(
+            f"{KEY} takes `{MEASURED}`, but adaptive.measure_noise is null: set it, for example to 10 (steps)"
+        )
     return function  # type: ignore[no-any-return]
 
 
@@ -87,13 +123,18 @@ def size_epochs(
     Neither is asked again for the epochs that a resumed run has begun: what fits today does not change them.
     """
     adaptive, accumulation = settings.adaptive, settings.gradient_accumulation_steps
-    epochs = _begun(progress)[: progress.total_epochs]
+    epochs, by_noise = _begun(progress)[: progress.total_epochs], asks_what_was_measured(increase)
+    first = len(epochs)
     batch_size = epochs[-1].batch_size if epochs else settings.batch_size
-    for epoch in range(len(epochs), progress.total_epochs):
+    for epoch in range(first, progress.total_epochs):
         wanted = batch_size
         if increase is not None:
             most = rows_that_fit or adaptive.max_batch_size or sys.maxsize
-            wanted = _wanted(increase, epoch, batch_size)
+            if not by_noise:
+                wanted = _wanted(increase, epoch, batch_size)
+            elif epoch == first:
+                measured = Measured(NoiseScale(progress.noise).interval(), batch_size * accumulation * progress.ranks)
+                wanted = _wanted(increase, epoch, batch_size, measured)
             if wanted <= max(batch_size, most):  # shrinking towards what fits is never refused
                 batch_size = wanted
             samples = batch_size * accumulation
@@ -145,13 +186,13 @@ def split_step(samples: int, most_rows: int) -> tuple[int, int]:
     return microbatches, math.ceil(samples / microbatches)
 
 
-def _wanted(increase: Increase, epoch: int, current: int) -> int:
+def _wanted(increase: Increase, epoch: int, current: int, *measured: Measured) -> int:
     """The batch size that the function wants for this epoch; whatever it does wrong is a ConfigError."""
     named = increase if hasattr(increase, "__qualname__") else type(increase)
     name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # a built-in's, not its closure's
     fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
     try:
-        more: object = increase(epoch, current)
+        more: object = increase(epoch, current, *measured)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{fact} raised {type(error).__name__}: {error}") from error
     if type(more) is not int:
@@ -168,6 +209,14 @@ def check_growth(settings: Settings) -> None:
         return
     progress = Progress(seed=0, epochs_run=0, total_epochs=settings.epochs, max_steps_per_epoch=1, ranks=1)
     size_epochs(settings, progress, sys.maxsize, increase=increase)
+
+
+def steps_as_configured(progress: Progress, settings: Settings) -> float:
+    """The steps so far, counted in steps of the configured samples."""
+    samples = sum(sizes.steps * sizes.samples_per_step for sizes in progress.past)
+    if progress.begun is not None:
+        samples += progress.steps_in_epoch * progress.begun.samples_per_step
+    return samples / settings.samples_per_step
 
 
 def total_steps(epochs: Sequence[EpochSizes]) -> int:

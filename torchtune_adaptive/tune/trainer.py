@@ -84,6 +84,8 @@ class Course:
     """Deals the samples of each step to the ranks; None: they stay where they were read."""
     looks_ahead: bool = False
     """Whether a step is told the samples of the next one."""
+    resize: Callable[[Progress], tuple[EpochSizes, ...]] | None = None
+    """Sizes the epochs again when one begins; None: they are as they were planned."""
 
     def limits_of(self, stages: Stages[Any], sizes: EpochSizes) -> dict[str, Limit]:
         return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
@@ -164,11 +166,12 @@ class Trainer:
 
     def _steps(self, called: str) -> Generator[Step]:
         run = self.run
-        for sizes in self.course.epochs[run.progress.epochs_run :]:
-            self._sizes = sizes
+        while run.progress.epochs_run < len(self.course.epochs):
+            sizes = self._sizes = self.course.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.course.limits_of(self.stages, sizes))
             run.journal.epoch(sizes, self.stages.limits, run.progress, run.place.ranks)
-            self.optimization.use_lr_factor(sizes.lr_factor)
+            growth = sizes.samples_per_step / run.settings.samples_per_step
+            self.optimization.use_lr_factor(sizes.lr_factor, stride=1 if self.course.resize is None else growth)
             with run.checkpoints.going_on_to_draw(run.progress):
                 steps = self.course.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
@@ -177,6 +180,17 @@ class Trainer:
             self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()
             run.checkpoints.end_if_asked(run.progress, self._stopping)
+            if self.course.resize is not None and not run.progress.finished:
+                self._resize(self.course.resize, sizes)
+
+    def _resize(self, resize: Callable[[Progress], tuple[EpochSizes, ...]], before: EpochSizes) -> None:
+        """Collective: sizes the next epoch by what was measured."""
+        progress = replace(self.run.progress, noise=self._noise.state())
+        self.course = replace(self.course, epochs=resize(progress))
+        following = self.course.epochs[progress.epochs_run]
+        if following.samples_per_step != before.samples_per_step:
+            after, ranks = following.samples_per_step, progress.ranks
+            say(f"epoch {following.epoch}: {after * ranks} samples a step (before: {before.samples_per_step * ranks})")
 
     def done(
         self,

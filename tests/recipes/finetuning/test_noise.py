@@ -10,6 +10,7 @@ from tests.hearing import listening
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours
+from tests.recipes.stops import stopped_before
 
 NOISY = (
     "adaptive.measure_noise=2",
@@ -32,6 +33,47 @@ def whole_and_resumed(kind: str, folder: Path, ports: list[int]) -> list[str]:
         with listening() as lines:
             run_ours(kind, demo_config(kind, folder / name, *NOISY, *overrides))
     return lines
+
+
+FOLLOWING = (
+    "adaptive.measure_noise=1",
+    "batch_increase_function._component_=torchtune_adaptive.tune.schedule.follow_noise",
+    "batch_increase_function.fraction=1000",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=4",
+    "adaptive.max_batch_size=64",
+    "adaptive.lr_scaling=sqrt",
+    "epochs=3",
+)
+
+
+def followed_and_resumed(folder: Path, ports: list[int]) -> list[str]:
+    """Collective: three epochs at once, then stopped after the first and resumed; the lines of the first run."""
+    os.environ["MASTER_PORT"] = str(ports[0])
+    options = (*NOISY, *FOLLOWING)
+    with listening() as lines:
+        run_ours("full", demo_config("full", folder / "whole", *options))
+    os.environ["MASTER_PORT"] = str(ports[1])
+    with stopped_before(1):
+        run_ours("full", demo_config("full", folder / "resumed", *options))
+    os.environ["MASTER_PORT"] = str(ports[2])
+    run_ours("full", demo_config("full", folder / "resumed", *options, "resume_from_checkpoint=auto"))
+    return lines
+
+
+def test_a_batch_that_follows_the_noise_grows_and_a_resumed_run_repeats_it(tmp_path: Path) -> None:
+    lines = run_on_ranks(2, followed_and_resumed, tmp_path, free_ports(3), timeout_s=90, in_group=False)[0]
+    assert [line for line in lines if "samples a step (before" in line] == [
+        "epoch 1: 8 samples a step (before: 4)",
+        "epoch 2: 16 samples a step (before: 8)",
+    ]
+    whole, resumed = (read_log(tmp_path / name / "log.jsonl") for name in ("whole", "resumed"))
+    assert len(whole) == 16 + 8 + 4
+    assert [(step["lr"], step["loss"]) for step in resumed] == [(step["lr"], step["loss"]) for step in whole]
+    # the rate goes by samples: after the fourth step of twice as many, 24 steps as configured have passed of 48
+    rates = [step["lr"] for step in whole]
+    assert rates[19] == pytest.approx(0.003 * 2**0.5 * (1 + math.cos(math.pi * (24 - 4) / (48 - 4))) / 2, rel=1e-6)
+    assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora_dpo"])

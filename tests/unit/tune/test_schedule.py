@@ -12,13 +12,16 @@ from omegaconf import OmegaConf
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.schedule import (
     Increase,
     add_every,
     announce,
+    asks_what_was_measured,
     build_increase_function,
     double_every,
+    follow_noise,
     milestones,
     schedule_table,
     size_epochs,
@@ -48,6 +51,37 @@ def plans_of(
     progress = Progress(seed=0, epochs_run=len(past), total_epochs=epochs, max_steps_per_epoch=most, past=past, ranks=1)
     settings = settings_of(batch_size, times, **adaptive)
     return size_epochs(settings, progress, samples, rows_that_fit=fits, increase=function)
+
+
+@pytest.mark.parametrize(
+    ("noise", "expected"),
+    [((1.0, 10.0), [2, 2, 4, 4]), ((1.0, 7.0), [2, 2, 2, 2]), (None, [2, 2, 2, 2])],
+    ids=["far below", "near", "not measured"],
+)
+def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
+    noise: tuple[float, float] | None, expected: list[int]
+) -> None:
+    """Of two samples a step and accumulation of two: eight would be half of 16."""
+    scale = NoiseScale()
+    for _ in range(20 if noise else 0):
+        scale.record(StepNoise(signal=noise[0], noise=1.6 * noise[1]))
+    past = plans_of(None, epochs=2)
+    progress = Progress(
+        seed=0, epochs_run=2, total_epochs=4, max_steps_per_epoch=None, past=past, noise=scale.state(), ranks=1
+    )
+    sized = size_epochs(settings_of(2, 2, measure_noise=1), progress, 100_000, increase=follow_noise(0.5))
+    assert [sizes.batch_size for sizes in sized] == expected
+
+
+def test_a_function_of_what_is_measured_needs_a_measurement() -> None:
+    section = {"_component_": "torchtune_adaptive.tune.schedule.follow_noise"}
+    for every in (None, 10):
+        cfg = OmegaConf.create({"batch_increase_function": section, "adaptive": {"measure_noise": every}})
+        if every:
+            assert asks_what_was_measured(build_increase_function(cfg))
+            continue
+        with pytest.raises(ConfigError, match=r"takes `measured`, but adaptive\.measure_noise is null: set it"):
+            build_increase_function(cfg)
 
 
 @given(sizes_up_to_200, sizes_up_to_200, sizes_up_to_200, st.sampled_from(["rebalance", "fixed", "keep"]))
