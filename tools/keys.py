@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig, "of adaptive_plan": PlanSettings}
 INCREASE = (
-    "| `batch_increase_function` | null | a function (epoch, batch size[, measured]) -> rows to add, called before each epoch: a "
-    "section with a `_component_`, or a dotted path |"
+    "| `batch_increase_function` | null | a function (epoch, batch size[, measured]) -> rows to add, called before "
+    "each epoch: a section with a `_component_`, or a dotted path |"
 )
 """Its place is below the key of the search; no dataclass has it."""
 END = "<!-- end of keys -->"
