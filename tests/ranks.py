@@ -24,6 +24,7 @@ _ROOT = Path(__file__).parents[1]
 _STARTING = threading.Lock()
 """Threads share one working directory."""
 
+_MOST_GROUPS, _NEXT_PORTS = 100, "TORCHTUNE_ADAPTIVE_TEST_PORTS"
 PATIENCE = 4
 """How much longer things may take here than on two idle cores: only what hangs takes longer than that."""
 
@@ -45,12 +46,12 @@ def run_on_ranks(
     `timeout_s` is for an idle machine.
     """
     timeout_s *= PATIENCE
-    port = free_ports(1)[0]
+    ports = free_ports(1 if in_group else _MOST_GROUPS)
     processes: list[BaseProcess] = []
     results: dict[int, Connection] = {}
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = started(_rank_main, rank, world_size, port, timeout_s, in_group, function, args, sender)
+        process = started(_rank_main, rank, world_size, ports, timeout_s, in_group, function, args, sender)
         sender.close()
         processes.append(process)
         results[rank] = receiver
@@ -102,15 +103,17 @@ def _collect(results: dict[int, Connection], deadline: float) -> list[Any]:
 def _rank_main(
     rank: int,
     world_size: int,
-    port: int,
+    ports: list[int],
     timeout_s: float,
     in_group: bool,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     sender: Connection,
 ) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    if not in_group:
+        os.environ[_NEXT_PORTS] = " ".join(map(str, ports[1:]))
     # Show where a rank dies of a native error, and where a hung one is, which ends even if the parent is gone.
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
@@ -131,12 +134,17 @@ def _rank_main(
     os._exit(0)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports for as many process groups, one after another: a port is not free again at once.
+def meet_anew() -> None:
+    """In a rank that joins groups itself, one after another: the next one meets at a port of its own, since a port is
+    not free again at once. `demo_config` calls it."""
+    if _NEXT_PORTS in os.environ:
+        port, *others = os.environ[_NEXT_PORTS].split()
+        os.environ.update({"MASTER_PORT": port, _NEXT_PORTS: " ".join(others)})
 
-    Below those that the system gives to connections, which would take them before their turn comes; and never one that
-    tests running beside these may choose.
-    """
+
+def free_ports(count: int) -> list[int]:
+    """Ports below those that the system gives to connections, which would take them before their turn comes; never one
+    that tests running beside these may choose."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with ExitStack() as open_sockets:

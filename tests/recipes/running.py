@@ -1,7 +1,5 @@
 """Runs a recipe, ours or the installed stock one, inside a rank of a test."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal
@@ -23,7 +21,7 @@ import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
-from tests.ranks import PATIENCE
+from tests.ranks import PATIENCE, meet_anew
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
 from torchtune_adaptive.tune import place
 
@@ -56,7 +54,9 @@ STOCK_CLASSES = {
 
 
 def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config of this kind, with its output and weights in `folder`, logging to `log.jsonl`."""
+    """The demo's config of this kind, with its output and weights in `folder`, logging to `log.jsonl`. In a rank, a
+    run of it meets at a port of its own."""
+    meet_anew()
     cfg = OmegaConf.load(locate(f"adaptive/demo/{DEMO.get(kind, kind)}"))
     ours = [
         f"output_dir={folder / 'out'}",

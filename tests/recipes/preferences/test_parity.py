@@ -1,14 +1,11 @@
 """torchtune's DPO recipes and ours beside each other on two ranks: the same figures at every step, the same weights."""
 
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE, demo_config, run_ours, run_stock, saved_weights
 
@@ -51,9 +48,8 @@ def exactness(figure: str, of: dict[str, float]) -> float:
     return 4 * torch.finfo(torch.float32).eps * BETA * magnitude
 
 
-def run_both(kind: str, folder: Path, case: str, ports: list[int]) -> None:
-    for (who, run), port in zip((("stock", run_stock), ("ours", run_ours)), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+def run_both(kind: str, folder: Path, case: str) -> None:
+    for who, run in (("stock", run_stock), ("ours", run_ours)):
         (folder / who).mkdir(exist_ok=True)
         cfg = demo_config(kind, folder / who, *SGD, f"optimizer.norms={folder / who / 'norms'}", *CASES[case])
         if case.startswith("RSO"):
@@ -65,7 +61,7 @@ def run_both(kind: str, folder: Path, case: str, ports: list[int]) -> None:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
     kind, case = request.param
     folder = tmp_path_factory.mktemp(kind)
-    run_on_ranks(2, run_both, kind, folder, case, free_ports(2), timeout_s=60, in_group=False)
+    run_on_ranks(2, run_both, kind, folder, case, timeout_s=60, in_group=False)
     return kind, case, folder
 
 

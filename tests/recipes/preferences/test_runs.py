@@ -1,9 +1,6 @@
 """Preference runs with everything that adapts: the same losses and rewards as a run that has nothing to adapt to."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,7 +8,7 @@ import pytest
 import torch
 
 from tests.commands import tune_run_here
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.recording import events_of, read_log
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
@@ -35,6 +32,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "joined": (MEASURED, "adaptive.token_budget=auto", "adaptive.padding=False"),
     "tokens": ("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False"),
 }
+ONE_RANK = "one rank"
 FIGURES = (
     "loss",
     "grad_norm",
@@ -42,20 +40,24 @@ FIGURES = (
 )
 
 
-def run_all(folder: Path, ports: list[int]) -> None:
-    for (case, overrides), port in zip(CASES.items(), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+def run_all(folder: Path) -> None:
+    for case, overrides in CASES.items():
         run_ours("full_dpo", demo_config("full_dpo", folder / case, *BASE, *overrides))
+
+
+def run_alone(folder: Path) -> None:
+    run_ours("full_dpo", demo_config("full_dpo", folder / ONE_RANK, *BASE, "batch_size=32"))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("full_dpo")
-    run_on_ranks(2, run_all, folder, free_ports(len(CASES)), timeout_s=200, in_group=False)
+    run_on_ranks(2, run_all, folder, timeout_s=200, in_group=False)
+    run_on_ranks(1, run_alone, folder, timeout_s=60, in_group=False)
     return folder
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+@pytest.mark.parametrize("case", [*(case for case in CASES if case != "plain"), ONE_RANK])
 def test_losses_and_rewards_are_those_of_a_run_that_has_nothing_to_adapt_to(runs: Path, case: str) -> None:
     plain, ours = (read_log(runs / each / "log.jsonl") for each in ("plain", case))
     assert len(ours) == len(plain) == 4

@@ -1,7 +1,5 @@
 """What each stage of preference training is found to fit holds for a whole run, and not only for its first step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint that cannot be written ends a run with one message on every rank."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,13 +56,6 @@ def take_it_away_between_saves(recipe: Any, out: Path) -> None:
     take_the_folder_away(recipe, out)
 
 
-def put_a_file_in_its_place(recipe: Any, out: Path) -> None:
-    take_the_folder_away(recipe, out)
-    if dist.get_rank() == 0:
-        (out / store.SAVING).write_text("in the way")
-    dist.barrier()
-
-
 def full(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -92,38 +83,26 @@ SPOILERS = {
     "no memory to copy": no_memory_to_copy,
     "no memory to merge": no_memory_to_merge,
     "gone": take_the_folder_away,
-    "in the way": put_a_file_in_its_place,
     "gone between": take_it_away_between_saves,
     "memory": run_out_of_memory,
 }
 
 
-@pytest.mark.parametrize(("kind", "spoil"), [("full", "gone"), ("lora", "in the way")])
+@pytest.mark.parametrize(
+    ("spoil", "overrides", "good"),
+    [("gone", (), "epoch_0"), ("gone between", ("enable_async_checkpointing=True",), "dist_epoch_0")],
+    ids=["full-gone", "full-gone-beside-training"],
+)
 def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(
-    tmp_path: Path, kind: str, spoil: str
+    tmp_path: Path, spoil: str, overrides: tuple[str, ...], good: str
 ) -> None:
-    for message, complete in run_on_ranks(2, trained, kind, tmp_path / "run", spoil, timeout_s=60, in_group=False):
+    ended = run_on_ranks(2, trained, "full", tmp_path / "run", spoil, *overrides, timeout_s=90, in_group=False)
+    for message, complete in ended:
         assert message is not None
-        for word in (
-            "step_6",
-            str(tmp_path / "run" / "out"),
-            "the folder is gone",
-            "epoch_0",
-            "resume_from_checkpoint=auto",
-        ):
+        out = str(tmp_path / "run" / "out")
+        for word in ("step_6", out, "the folder is gone", good, "resume_from_checkpoint=auto"):
             assert word in message
-        assert complete == ["epoch_0", "step_2"]
-
-
-def test_a_folder_that_is_gone_is_not_made_anew_beside_training(tmp_path: Path) -> None:
-    beside = "enable_async_checkpointing=True"
-    for message, complete in run_on_ranks(
-        2, trained, "full", tmp_path / "run", "gone between", beside, timeout_s=90, in_group=False
-    ):
-        assert message is not None
-        assert "step_6" in message
-        assert "the folder is gone" in message
-        assert complete == ["dist_epoch_0", "step_2"]
+        assert complete == [good, "step_2"], "it is not made anew"
 
 
 def test_weights_that_are_nan_on_one_rank_push_out_no_checkpoint(tmp_path: Path) -> None:

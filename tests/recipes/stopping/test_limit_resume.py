@@ -1,7 +1,5 @@
 """What the limit has come to is in the checkpoint: a resumed run does not run out of memory to learn it again."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights that the demo's checkpointer makes on first use belong to the run from its beginning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.recipes.signalled import live_on_ranks

@@ -1,7 +1,5 @@
 """Ranks that do not see what rank 0 sees: all of them are told, and none waits for another."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,5 @@
 """A run that was stopped and resumed, by our recipe or by the stock one, is the run that was never stopped."""
 
-from __future__ import annotations
-
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +9,7 @@ import pytest
 import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import (
     RELATIVE,
@@ -77,21 +74,19 @@ ALL = [(kind, case) for kind, cases in CASES.items() for case in cases]
 WEIGHTS = [(kind, case) for kind, case in ALL if case != "adapter-only" and CASES[kind][case].optimizer == SGD]
 
 
-def run_all(kind: str, folder: Path, ports: list[int]) -> None:
+def run_all(kind: str, folder: Path) -> None:
     """Collective: everything that the tests of one recipe compare."""
-    free = iter(ports)
     for name, case in NEVER_STOPPED[kind].items():
-        run(kind, case.first, folder / name, (*case.optimizer, *case.overrides), next(free))
+        run(kind, case.first, folder / name, (*case.optimizer, *case.overrides))
     for name, case in CASES[kind].items():
         overrides = (*case.optimizer, *case.overrides)
         with stopped_before(1):
-            run(kind, case.first, folder / name, overrides, next(free))
+            run(kind, case.first, folder / name, overrides)
         resume = (*overrides, *case.to_resume, "resume_from_checkpoint=True")
-        run(kind, case.then, folder / name, resume, next(free))
+        run(kind, case.then, folder / name, resume)
 
 
-def run(kind: str, who: str, folder: Path, overrides: tuple[str, ...], port: int) -> None:
-    os.environ["MASTER_PORT"] = str(port)
+def run(kind: str, who: str, folder: Path, overrides: tuple[str, ...]) -> None:
     start = run_ours if who == "ours" else run_stock
     start(kind, demo_config(kind, folder, *WHOLE_RUN, *overrides))
 
@@ -103,8 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     def of(kind: str) -> Path:
         if kind not in folders:
             folders[kind] = tmp_path_factory.mktemp(kind)
-            count = len(NEVER_STOPPED[kind]) + 2 * len(CASES[kind])
-            run_on_ranks(2, run_all, kind, folders[kind], free_ports(count), timeout_s=300, in_group=False)
+            run_on_ranks(2, run_all, kind, folders[kind], timeout_s=300, in_group=False)
         return folders[kind]
 
     return of

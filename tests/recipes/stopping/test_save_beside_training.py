@@ -1,13 +1,10 @@
 """A checkpoint that is still being written does not keep a step from recovering, nor is it harmed by that."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.ranks import PATIENCE, run_on_ranks
@@ -61,36 +58,3 @@ def test_a_step_recovers_while_a_checkpoint_is_written_and_both_are_whole(tmp_pa
     assert {each.name for each in found if each.manifest} == {"step_1", "epoch_0"}
     for each in found:
         assert newest_intact([each])[1] == []
-
-
-def word_of_a_save(folder: Path) -> list[str]:
-    """Collective: what the ranks tell each other in the first save, in the thread that trains."""
-    recipe = load_ours("full")(demo_config("full", folder, *RUN))
-    recipe.setup()
-    told, training, save = [], threading.current_thread(), recipe.run.checkpoints.save
-
-    def heard(name: str) -> Any:
-        tell = getattr(dist, name)
-
-        def telling(*args: Any, **options: Any) -> Any:
-            if threading.current_thread() is training:
-                told.append(name)
-            return tell(*args, **options)
-
-        return mock.patch.object(dist, name, telling)
-
-    def first_save(*args: Any) -> None:
-        with heard("all_gather_object"), heard("gather_object"), heard("broadcast_object_list"), heard("barrier"):
-            save(*args)
-        recipe.run.checkpoints.save = save
-
-    recipe.run.checkpoints.save = first_save
-    recipe.train()
-    recipe.cleanup()
-    return told
-
-
-def test_a_save_beside_training_takes_one_word_of_the_ranks(tmp_path: Path) -> None:
-    """Whether weights are finite, the random generators, whether the folder is there and the copy was made."""
-    told = run_on_ranks(2, word_of_a_save, tmp_path / "run", timeout_s=60, in_group=False)
-    assert told == [["all_gather_object"]] * 2

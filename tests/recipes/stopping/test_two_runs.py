@@ -1,7 +1,5 @@
 """Two runs in one output_dir: the second ends before it has touched anything."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
