@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,9 +54,6 @@ class Shape:
 
 HEAD_DOMINATED = Shape(vocabulary=4096, dim=32, hidden=512, layers=4, length=8, foreach=False)
 """At one and two rows the most is needed while layers or weights are updated; above, by logits and loss."""
-
-HEAD_DOMINATED_FINELY_SHARDED = replace(HEAD_DOMINATED, layers=64, hidden=32, checkpointing=True)
-"""So many layers that it is little what gloo's threads may hold on to for a moment: one that was gathered."""
 
 
 class Block(nn.Module):

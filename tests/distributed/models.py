@@ -17,7 +17,9 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.tune.finetuning import scoring_only
 from torchtune_adaptive.tune.unpadded import joined as join
 from torchtune_adaptive.tune.unpadded import take_documents, taking_long_rows, targets_of
@@ -73,6 +75,10 @@ def build(config: ModelConfig) -> nn.Module:
     elif config.checkpointing == "selective":
         apply_selective_activation_checkpointing(model, "selective", 2)
     return shard(model.train(), config) if config.sharded else model.train()
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False).eval()
 
 
 def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
@@ -137,6 +143,20 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
         return Totals(loss.detach(), int((labels != -100).sum()))
 
     return forward_backward
+
+
+def runner_of(
+    model: nn.Module,
+    limit: int | Limit,
+    forward_backward: Callable[[Sequence[Tensor]], Totals] | None = None,
+    recovery: Recovery | None = None,
+    stage: str = "",
+) -> StepRunner[Tensor]:
+    """Collective: of token sequences; a number is one of rows."""
+    limit = RowLimit(limit) if isinstance(limit, int) else limit
+    kind = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
+    forward_backward = forward_backward or forward_backward_of(model)
+    return StepRunner(model, forward_backward, limit=limit, kind=kind, recovery=recovery, stage=stage)
 
 
 def _joined_forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Totals:

@@ -5,31 +5,22 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
+from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.engine.fsdp import why_recovery_is_off
-from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
 
 
-def runner_of_two_rows(model: nn.Module | None = None, **options) -> StepRunner[Tensor]:
-    """Collective: a runner of a tiny model."""
-    model = build(ModelConfig()) if model is None else model
-    options = {"forward_backward": forward_backward_of(model), **options}
-    return StepRunner(model, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]), **options)
-
-
 def run_where_one_row_does_not_fit() -> tuple[str, str]:
-    runner = runner_of_two_rows()
+    runner = runner_of(build(ModelConfig()), 2)
     samples = [torch.ones(7, dtype=torch.int64)] * 2
     runner.run(samples, step=0)
     runner.model.zero_grad()
@@ -49,7 +40,7 @@ def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
 
 
 def run_without_memory_to_drain() -> None:
-    runner = runner_of_two_rows()
+    runner = runner_of(build(ModelConfig()), 2)
     with FaultInjector(runner).fail_at(rank=1, step=0, operation=300).fail_in_drain(rank=1, step=0, times=1000):
         runner.run(samples_of(dist.get_rank(), 2), step=0)
 
@@ -63,7 +54,7 @@ def test_a_rank_that_cannot_even_drain_ends_the_run_at_once():
 
 
 def commit_out_of_memory() -> None:
-    runner = runner_of_two_rows()
+    runner = runner_of(build(ModelConfig()), 2)
     runner.run(samples_of(dist.get_rank(), 2), step=0)
     with runner.committing("optimizer.step", last_checkpoint="/runs/epoch_0"):
         if dist.get_rank() == 1:
@@ -78,50 +69,6 @@ def test_out_of_memory_while_committing_is_fatal_and_names_the_place_and_the_che
         run_on_ranks(2, commit_out_of_memory)
 
 
-def raise_while_committing() -> None:
-    runner = runner_of_two_rows()
-    with runner.committing("optimizer.step", last_checkpoint=None):
-        raise KeyError("not about memory")
-
-
-def test_other_errors_pass_through_a_commit_untouched():
-    with pytest.raises(RankFailed, match="KeyError: 'not about memory'"):
-        run_on_ranks(2, raise_while_committing)
-
-
-def raise_in_forward() -> None:
-    def broken(samples):
-        raise KeyError("not about memory")
-
-    runner_of_two_rows(forward_backward=broken).run(samples_of(dist.get_rank(), 2), step=0)
-
-
-def test_other_errors_pass_through_a_step_untouched():
-    with pytest.raises(RankFailed, match="KeyError: 'not about memory'"):
-        run_on_ranks(2, raise_in_forward)
-
-
-def run_out_of_memory_without_recovery() -> str:
-    model = build(ModelConfig())
-
-    def out_of_memory(samples):
-        raise torch.OutOfMemoryError("mine")
-
-    runner = StepRunner(
-        model,
-        out_of_memory,
-        limit=RowLimit(2),
-        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
-        recovery=Recovery(model, enabled=False),
-    )
-    with pytest.raises(torch.OutOfMemoryError, match="mine"):
-        runner.run(samples_of(dist.get_rank(), 2), step=0)
-
-
-def test_without_recovery_out_of_memory_passes_through():
-    run_on_ranks(2, run_out_of_memory_without_recovery)
-
-
 def issue_one_collective_too_many() -> str:
     runner, ledger = None, None
 
@@ -130,7 +77,7 @@ def issue_one_collective_too_many() -> str:
         return train(samples)
 
     train = forward_backward_of(model := build(ModelConfig()))
-    runner = runner_of_two_rows(model, forward_backward=miscounting)
+    runner = runner_of(model, 2, miscounting)
     ledger = runner.recovery.ledger
     with pytest.raises(UnrecoverableError) as raised:
         runner.run(samples_of(dist.get_rank(), 2), step=0)
@@ -144,7 +91,7 @@ def test_ranks_that_are_at_different_collectives_end_together():
 
 
 def lose_a_peer() -> str:
-    runner = runner_of_two_rows()
+    runner = runner_of(build(ModelConfig()), 2)
     samples = samples_of(dist.get_rank(), 2)
     runner.run(samples, step=0)
     runner.model.zero_grad()
@@ -165,7 +112,7 @@ def test_an_error_inside_a_collective_is_fatal_and_clear():
 
 def change_what_a_microbatch_communicates() -> None:
     model = build(ModelConfig())
-    runner = runner_of_two_rows(model)
+    runner = runner_of(model, 2)
     samples = samples_of(dist.get_rank(), 2)
     runner.run(samples, step=0)
     model.zero_grad()
@@ -224,10 +171,7 @@ def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
 
 
 def construct_on_a_model_in_ddp() -> None:
-    model = DistributedDataParallel(build(ModelConfig(sharded=False)))
-    StepRunner(
-        model, forward_backward_of(model), limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
-    )
+    runner_of(DistributedDataParallel(build(ModelConfig(sharded=False))), 2)
 
 
 def test_asking_for_recovery_where_it_is_off_is_an_error_with_a_remedy():

@@ -20,15 +20,15 @@ from tests.distributed.models import (
     build,
     forward_backward_of,
     gradients_of,
+    runner_of,
     same_gradients,
     samples_of,
 )
 from tests.hearing import listening
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import gloo_group_aside
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 4
@@ -89,16 +89,7 @@ def runner_with(foreign: Callable[[], object], *, layers: int = 1, **config: Any
         foreign()
 
     model.layers[-1].register_forward_pre_hook(before)
-    return runner_of(model)
-
-
-def runner_of(model: nn.Module, forward_backward: Callable[[Sequence[Tensor]], Totals] | None = None) -> Any:
-    return StepRunner(
-        model,
-        forward_backward or forward_backward_of(model),
-        limit=RowLimit(2),
-        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-    )
+    return runner_of(model, 2)
 
 
 def step_of(runner: StepRunner[Tensor], step: int, samples: int = SAMPLES) -> None:
@@ -150,7 +141,7 @@ def run_out_later(kind: str, step: int, operation: int, first_step: int = 0) -> 
     if kind == "backward":
         model = build(ModelConfig(layers=1, dropout=0.0))
         model.layers[0].register_forward_hook(lambda module, inputs, output: InBackward.apply(output))
-        runner = runner_of(model)
+        runner = runner_of(model, 2)
     else:
         group = dist.new_group()
         foreign = FOREIGN[kind][0]
@@ -174,8 +165,9 @@ def test_running_out_of_memory_after_that_ends_all_ranks_and_says_why(kind: str)
 IN_THE_FIRST_PASS = {"before it communicates": 10, "after it has": 300, "in the second microbatch": 700}
 
 
-@pytest.mark.parametrize("operation", IN_THE_FIRST_PASS.values(), ids=IN_THE_FIRST_PASS)
-@pytest.mark.parametrize("kind", ["all_reduce", "backward"])
+@pytest.mark.parametrize(
+    ("kind", "operation"), [*(("all_reduce", at) for at in IN_THE_FIRST_PASS.values()), ("backward", 300)]
+)
 def test_running_out_of_memory_in_the_first_step_ends_all_ranks_and_says_why(kind: str, operation: int):
     with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*outside FSDP"):
         run_on_ranks(2, run_out_later, kind, 0, operation, timeout_s=15)
@@ -218,7 +210,7 @@ def communicate_around_microbatches() -> tuple[bool, list[str], list[bool], int]
             assert over.wait(30)
         return forward_backward_of(model)(samples)
 
-    runner = runner_of(model, watched)
+    runner = runner_of(model, 2, watched)
     with hearing_warnings() as heard, FaultInjector(runner).fail_at(rank=1, step=3, operation=100):
         for step in range(3):
             step_of(runner, step)
@@ -244,16 +236,8 @@ def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
         dist.all_reduce(torch.ones(1))
         return train(samples)
 
-    recovery, kind = Recovery(model), SampleKind(length_of=len, stand_in=lambda s: s[:2])
-    first = StepRunner(model, train, limit=RowLimit(2), kind=kind, recovery=recovery, stage="score")
-    second = StepRunner(
-        model,
-        speak,
-        limit=RowLimit(2),
-        kind=kind,
-        recovery=recovery,
-        stage="train",
-    )
+    recovery = Recovery(model)
+    first, second = runner_of(model, 2, train, recovery, "score"), runner_of(model, 2, speak, recovery, "train")
     with hearing_warnings() as heard, FaultInjector(first).fail_at(rank=1, step=2, operation=100):
         for step in range(3):
             step_of(first, step)

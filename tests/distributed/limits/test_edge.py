@@ -7,23 +7,17 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.counting import ALL_REDUCE, CountCollectives
-from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
+from tests.distributed.models import ModelConfig, build, runner_of, samples_of
 from tests.fake_memory import FakeMemory
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery
 
 
 def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:
     """The rows of each step's limit, the agreements, and the events, as this rank has seen them."""
     model, memory, events = build(ModelConfig(dropout=0.0)), FakeMemory(), []
-    runner = StepRunner(
-        model,
-        forward_backward_of(model),
-        limit=RowLimit(4),
-        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-        recovery=Recovery(model, regrow_after=3, on_change=lambda event: events.append((event.kind, event.ranks))),
-    )
+    recovery = Recovery(model, regrow_after=3, on_change=lambda event: events.append((event.kind, event.ranks)))
+    runner = runner_of(model, 4, recovery=recovery)
     runner.watch(memory)
     rows = []
     with CountCollectives() as counted:
@@ -46,13 +40,7 @@ def test_thrashing_on_one_rank_moves_all_of_them_alike_and_adds_no_collective():
 
 
 def peak_of_the_fullest_rank() -> tuple[int, int]:
-    model = build(ModelConfig())
-    runner = StepRunner(
-        model,
-        forward_backward_of(model),
-        limit=RowLimit(4),
-        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-    )
+    runner = runner_of(build(ModelConfig()), 4)
     runner.watch([FakeMemory(peak_bytes=700), FakeMemory(budget_bytes=500, peak_bytes=400)][dist.get_rank()])
     memory = runner.run(samples_of(dist.get_rank(), 4), step=0).memory
     assert memory is not None
@@ -66,8 +54,7 @@ def test_with_different_budgets_the_fullest_rank_is_the_one_that_is_closest_to_i
 def uneven_samples(*counts: Sequence[int], rows: Sequence[int] = (2, 2)) -> None:
     """Collective: a loop whose ranks have these numbers of samples, step by step, in microbatches of so many rows."""
     model = build(ModelConfig(dropout=0.0))
-    kind = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
-    runner = StepRunner(model, forward_backward_of(model), limit=RowLimit(rows[dist.get_rank()]), kind=kind)
+    runner = runner_of(model, rows[dist.get_rank()])
     for step, count in enumerate(counts[dist.get_rank()]):
         runner.run(samples_of(dist.get_rank(), count), step=step)
         model.zero_grad()

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.searching import (
-    HEAD_DOMINATED_FINELY_SHARDED,
     Shape,
     Trained,
     brute_force,
     drawn_budgets,
     measured_peaks,
-    naive_rows,
     search_within,
     state_of,
 )
@@ -68,7 +66,7 @@ def search_all(shape: Shape, draws: int) -> list[Found]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (3, 3)])
 def test_all_ranks_find_what_brute_force_finds_under_budgets_that_differ(ranks: int, seed: int):
     by_rank = run_on_ranks(ranks, search_all, steep(seed), 3, timeout_s=150)
     assert by_rank[1:] == by_rank[:-1]
@@ -80,24 +78,6 @@ def test_all_ranks_find_what_brute_force_finds_under_budgets_that_differ(ranks: 
         assert len(linear.probes) <= 4
         assert linear.out_of_memory_count == 0
         assert found["rounded"].rows == found["decrease"].rows == power_of_two
-
-
-def search_dominated_by_the_head() -> tuple[float, SearchResult]:
-    with MemoryMeter() as meter:
-        trained = Trained(HEAD_DOMINATED_FINELY_SHARDED)
-        peaks = measured_peaks(trained, meter, (1, 2, 12, 13))[dist.get_rank()]
-        budget = (peaks[2] + peaks[3]) // 2
-        # The other rank has more.
-        budgets = [budget, budget * 2] if dist.get_rank() == 0 else [0, budget * 2]
-        return naive_rows(peaks, budget), search_on_rank(trained, meter, budgets)
-
-
-def test_a_head_that_takes_over_later_does_not_mislead():
-    (naive, result), (_, same) = run_on_ranks(2, search_dominated_by_the_head, timeout_s=100)
-    assert naive > 2 * 12
-    assert result == same
-    assert (result.rows, result.out_of_memory_count) == (12, 0)
-    assert len(result.probes) <= 4
 
 
 def search_whole_steps() -> list[SearchResult]:
@@ -141,37 +121,34 @@ def train(searches: bool, resumed: bool, offload: bool) -> tuple[list[float], An
         return [trained.train([2, 2]) for _ in range(3)], state_of(trained)
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
-@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+@pytest.mark.parametrize(("resumed", "offload"), [(False, False), (True, True)], ids=["fresh", "resumed and offloaded"])
 def test_training_after_a_search_is_bitwise_training_without_one(resumed: bool, offload: bool):
     with_search, without = (run_on_ranks(3, train, searches, resumed, offload) for searches in (True, False))
     assert with_search == without
 
 
-def search_where_one_row_does_not_fit(strategy: str, missing: str) -> tuple[str, float]:
+def search_where_one_row_does_not_fit(strategy: str) -> list[tuple[str, float]]:
+    """Messages and seconds where the last rank lacks some bytes, nearly everything, or more than there is."""
+    told = []
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         need = measured_peaks(trained, meter, [1])[dist.get_rank()][0]
-        resident = meter.live_bytes
-        cap = {"some bytes": need - 4000, "nearly everything": resident + 1000, "more than there is": 1000}[missing]
-        budgets = [10 * need] * dist.get_world_size()
-        budgets[-1] = cap
-        started = time.monotonic()
-        try:
-            search_on_rank(trained, meter, budgets, strategy=strategy, max_rows=64)
-        except OneRowDoesNotFitError as error:
-            return str(error), time.monotonic() - started
-    raise AssertionError("one row fits")
+        for cap in (need - 4000, meter.live_bytes + 1000, 1000):
+            budgets = [*[10 * need] * (dist.get_world_size() - 1), cap]
+            started = time.monotonic()
+            with pytest.raises(OneRowDoesNotFitError) as caught:
+                search_on_rank(trained, meter, budgets, strategy=strategy, max_rows=64)
+            told.append((str(caught.value), time.monotonic() - started))
+    return told
 
 
-@pytest.mark.parametrize("missing", ["some bytes", "nearly everything", "more than there is"])
 @pytest.mark.parametrize("strategy", ["linear", "decrease"])
-def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks_within_seconds(strategy: str, missing: str):
-    (first, seconds), *others = run_on_ranks(3, search_where_one_row_does_not_fit, strategy, missing)
-    assert all(message == first for message, _ in others)
-    assert first.startswith("one row of 16 tokens needs ")
-    assert " on rank 2, whose budget is " in first
-    assert seconds < 20 * PATIENCE
+def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks_within_seconds(strategy: str):
+    for (first, seconds), *others in zip(*run_on_ranks(3, search_where_one_row_does_not_fit, strategy), strict=True):
+        assert all(message == first for message, _ in others)
+        assert first.startswith("one row of 16 tokens needs ")
+        assert " on rank 2, whose budget is " in first
+        assert seconds < 20 * PATIENCE
 
 
 def search_two_steps() -> tuple[int, list[str]]:

@@ -1,8 +1,8 @@
 """Steps under a limit by length: ranks with other samples still run as many microbatches, and any may be empty."""
 
-from __future__ import annotations
-
+import itertools
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,26 +57,28 @@ def close(left: Gradients, right: Gradients) -> bool:
     return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-5) for name in left)
 
 
-def step_by_rows_and_by(limit: Limit, joined: bool) -> tuple[bool, bool, int, int]:
-    """Whether gradients and totals agree, and the microbatches on this rank of both ways."""
-    by_rows, by_length = build(PLAIN), build(PLAIN)
+def step_by_rows_and_by_length() -> list[tuple[bool, bool, int]]:
+    """Of each limit, padded and joined: whether totals and gradients agree, and the microbatches on this rank."""
+    found = []
+    by_rows = build(PLAIN)
     expected = runner_of(by_rows, RowLimit(2)).run(samples_here(), step=0)
-    result = runner_of(by_length, limit, joined=joined).run(samples_here(), step=0)
-    same_totals = (
-        result.target_tokens == expected.target_tokens
-        and abs(result.loss_sum - expected.loss_sum) < 1e-5 * expected.loss_sum
-    )
-    same = close(gradients_of(by_length), gradients_of(by_rows))
-    return bool(same_totals), same, expected.microbatches, result.microbatches
+    for limit, joined in itertools.product((TokenLimit(32), SURFACE), (False, True)):
+        by_length = build(PLAIN)
+        result = runner_of(by_length, limit, joined=joined).run(samples_here(), step=0)
+        same_totals = (
+            result.target_tokens == expected.target_tokens
+            and abs(result.loss_sum - expected.loss_sum) < 1e-5 * expected.loss_sum
+        )
+        same = close(gradients_of(by_length), gradients_of(by_rows))
+        found.append((bool(same_totals), same, result.microbatches))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("joined", [False, True], ids=["padded", "joined"])
-@pytest.mark.parametrize("limit", [TokenLimit(32), SURFACE], ids=["tokens", "surface"])
-def test_the_gradient_is_that_of_microbatches_by_rows(world_size: int, limit: Limit, joined: bool):
-    outcomes = run_on_ranks(world_size, step_by_rows_and_by, limit, joined)
-    assert len({microbatches for *_, microbatches in outcomes}) == 1
-    assert all(same_totals and same for same_totals, same, *_ in outcomes)
+def test_the_gradient_is_that_of_microbatches_by_rows(world_size: int):
+    for outcomes in zip(*run_on_ranks(world_size, step_by_rows_and_by_length), strict=True):
+        assert len({microbatches for *_, microbatches in outcomes}) == 1
+        assert all(same_totals and same for same_totals, same, _ in outcomes)
 
 
 def reductions_of_steps(announced: bool) -> list[int]:
@@ -93,12 +95,9 @@ def reductions_of_steps(announced: bool) -> list[int]:
     return spoken
 
 
-def test_steps_that_were_announced_cost_no_reduction_of_their_own():
-    assert run_on_ranks(2, reductions_of_steps, True) == [[2, 1, 1, 1]] * 2
-
-
-def test_steps_that_were_not_announced_cost_one_small_reduction_more():
-    assert run_on_ranks(2, reductions_of_steps, False) == [[2, 2, 2, 2]] * 2
+@pytest.mark.parametrize(("announced", "spoken"), [(True, [2, 1, 1, 1]), (False, [2, 2, 2, 2])])
+def test_only_steps_that_were_not_announced_cost_a_small_reduction_of_their_own(announced: bool, spoken: list[int]):
+    assert run_on_ranks(2, reductions_of_steps, announced) == [spoken] * 2
 
 
 def recover(fail_at: int, joined: bool) -> tuple[int, bool, bool, str]:
@@ -123,16 +122,17 @@ def recover(fail_at: int, joined: bool) -> tuple[int, bool, bool, str]:
     return runner.recoveries, same_gradients(first, expected), then, str(runner.limit)
 
 
-@pytest.mark.parametrize("fail_at", [5, 60, 200, 450])
-@pytest.mark.parametrize(("world_size", "joined"), [(2, False), (3, False), (2, True)])
-def test_a_recovered_step_and_the_announced_one_after_it_run_under_the_smaller_limit(
-    world_size: int, joined: bool, fail_at: int
-):
-    outcomes = run_on_ranks(world_size, recover, fail_at, joined)
-    assert len(set(outcomes)) == 1
-    recoveries, same, then, limit = outcomes[0]
-    assert (recoveries, same, then) == (1, True, True)
-    assert limit in ("32 tokens", "16 tokens")
+def recover_everywhere(joined: bool) -> list[tuple[int, bool, bool, str]]:
+    return [recover(fail_at, joined) for fail_at in (5, 60, 200, 450)]
+
+
+@pytest.mark.parametrize(("world_size", "joined"), [(3, False), (2, True)])
+def test_a_recovered_step_and_the_announced_one_after_it_run_under_the_smaller_limit(world_size: int, joined: bool):
+    by_rank = run_on_ranks(world_size, recover_everywhere, joined)
+    assert by_rank == by_rank[:1] * world_size
+    for recoveries, same, then, limit in by_rank[0]:
+        assert (recoveries, same, then) == (1, True, True)
+        assert limit in ("32 tokens", "16 tokens")
 
 
 FEW = [[9], [30, 29, 31, 28], [12, 14]]
@@ -212,22 +212,24 @@ def test_a_rank_without_any_label_hangs_nobody_and_leaves_no_nan(rank: int):
     assert run_on_ranks(2, run_masked, rank) == [(4, True, True)] * 2
 
 
-def run_without_filler() -> None:
-    runner_of(build(PLAIN), TokenLimit(32), filler=None).run(samples_here(0, FEW), step=0)
+def run_with_a_wrong(filler: Callable[[Tensor], Tensor] | None) -> None:
+    runner_of(build(PLAIN), TokenLimit(32), filler=filler).run(samples_here(0, FEW), step=0)
 
 
-def test_without_a_filler_an_empty_microbatch_is_an_error_that_names_it():
-    with pytest.raises(RankFailed, match=r"rank 0 has fewer samples .* give its SampleKind a `filler`"):
-        run_on_ranks(2, run_without_filler)
+def three_tokens(sample: Tensor) -> Tensor:
+    return sample[:3]
 
 
-def run_with_a_filler_that_counts() -> None:
-    runner_of(build(PLAIN), TokenLimit(32), filler=lambda sample: sample[:3]).run(samples_here(0, FEW), step=0)
-
-
-def test_a_filler_that_counts_in_the_loss_is_refused():
-    with pytest.raises(RankFailed, match="`filler` returned a sample that counts in the loss"):
-        run_on_ranks(2, run_with_a_filler_that_counts)
+@pytest.mark.parametrize(
+    ("filler", "told"),
+    [
+        (None, r"rank 0 has fewer samples .* give its SampleKind a `filler`"),
+        (three_tokens, "`filler` returned a sample that counts in the loss"),
+    ],
+)
+def test_no_filler_and_one_that_counts_in_the_loss_are_refused(filler: Callable[[Tensor], Tensor], told: str):
+    with pytest.raises(RankFailed, match=told):
+        run_on_ranks(2, run_with_a_wrong, filler)
 
 
 def announce_on_one_rank() -> list[int]:

@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.distributed import models
 from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.faults.failing import over_ranks
-from tests.distributed.models import forward_backward_of, mesh_of, samples_of
+from tests.distributed.models import mesh_of, samples_of
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import make_replicas_alike
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
 
@@ -60,9 +60,7 @@ def runner_of(model: nn.Module, rows: int = 4) -> StepRunner[Tensor]:
         loss.backward()
         return Totals(loss.detach(), sum(map(len, samples)))
 
-    return StepRunner(
-        model, forward_backward, limit=RowLimit(rows), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
-    )
+    return models.runner_of(model, rows, forward_backward)
 
 
 def whole_gradients(model: nn.Module) -> Tensor:
@@ -80,10 +78,11 @@ def gradients_of_one_process() -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def recover_in_a_loop(spread: Callable[[nn.Module], nn.Module], failing: int, rows: int) -> tuple[int, float]:
+def recover_in_a_loop(spread: Callable[[nn.Module], nn.Module]) -> tuple[int, float]:
     """How many of some failures were recovered from, and the worst relative error of their gradients."""
     expected, worst, recovered = gradients_of_one_process(), 0.0, 0
-    for step, operation in enumerate((3, 40, 90, 140, 170), 1):
+    places = itertools.product((4, 8), (1, 2), (3, 40, 90, 140, 170))
+    for step, (rows, failing, operation) in enumerate(places, 1):
         runner = runner_of(spread(plain_model()), rows)
         with FaultInjector(runner).fail_at(rank=failing, step=step, operation=operation) as faults:
             runner.run(samples_of(dist.get_rank(), SAMPLES), step=step)
@@ -94,13 +93,11 @@ def recover_in_a_loop(spread: Callable[[nn.Module], nn.Module], failing: int, ro
     return recovered, worst
 
 
-@pytest.mark.parametrize("rows", [4, 8])
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_a_loop_with_replicas_recovers_and_has_the_gradients_of_one_process(spread: Callable, rows: int):
-    for failing in (1, 2):
-        for recovered, worst in run_on_ranks(4, recover_in_a_loop, spread, failing, rows, timeout_s=60):
-            assert recovered == 5
-            assert worst < 1e-5
+def test_a_loop_with_replicas_recovers_and_has_the_gradients_of_one_process(spread: Callable):
+    for recovered, worst in run_on_ranks(4, recover_in_a_loop, spread, timeout_s=60):
+        assert recovered == 20
+        assert worst < 1e-5
 
 
 def sums_over_replicas(rows: int) -> int:
@@ -129,14 +126,9 @@ def step_of_unlike_replicas(alike: bool, spread: Callable[[nn.Module], nn.Module
     return ""
 
 
-def test_replicas_that_begin_unlike_are_refused_on_all_ranks():
-    messages = run_on_ranks(4, step_of_unlike_replicas, False)
-    assert messages == messages[:1] * 4
-    assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
-
-
-def test_whole_replicas_that_begin_unlike_are_refused_too():
-    messages = run_on_ranks(4, step_of_unlike_replicas, False, replicated)
+@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
+def test_replicas_that_begin_unlike_are_refused_on_all_ranks(spread: Callable):
+    messages = run_on_ranks(4, step_of_unlike_replicas, False, spread)
     assert messages == messages[:1] * 4
     assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
 
@@ -145,13 +137,7 @@ def step_beside_another_mesh(alike: bool) -> str:
     """The policy is sharded in nodes, beside a frozen model of which every rank has a replica."""
     frozen = replicated(plain_model(seed=1 if alike else dist.get_rank() // 3))
     policy = sharded_in_nodes(plain_model())
-    runner = StepRunner(
-        policy,
-        forward_backward_of(policy),
-        limit=RowLimit(4),
-        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
-        recovery=Recovery(policy, frozen),
-    )
+    runner = models.runner_of(policy, 4, recovery=Recovery(policy, frozen))
     try:
         runner.run(samples_of(dist.get_rank(), 2), step=1)
     except UnrecoverableError as error:
@@ -197,28 +183,32 @@ def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> Step
     return runner
 
 
-def use_the_model_after_the_runner(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> float:
-    """Collective: the error of a backward of the user's own, which is to sum over replicas, after a step that broke
-    off."""
-    runner = break_off(spread, microbatch)
+def backward_of_the_user(runner: StepRunner[Tensor]) -> None:
+    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
+
+
+def use_the_model_after_the_runner(runner: StepRunner[Tensor]) -> None:
     runner.close()
-    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
-    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
+    backward_of_the_user(runner)
 
 
-def use_the_runner_after_that(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> float:
-    """Collective: the error of the next step."""
-    runner = break_off(spread, microbatch)
-    runner.run(samples_of(dist.get_rank(), SAMPLES), step=2)
-    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
-
-
-def use_the_model_beside_the_runner(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> float:
-    """Collective: the error of a backward of the user's own after that, while the runner is still there."""
-    runner = break_off(spread, microbatch)
+def use_the_model_beside_the_runner(runner: StepRunner[Tensor]) -> None:
     runner.model.zero_grad()
-    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
-    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
+    backward_of_the_user(runner)
+
+
+def use_the_runner_after_that(runner: StepRunner[Tensor]) -> None:
+    runner.run(samples_of(dist.get_rank(), SAMPLES), step=2)
+
+
+def next_gradients(spread: Callable[[nn.Module], nn.Module], next_use: Callable[[StepRunner[Tensor]], None]) -> float:
+    """Collective: the worst error of the gradients that come after a step that broke off, or none at all."""
+    expected, worst = gradients_of_one_process(), 0.0
+    for microbatch in (None, 0, 2, 3):
+        runner = runner_of(spread(plain_model())) if microbatch is None else break_off(spread, microbatch)
+        next_use(runner)
+        worst = max(worst, (whole_gradients(runner.model) - expected).abs().max().item())
+    return worst
 
 
 USES = (use_the_model_after_the_runner, use_the_model_beside_the_runner, use_the_runner_after_that)
@@ -227,20 +217,7 @@ USES = (use_the_model_after_the_runner, use_the_model_beside_the_runner, use_the
 @pytest.mark.parametrize("next_use", USES)
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
 def test_nothing_of_a_step_that_broke_off_is_in_the_next_gradients(spread: Callable, next_use: Callable):
-    for microbatch in (0, 2, 3):
-        assert max(run_on_ranks(4, next_use, spread, microbatch)) < 1e-3
-
-
-def close_before_the_first_step(spread: Callable[[nn.Module], nn.Module]) -> float:
-    runner = runner_of(spread(plain_model()))
-    runner.close()
-    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
-    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
-
-
-@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_a_runner_may_be_closed_before_its_first_step(spread: Callable):
-    assert max(run_on_ranks(4, close_before_the_first_step, spread)) < 1e-3
+    assert max(run_on_ranks(4, next_gradients, spread, next_use)) < 1e-3
 
 
 class SometimesTwoHeads(nn.Module):

@@ -1,12 +1,14 @@
 """What FSDP is told besides `fully_shard(module)`: counted rightly, or refused before a rank waits for another."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from tests.distributed import models
 from tests.distributed.faults.failing import over_ranks
 from tests.distributed.models import mesh_of, samples_of
 from tests.distributed.sharding.test_hybrid import (
@@ -18,9 +20,8 @@ from tests.distributed.sharding.test_hybrid import (
     whole_gradients,
 )
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.testing import FaultInjector
 
@@ -40,37 +41,22 @@ def grouped(model: nn.Module, replicas: int = 1) -> nn.Module:
     return fully_shard(model, mesh=mesh_of(replicas))
 
 
-def positions_of_a_step(spread: Callable[[nn.Module], nn.Module]) -> tuple[int, str]:
-    """Collectives that a step counts, and what gathers after the runner has been closed."""
-    runner = runner_of(spread(plain_model()))
-    runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
-    position = runner.recovery.ledger.position
-    runner.close()
-    state = runner.model[-1]._get_fsdp_state()
-    groups = state._fsdp_param_groups
-    return position, type(groups[0]._all_gather_comm).__name__
+def recover(replicas: int) -> list[tuple[int, float]]:
+    expected, found = gradients_of_one_process(), []
+    for operation in (3, 60, 140):
+        runner = runner_of(grouped(plain_model(), replicas))
+        with FaultInjector(runner).fail_at(rank=1, step=1, operation=operation) as faults:
+            runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+        assert over_ranks(faults.fired) == 1
+        error = (whole_gradients(runner.model) - expected).abs().max() / expected.abs().max()
+        found.append((runner.recoveries, error.item()))
+        runner.close()
+    return found
 
 
-def test_modules_that_are_sharded_as_one_are_counted_once() -> None:
-    for position, gathers in run_on_ranks(2, positions_of_a_step, grouped):
-        assert gathers == "DefaultAllGather"
-        assert position < run_on_ranks(2, positions_of_a_step, sharded)[0][0]
-
-
-def recover(replicas: int, operation: int) -> tuple[int, float]:
-    expected = gradients_of_one_process()
-    runner = runner_of(grouped(plain_model(), replicas))
-    with FaultInjector(runner).fail_at(rank=1, step=1, operation=operation) as faults:
-        runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
-    assert over_ranks(faults.fired) == 1
-    error = (whole_gradients(runner.model) - expected).abs().max() / expected.abs().max()
-    return runner.recoveries, error.item()
-
-
-@pytest.mark.parametrize("operation", [3, 60, 140])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_modules_that_are_sharded_as_one_are_recovered(replicas: int, operation: int) -> None:
-    for recoveries, error in run_on_ranks(2 * replicas, recover, replicas, operation):
+def test_modules_that_are_sharded_as_one_are_recovered(replicas: int) -> None:
+    for recoveries, error in itertools.chain(*run_on_ranks(2 * replicas, recover, replicas)):
         assert recoveries == 1
         assert error < 1e-5
 
@@ -104,13 +90,8 @@ class Accumulating:
         self.model = sharded(plain_model())
         self.number = self.microbatches = 0
         self.raises_in: int | None = None
-        self.runner: StepRunner[Tensor] = StepRunner(
-            self.model,
-            self.forward_backward,
-            limit=RowLimit(2),
-            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-            recovery=Recovery(self.model, on_attempt=self.begin),
-        )
+        recovery = Recovery(self.model, on_attempt=self.begin)
+        self.runner = models.runner_of(self.model, 2, self.forward_backward, recovery)
 
     def begin(self, stage: str, step: int, plan: Sequence[object]) -> None:
         self.number, self.microbatches = 0, len(plan)

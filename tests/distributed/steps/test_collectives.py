@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.counting import ALL_REDUCE, CountCollectives
-from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
+from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import Agreement
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery
 
 
 def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
@@ -24,13 +23,7 @@ def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
         dist.all_reduce(torch.tensor(sum(each.target_tokens for each in totals)))
         dist.all_reduce(totals[0].loss_sum + totals[1].loss_sum)
     model.zero_grad()
-    runner = StepRunner(
-        model,
-        forward_backward,
-        limit=RowLimit(2),
-        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
-        recovery=Recovery(model, enabled=recover),
-    )
+    runner = runner_of(model, 2, recovery=Recovery(model, enabled=recover))
     with CountCollectives() as adaptive:
         runner.run(samples, step=0)
     return stock.seen, adaptive.seen
@@ -50,13 +43,7 @@ def reduced_totals() -> tuple[float, int, float, int]:
     expected = torch.tensor([totals.loss_sum.item(), totals.target_tokens], dtype=torch.float64)
     dist.all_reduce(expected)
     model.zero_grad()
-    runner = StepRunner(
-        model,
-        forward_backward,
-        limit=RowLimit(2),
-        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
-        recovery=Recovery(model, enabled=False),
-    )
+    runner = runner_of(model, 2, recovery=Recovery(model, enabled=False))
     result = runner.run(samples, step=0)
     return result.loss_sum.item(), result.target_tokens, float(expected[0].float()), int(expected[1])
 
@@ -69,9 +56,7 @@ def test_loss_and_tokens_are_sums_over_all_ranks():
 def plain_step_after_close() -> tuple[int, int]:
     model = build(ModelConfig())
     forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 2)
-    runner = StepRunner(
-        model, forward_backward, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
-    )
+    runner = runner_of(model, 2)
     runner.run(samples, step=0)
     counted = runner.recovery.ledger.position
     runner.close()

@@ -1,7 +1,5 @@
 """Samples of a step are dealt to the ranks: each runs once, in the same step, and ranks have equally much to do."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,7 @@
 """Ranks that hold whole models: no microbatch communicates, and the mean is taken once all ranks have succeeded."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -54,6 +54,18 @@ def expected_mean(scale: float = 1.0) -> Tensor:
     return flat(model)
 
 
+def runner_of(
+    model: nn.Module, *, scale: float = 1.0, after: Callable[[], object] = lambda: None
+) -> StepRunner[Tensor]:
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        loss = torch.stack([model(sample) for sample in samples]).sum() * scale
+        loss.backward()
+        after()
+        return Totals(loss.detach(), len(samples))
+
+    return StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4))
+
+
 def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, float, int]:
     """Collective: recoveries, the error of the gradients, and the collectives of a first step, which compares the
     weights once. The samples come uncollated, and the loss is divided by a number of the whole step."""
@@ -61,13 +73,7 @@ def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, flo
     if in_ddp:  # its module alone is trained, without the hooks
         model = DistributedDataParallel(model).module
     number_of_the_step = 3.0
-
-    def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        loss = torch.stack([model(sample) for sample in samples]).sum() / number_of_the_step
-        loss.backward()
-        return Totals(loss.detach(), len(samples))
-
-    runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4))
+    runner = runner_of(model, scale=1 / number_of_the_step)
     with FaultInjector(runner) as faults, CountCollectives() as counted:
         if operation is not None:
             faults.fail_at(rank=1, step=1, operation=operation)
@@ -106,13 +112,7 @@ def test_a_stage_without_a_backward_leaves_no_gradients() -> None:
 def communicate_in_microbatches() -> tuple[bool, int]:
     model = TwoHeads()
 
-    def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        loss = torch.stack([model(sample) for sample in samples]).sum()
-        loss.backward()
-        dist.all_reduce(model.embedding.weight.grad)
-        return Totals(loss.detach(), len(samples))
-
-    runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4))
+    runner = runner_of(model, after=lambda: dist.all_reduce(model.embedding.weight.grad))
     runner.run(samples_of(dist.get_rank()), step=1)
     return runner.recovers, runner.recoveries
 
@@ -127,12 +127,7 @@ def late_by(seconds: float, unlike: bool) -> str:
     if unlike:
         model.odd.weight.data += dist.get_rank()
 
-    def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        loss = torch.stack([model(sample) for sample in samples]).sum()
-        loss.backward()
-        return Totals(loss.detach(), len(samples))
-
-    runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4))
+    runner = runner_of(model)
     try:
         for step, count in enumerate((6, 4)):
             time.sleep(seconds * dist.get_rank())
