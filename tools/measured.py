@@ -143,7 +143,9 @@ def glance(folder: Path = RESULTS) -> str:
     ours, theirs = ([row for row in rows_of("searches", folder) if row["search"] == name] for name in SEARCHES[:2])
     probes, slower = span(row["probes"] for row in ours), span((row["ratio"] for row in theirs), 1)
     budgets = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows_of("packing", folder) if row["ranks"] > 1]
-    recovered = f"{lost} step times (a restart: {again:.0f}); later steps take {after} × as long until it regrows"
+    recovered = (
+        f"{lost} step times (a restart: {again:.0f}); later steps take {after} × as long until the batch size is back"
+    )
     lines = (
         ("faults", "out of memory at single operations of a step", injected),
         ("recovery", "cost of a recovery", recovered),

@@ -73,7 +73,10 @@ def run(options: argparse.Namespace) -> int:
         card = card._replace(memory=options.memory)
     overhead = overhead_of(ranks) if options.memory_overhead is None else options.memory_overhead
     if card.memory <= overhead:
-        options.refuse(f"--memory-overhead is {overhead} bytes, and the card has {card.memory}: no room for tensors")
+        options.refuse(
+            f"the card has {card.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
+            "(--memory-overhead): raise --memory, for example to 24GiB"
+        )
     try:
         found = rehearse(command, card, ranks=ranks, rank=options.rank, overhead_bytes=overhead, steps=options.steps)
     except NullCudaError as error:

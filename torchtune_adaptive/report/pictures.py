@@ -271,7 +271,7 @@ def _saved(path: Path, inches: tuple[float, float], draw: Callable[[Figure], Non
 
 def _finish(axes: Axes, title: str, unit: str) -> None:
     """For memory over rows or tokens: what grows leaves room for a legend at the lower right."""
-    axes.set_title(title, loc="left", fontsize=12)
+    axes.set_title(textwrap.fill(title, 80), loc="left", fontsize=12)
     axes.set_ylabel(f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
     axes.legend(loc="lower right")

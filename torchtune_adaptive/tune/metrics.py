@@ -24,7 +24,7 @@ from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
+from torchtune_adaptive.engine.noise import FEWEST, NoiseScale, StepNoise
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.life.console import progress_bar, say
@@ -245,17 +245,23 @@ class NoiseWatch:
     def close(self) -> None:
         """Says what was found."""
         interval, step = self._scale.interval(), self._samples
-        if interval is None or not step:
+        if not step:
+            return
+        if interval is None:
+            say(
+                f"gradient noise · fewer than {FEWEST} steps were measured, too few to tell: lower "
+                "adaptive.measure_noise, or train for more steps"
+            )
             return
         if math.isfinite(interval.high):
             scale = f"{interval.scale:.0f} samples ({interval.low:.0f} to {interval.high:.0f})"
         else:
             scale = f"above {interval.low:.0f} samples"
-        advice = "about as many as are worth it"
+        advice = "the batch is about as large as is worth it"
         if step < interval.low:
-            advice = "with more, each would still count for about as much"
+            advice = "a larger batch would train about as well a sample"
         elif step > interval.high:
-            advice = "with fewer, each would count for more"
+            advice = "a smaller batch would train better a sample"
         say(f"gradient noise · the noise scale is {scale}, and a step has {step}: {advice}")
 
 
