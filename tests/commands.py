@@ -5,8 +5,6 @@ recipe does under a launcher. What a user's interpreter prints while it imports,
 an interpreter ends, are for `running.run_command`.
 """
 
-from __future__ import annotations
-
 import atexit
 import math
 import multiprocessing

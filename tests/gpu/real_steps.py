@@ -1,7 +1,5 @@
 """A recipe's own step on real tensors, in a fresh process: what the tests of this folder, and a benchmark, train."""
 
-from __future__ import annotations
-
 import logging
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """Whole runs of the recipes on a GPU, in one process with NCCL, with all memory and with too little of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory that really runs out, on one rank or several, of which all share one card and talk through gloo."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -233,21 +231,3 @@ def test_a_repeated_step_starts_with_the_memory_that_the_failed_one_had(
     for rank in case.failing:
         steps = ranks[rank].steps
         assert max(step.left_over_bytes for step in steps) <= LEFT_OVER_BYTES[device]
-
-
-def carried_by_gloo(name: str) -> tuple[list[float], list[float], list[float]]:
-    """Collective: what each of FSDP's collectives makes of this rank's number."""
-    device, ranks, mine = use(name), dist.get_world_size(), dist.get_rank() + 1.0
-    gathered = torch.empty(ranks, device=device)
-    dist.all_gather_into_tensor(gathered, torch.tensor([mine], device=device))
-    scattered = torch.empty(1, device=device)
-    whole = torch.full((ranks,), mine, device=device)
-    dist.reduce_scatter_tensor(scattered, whole, op=dist.ReduceOp.AVG, async_op=True).wait()
-    summed = torch.tensor([mine], device=device)
-    dist.all_reduce(summed)
-    return gathered.tolist(), scattered.tolist(), summed.tolist()
-
-
-@pytest.mark.real_gpu
-def test_gloo_carries_what_fsdp_communicates(device: str) -> None:
-    assert run_on_ranks(3, carried_by_gloo, device) == [([1.0, 2.0, 3.0], [2.0], [6.0])] * 3

@@ -1,7 +1,5 @@
 """The search on a model of a billion parameters: its answer beside brute force, its trace, what the answer is worth."""
 
-from __future__ import annotations
-
 import statistics
 from time import perf_counter
 from typing import NamedTuple

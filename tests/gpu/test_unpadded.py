@@ -1,7 +1,5 @@
 """Samples one after another on a GPU: the kernel against padded rows, the law of their memory, and their speed."""
 
-from __future__ import annotations
-
 from time import perf_counter
 from typing import Any
 

@@ -3,8 +3,6 @@
 python -m tests.null.after_search
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

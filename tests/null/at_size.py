@@ -1,7 +1,5 @@
 """Searches and steps of a model at its real size, as rank 0 of 8, on torch's own allocator."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Each test runs its body in a process of its own on a null device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes on null devices, forked from one that has been on a null device from its start."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator

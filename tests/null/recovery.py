@@ -5,8 +5,6 @@ python -m tests.null.recovery --every 50      every fiftieth operation
 python -m tests.null.recovery --case dpo      only the cases whose name contains "dpo"
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A recipe's own step on a card that is full from a chosen operation on: torch's allocator raises its own error."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """What a search and the governor decide on torch's own allocator, for layers of their real size."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.null.at_size import budgeted, crowded, drift, searched

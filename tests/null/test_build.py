@@ -1,7 +1,5 @@
 """The library is built once, by any number of processes, and says in one line where it cannot be."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

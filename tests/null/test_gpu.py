@@ -1,7 +1,5 @@
 """The tests of tests/gpu that need neither results nor time, on a null device."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory is counted to the byte, and runs out where a card's would."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -113,22 +111,6 @@ def test_a_fraction_of_memory_is_enforced_and_lifted(on_null: OnNull, expandable
     text, allocated = on_null(under_a_fraction, expandable)
     assert "20.00 GiB allowed" in text
     assert allocated == 75 * GIB
-
-
-def taken_away(expandable: bool) -> list[int]:
-    """How many GiB fit, with less and less on the card."""
-    use(expandable)
-    fit = []
-    for memory in (8, 4, 0):
-        set_memory(memory * GIB + SEGMENT)
-        fit.append(len(fill()[0]))
-        torch.cuda.empty_cache()
-    return fit
-
-
-@EXPANDABLE
-def test_a_test_takes_memory_away(on_null: OnNull, expandable: bool) -> None:
-    assert on_null(taken_away, expandable) == [8, 4, 0]
 
 
 def pinned() -> tuple[bool, bool, bool, bool, str]:

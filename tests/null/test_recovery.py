@@ -1,7 +1,5 @@
 """Steps of the recipes recover from the errors that torch's own allocator raises; `tests.null.recovery` tries more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

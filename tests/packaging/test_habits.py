@@ -1,7 +1,5 @@
 """What others rely on before they read any code: the workflow, the hooks, the changelog, the targets of make."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

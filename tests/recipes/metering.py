@@ -1,17 +1,9 @@
 """The peaks of real steps: what torch's profiler sees, and what our own meter counts."""
 
-from __future__ import annotations
-
-import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-
-from torchtune_adaptive.engine.meter import MemoryMeter
-
-_TIMES = 3
 
 
 class Profiled(NamedTuple):
@@ -31,19 +23,3 @@ def profiled(step: Callable[[], object]) -> Profiled:
         peak = max(peak, alive)
     del result
     return Profiled(alive, peak)
-
-
-def metered(step: Callable[[], None], resident: Iterable[Tensor]) -> int:
-    """Collective: the most that this rank holds at once, without what gloo takes for itself.
-
-    The least of several steps: a thread of gloo's lets go of a buffer sooner or later, and that only ever adds.
-    """
-    return min(_metered_once(step, resident) for _ in range(_TIMES))
-
-
-def _metered_once(step: Callable[[], None], resident: Iterable[Tensor]) -> int:
-    gc.collect()
-    with MemoryMeter() as meter:
-        meter.count(resident)
-        step()
-    return meter.peak_bytes
