@@ -3,9 +3,7 @@
 python -m tests.distributed.faults                     every operation of every case
 python -m tests.distributed.faults --at-most 50        50 operations of every case, evenly spread
 python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
-python -m tests.distributed.faults --case stages       only the steps of several stages
-python -m tests.distributed.faults --case preferences  only the stages of DPO, as its recipes have them
-python -m tests.distributed.faults --case rollouts     only the stages of PPO, as its recipe has them
+python -m tests.distributed.faults --case recipes      only the stages of DPO, PPO and GRPO, as their recipes have them
 """
 
 import argparse
@@ -14,12 +12,10 @@ import time
 
 from benchmarks.results import save
 from tests.distributed.faults.finetuning import CASES
-from tests.distributed.faults.preferences import PREFERENCE_CASES
-from tests.distributed.faults.rollouts import ROLLOUT_CASES
-from tests.distributed.faults.stages import STAGE_CASES
+from tests.distributed.faults.recipes import RECIPE_CASES
 from tests.distributed.faults.sweeps import FIGURES, AnyCase, Outcome, outcome_of, sweep
 
-ALL_CASES: tuple[AnyCase, ...] = (*CASES, *STAGE_CASES, *PREFERENCE_CASES, *ROLLOUT_CASES)
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *RECIPE_CASES)
 
 
 def main() -> int:

@@ -31,7 +31,6 @@ def ways_to_fail(plain: Plain, others: Mapping[str, dict[str, Any]]) -> Iterator
         "both ranks": {"failing": (0, 1), "stride": 7},
         "retry too": {"rows": 4, "again": "retry", "stride": 7},
         "drain too": {"rows": 4, "again": "drain", "stride": 7},
-        "no reshard": {"model": replace(plain.model, reshard_after_forward=False), "stride": 7},
     }
     for name, changes in {**ways, **others}.items():
         yield replace(plain, name=f"{plain.name}, {name}", **changes)
@@ -54,6 +53,13 @@ def fail_there(faults: FaultInjector, case: Failing, step: int, place: int) -> N
             faults.fail_at(rank=rank, step=step, operation=37 * place % 900 + 1)
         elif case.again == "drain":
             faults.fail_in_drain(rank=rank, step=step, operation=5 * place % 60 + 1)
+
+
+def as_dtensor_does(what: str) -> Exception:
+    """What DTensor makes of an error in an operation."""
+    error = RuntimeError(f"{what}\n\nSharding propagation failed for aten.mm.default")
+    error.__cause__ = torch.OutOfMemoryError(what)
+    return error
 
 
 def over_ranks(mine: float) -> float:

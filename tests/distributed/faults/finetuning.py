@@ -1,5 +1,6 @@
 """Steps of one model, as in finetuning, and the ways in which one may run out of memory."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
@@ -10,19 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.faults.failing import fail_there, operations_of
-from tests.distributed.faults.kinds import KINDS
 from tests.distributed.models import (
     Gradients,
     ModelConfig,
     build,
     forward_backward_of,
+    frozen,
     gradients_of,
     same_gradients,
     samples_of,
 )
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 
@@ -43,8 +44,9 @@ class Case:
     """Whether the noise of the gradient is measured besides."""
     first_pass: bool = False
     """Whether the failing step is the first one that the model ever runs."""
-    kind: str = "a type of torch's"
-    """The error that says so: one of KINDS."""
+    error: Callable[[str], Exception] = torch.OutOfMemoryError
+    beside: bool = False
+    """Whether each microbatch also asks a frozen model, so that what the two models communicate is interleaved."""
     stride: int = 1
     """Of the exhaustive sweep: 1 is every operation."""
 
@@ -83,6 +85,9 @@ CASES = (
     Case("without padding, full checkpointing", replace(JOINED, checkpointing="full")),
     Case("without padding, lora", replace(JOINED, lora=True)),
     Case("bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), stride=3),
+    Case("beside a frozen model", beside=True),
+    Case("beside a frozen model, first pass", beside=True, first_pass=True, stride=3),
+    Case("beside a frozen model, no reshard", ModelConfig(reshard_after_forward=False), beside=True, stride=3),
     Case("hybrid", HYBRID, 4),
     Case("hybrid, rank 0 fails", HYBRID, 4, (0,), stride=3),
     Case("hybrid, a rank of each replica fails", HYBRID, 4, (0, 3), stride=3),
@@ -123,6 +128,18 @@ class Step(NamedTuple):
         )
 
 
+def asking(reference: nn.Module, train: Callable[[Sequence[Tensor]], Totals]) -> Callable[[Sequence[Tensor]], Totals]:
+    """What the reference says is in the loss, as a number."""
+
+    def both(samples: Sequence[Tensor]) -> Totals:
+        with torch.no_grad():
+            asked = reference(nn.utils.rnn.pad_sequence(list(samples), batch_first=True)).mean()
+        totals = train(samples)
+        return totals._replace(loss_sum=totals.loss_sum + asked)
+
+    return both
+
+
 class Bench:
     """Collective: a model, its samples, and the two ways to run a step on them."""
 
@@ -134,8 +151,11 @@ class Bench:
 
     def _renew(self) -> None:
         config = self.case.model
-        self.model = build(config)
-        self.forward_backward = forward_backward_of(self.model, joined=config.joined)
+        self.models = [build(config)]
+        self.model, self.forward_backward = self.models[0], forward_backward_of(self.models[0], joined=config.joined)
+        if self.case.beside:
+            self.models.append(frozen(build(replace(config, layers=1))))
+            self.forward_backward = asking(self.models[1], self.forward_backward)
 
     def undisturbed(self, rows: int) -> Step:
         """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""
@@ -165,7 +185,7 @@ class Bench:
         self._start()
         runner.load_state_dict(self.fresh)
         step = next(self._steps)
-        with FaultInjector(runner, error=KINDS[self.case.kind]) as faults:
+        with FaultInjector(runner, error=self.case.error) as faults:
             if place is not None:
                 fail_there(faults, self.case, step, place)
             result = runner.run(self.samples, step=step)
@@ -180,6 +200,7 @@ class Bench:
             self.forward_backward,
             limit=RowLimit(self.case.rows),
             kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
+            recovery=Recovery(*self.models),
         )
         runner.measure_noise(int(self.case.noise))
         self.fresh = runner.state_dict()

@@ -8,12 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tests.distributed.faults.failing import over_ranks
 from tests.distributed.faults.finetuning import Case
-from tests.distributed.faults.preferences import PreferenceCase
-from tests.distributed.faults.rollouts import RolloutCase
-from tests.distributed.faults.stages import StageCase
+from tests.distributed.faults.recipes import RecipeCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
 
-AnyCase: TypeAlias = Case | StageCase | PreferenceCase | RolloutCase
+AnyCase: TypeAlias = Case | RecipeCase
 
 
 class Outcome(NamedTuple):

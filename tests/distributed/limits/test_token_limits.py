@@ -20,6 +20,7 @@ from tests.distributed.models import (
     gradients_of,
     same_gradients,
 )
+from tests.hearing import listening
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.reports import Totals
@@ -262,14 +263,11 @@ def test_samples_other_than_those_that_were_announced_are_refused():
 
 def shrink_together() -> list[str]:
     """Two ranks run out of memory in one attempt, in microbatches of other sizes."""
-    lines: list[str] = []
-    logger = logging.getLogger("torchtune_adaptive.engine.step")
-    logger.addHandler(type("Keep", (logging.Handler,), {"emit": lambda _, record: lines.append(record.getMessage())})())
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(64))
     runner.run(samples_here(), step=0)
     model.zero_grad()
-    with FaultInjector(runner).fail_at(rank=dist.get_rank(), step=412, operation=40):
+    with listening() as lines, FaultInjector(runner).fail_at(rank=dist.get_rank(), step=412, operation=40):
         runner.run(samples_here(), step=412)
     return [*lines, str(runner.limit)]
 

@@ -15,7 +15,7 @@ from torchtune.data import padded_collate_sft
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.commands import tune_run_here
-from tests.distributed.faults.kinds import as_dtensor_does
+from tests.distributed.faults.failing import as_dtensor_does
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log

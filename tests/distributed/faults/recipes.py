@@ -1,0 +1,223 @@
+"""Whole steps of DPO, PPO and GRPO as their recipes run them, and the ways in which a stage may run out of memory."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor
+
+from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
+from tests.recipes.grpo.tiny import grpo_config
+from tests.recipes.ppo.rollouts import ppo_config
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.rl.stages import GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE, figures_of
+
+SAMPLES, STEP = 4, 1
+"""Of a rank in a step, which is always the same one."""
+OF_GRPO = (GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY)
+ON_PAIRS = ("full_dpo", "lora_dpo")
+KINDS = {
+    **dict.fromkeys(ON_PAIRS, (REFERENCE, POLICY)),
+    "full_ppo": STAGES,
+    **dict.fromkeys(("full_grpo", "lora_grpo"), OF_GRPO),
+}
+SIZES = ("num_layers=1", "embed_dim=32")
+GATHERED = ("fsdp_reshard_after_forward=False",)
+WAYS_OF_PAIRS: dict[str, dict[str, Any]] = {
+    "no reshard from the first pass on": {"overrides": GATHERED, "first_pass": True},
+    "without padding": {"overrides": ("adaptive.token_budget=1000", "adaptive.padding=False", "adaptive.deal=False")},
+    "full checkpointing": {"overrides": ("enable_activation_checkpointing=True",)},
+    "two of three": {"world_size": 3, "failing": (0, 2)},
+    "hybrid": {"overrides": ("data_parallel_replicate_dim=2",), "world_size": 4},
+}
+
+
+@dataclass(frozen=True)
+class RecipeCase:
+    """The stage in which memory runs out, and how. The rest is as in finetuning.Case."""
+
+    name: str
+    kind: str
+    stage: str
+    overrides: tuple[str, ...] = ()
+    layer_by_layer: bool = False
+    """To generate, parameters are gathered anew for every token."""
+    world_size: int = 2
+    failing: tuple[int, ...] = (1,)
+    rows: int = 2
+    again: str = "never"
+    first_pass: bool = False
+    """Whether the models have never run before."""
+    stride: int = 1
+
+    def bench(self) -> "RecipeBench":
+        """Collective."""
+        return RecipeBench(self)
+
+
+def cases() -> Iterator[RecipeCase]:
+    """Every operation of every stage, then other ways to fail in it, of which some operations are left out."""
+    for kind, stages in KINDS.items():
+        for stage in stages:
+            plain = RecipeCase(f"recipes, {kind}, {stage}", kind, stage)
+            yield plain
+            others = {"no reshard": {"overrides": GATHERED}, **(WAYS_OF_PAIRS if kind in ON_PAIRS else {})}
+            yield from (replace(way, stride=max(17, way.stride)) for way in ways_to_fail(plain, others))
+    by_layer = RecipeCase("recipes, full_ppo, layer by layer", "full_ppo", GENERATE, layer_by_layer=True)
+    yield by_layer
+    yield replace(by_layer, name=f"{by_layer.name}, first pass", first_pass=True, stride=17)
+
+
+RECIPE_CASES = tuple(cases())
+
+
+def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
+    if kind in ON_PAIRS:
+        frozen = ["ref_checkpointer.sizes"] if kind == "full_dpo" else []
+        models = [f"{section}.{size}" for section in ("model", "checkpointer.sizes", *frozen) for size in SIZES]
+        sizes = (f"batch_size={SAMPLES}", "gradient_accumulation_steps=1", "adaptive.memory_limit=null")
+        lengths = ("tokenizer.max_seq_len=48", "dataset.samples=64")
+        return demo_config(kind, folder, *models, *sizes, *lengths, *overrides)
+    same = ("max_generated_tokens=3", "ppo_epochs=1")
+    if kind == "full_ppo":
+        sizes = (f"batch_size={SAMPLES}", f"ppo_batch_size={SAMPLES}", "gradient_accumulation_steps=1")
+        return ppo_config(folder, *same, *sizes, *overrides)
+    one_group = ("batch_size=1", f"grpo_samples={SAMPLES}", "resample_groups=0", "without_signal=keep")
+    return grpo_config(kind, folder, *same, *one_group, *overrides)
+
+
+def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[Any, dict[str, Any]]:
+    """Collective: a recipe that is set up, and the limits of its stages, in which nothing has failed yet."""
+    folder = [tempfile.mkdtemp(prefix="faults-")]
+    dist.broadcast_object_list(folder)
+    with mock.patch.object(place, "join_on"):  # the ranks have met
+        recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
+    recipe.setup()
+    if layer_by_layer:
+        recipe.stages.go_layer_by_layer()
+    for runner in runners_of(recipe).values():
+        runner.use_limit(RowLimit(SAMPLES))
+    return recipe, recipe.stages.state_dict()
+
+
+def runners_of(recipe: Any) -> dict[str, StepRunner[Any]]:
+    """By stage."""
+    runners: dict[str, StepRunner[Any]] = getattr(recipe.stages, "runners", recipe.stages)
+    return runners
+
+
+build_once = cache(build)
+
+
+class Stepped(NamedTuple):
+    """What comes out of a step, bit by bit: weights, or gradients and what the reference's stage keeps."""
+
+    tensors: list[Tensor]
+    figures: dict[str, float]
+    rng: Tensor
+
+    def same_as(self, other: "Stepped") -> bool:
+        return (
+            all(torch.equal(mine, its) for mine, its in zip(self.tensors, other.tensors, strict=True))
+            and self.figures == other.figures
+            and torch.equal(self.rng, other.rng)
+        )
+
+
+class RecipeBench:
+    """Collective: a recipe, and its first step, over and over."""
+
+    def __init__(self, case: RecipeCase) -> None:
+        self.case = case
+        self._build()
+
+    def _build(self) -> None:
+        """Collective."""
+        case, make = self.case, build if self.case.first_pass else build_once
+        overrides = case.overrides
+        if case.kind.endswith("_grpo") and case.stage != TRAIN_POLICY:
+            # two updates have a stage more, but where the second one fails, the first has run with other rows
+            overrides = (*overrides, "ppo_epochs=2")
+        self.recipe, self._fresh = make(case.kind, overrides, case.layer_by_layer)
+        self.stages = self.recipe.stages
+        self.runners = runners_of(self.recipe)
+        dataset = self.recipe.trainer.data.dataset
+        count = 1 if case.kind.endswith("_grpo") else SAMPLES
+        self.samples = [dataset[at * case.world_size + dist.get_rank()] for at in range(count)]
+        self._weights = [weight.clone() for weight in self._shards()]
+
+    def _shards(self) -> list[Tensor]:
+        return [_local(each.detach()) for each in self.recipe.trainer.model.parameters()]
+
+    def _allow(self, rows: int) -> None:
+        """Forgets what has failed before; the stage that is to fail has so many rows."""
+        if self.case.kind in ON_PAIRS:
+            for name, runner in self.runners.items():
+                runner.load_state_dict(self._fresh[name])
+        else:
+            self.stages.load_state_dict(self._fresh)
+        for runner in self.runners.values():
+            runner.use_limit(RowLimit(self.case.rows))
+        self.runners[self.case.stage].use_limit(RowLimit(rows))
+
+    def _run(self) -> Stepped:
+        """Collective: from the same weights, with the same random numbers."""
+        for shard, weight in zip(self._shards(), self._weights, strict=True):
+            shard.copy_(weight)
+        torch.manual_seed(7 + dist.get_rank())
+        if self.case.kind not in ON_PAIRS:
+            figures = self.recipe.iterate(self.samples, STEP)
+            return Stepped([shard.clone() for shard in self._shards()], figures, torch.get_rng_state())
+        pairs, model = [dict(pair) for pair in self.samples], self.recipe.trainer.model
+        results = self.stages.run(pairs, step=STEP)
+        gradients = [_local(each.grad).clone() for each in model.parameters() if each.grad is not None]
+        model.zero_grad()
+        assert not any(getattr(each, "disabled", False) for each in model.modules()), "the policy has its adapters"
+        losses = {f"{stage} loss": result.loss_sum.item() for stage, result in results.items()}
+        kept = [pair[KEPT] for pair in pairs]
+        return Stepped([*gradients, *kept], figures_of(results) | losses, torch.get_rng_state())
+
+    def undisturbed(self, rows: int) -> Stepped:
+        """Collective: a step in which nothing fails, with so many rows in the stage that is to."""
+        self._allow(rows)
+        return self._run()
+
+    def operations(self) -> list[str]:
+        """Collective: what the first failing rank does in the stage that is to fail."""
+        runner = self.new_runner()
+        self._allow(self.case.rows)
+        return operations_of(runner, lambda _: self._run(), STEP, self.case)
+
+    def new_runner(self) -> StepRunner[Any]:
+        """Collective: that of the stage that is to fail; of models that have never run, if so said."""
+        if self.case.first_pass:
+            self.recipe.trainer.stages.training.close()
+            self._build()
+        runner: StepRunner[Any] = self.runners[self.case.stage]
+        return runner
+
+    def disturbed(self, runner: StepRunner[Any], at: int | None) -> tuple[Stepped, int]:
+        """Collective: a step that runs out of memory there; how often it did so on this rank."""
+        self._allow(self.case.rows)
+        with FaultInjector(runner) as faults:
+            if at is not None:
+                fail_there(faults, self.case, STEP, at)
+            stepped = self._run()
+        return stepped, faults.fired
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
