@@ -3,8 +3,6 @@
 Where nothing is computed, speeds mean nothing: as in a rehearsal, of two sizes the smaller one stays.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -4,8 +4,6 @@
 table, and why some lines are not here. One line stays in the suite; `make published` asks for all.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -6,8 +6,6 @@ NCCL sends nothing on a null device, but ranks agree for real: one that runs out
 step.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

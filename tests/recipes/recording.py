@@ -1,7 +1,5 @@
 """Components that test configs name to look into a run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """One life of a run as the command line starts it, on forked ranks, some of which get a signal at a chosen moment."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

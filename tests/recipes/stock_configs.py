@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.data import Message
 
-from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.ranks import RankFailed, meet_anew, run_on_ranks
 from tests.recipes.running import run_ours
 from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, shrunk_models, write_checkpoint
 from torchtune_adaptive.demo.dataset import demo_row
@@ -91,9 +91,7 @@ def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> d
     pending = list(stocks)
     while pending:
         try:
-            run_on_ranks(
-                world_size, _train_each, pending, free_ports(len(pending)), folder, timeout_s=400, in_group=False
-            )
+            run_on_ranks(world_size, _train_each, pending, folder, timeout_s=400, in_group=False)
         except RankFailed as failure:
             pending = [stock for stock in pending if not stock.is_done(folder, world_size)]
             failures[pending.pop(0)] = str(failure)
@@ -102,12 +100,12 @@ def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> d
     return failures
 
 
-def _train_each(stocks: Sequence[StockConfig], ports: Sequence[int], folder: Path) -> None:
+def _train_each(stocks: Sequence[StockConfig], folder: Path) -> None:
     """Collective: one run after the other, each in a process group of its own."""
     os.environ["TORCH_COMPILE_BACKEND"] = "eager"
-    for stock, port in zip(stocks, ports, strict=True):
+    for stock in stocks:
         _spare_garbage_collector()
-        os.environ["MASTER_PORT"] = str(port)
+        meet_anew()
         cfg = on_cpu(stock.load(), stock.folder(folder))
         with _offline(cfg, int(os.environ["WORLD_SIZE"])):
             run_ours(RECIPES[stock.recipe], cfg)

@@ -1,7 +1,5 @@
 """`tune run` as a terminal starts it: in a session of its own, read and signalled while it runs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

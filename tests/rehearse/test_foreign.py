@@ -1,7 +1,5 @@
 """What scripts written elsewhere do, and a rehearsal stumbled over. Each script runs as a user would run it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -36,7 +34,8 @@ def rehearsed(folder: Path, script: str, *options: str) -> str:
     return ended.stderr
 
 
-KERNEL = """
+ON_ONE_CARD = """
+# kernels of Triton and CUB, and CUDA graphs
 import triton, triton.language as tl
 @triton.jit
 def add(x, n, BLOCK: tl.constexpr):
@@ -49,12 +48,29 @@ graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     x.add_(1)
 graph.replay()
-step(torch.nn.Linear(1024, 8, device="cuda"))
+
+# a mask that nobody has computed selects everything
+rows = torch.zeros(4096, 1024, device="cuda")
+chosen = rows[torch.zeros(4096, dtype=torch.long, device="cuda") != -100]
+assert chosen.shape == rows.shape
+
+# weights that are drawn on the host take none of its memory
+import resource
+model = torch.nn.Linear(1024, 2**20, dtype=torch.bfloat16)
+torch.nn.init.trunc_normal_(model.weight)
+model.cuda()
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20
+
+# autotuning compares no kernels
+step(torch.compile(torch.nn.Linear(1024, 1024, device="cuda"), mode="max-autotune"), rows=1024)
 """
 
 
-def test_kernels_of_triton_cub_and_cuda_graphs_run_on_a_card_between_compiled_ones(tmp_path: Path) -> None:
-    rehearsed(tmp_path, KERNEL, "--gpu", "4090")
+def test_kernels_masks_graphs_and_autotuning_run_on_a_card_between_compiled_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert "AUTOTUNE" not in rehearsed(tmp_path, ON_ONE_CARD, "--gpu", "4090")
 
 
 SPAWNED = """
@@ -91,39 +107,3 @@ def test_a_checkpoint_takes_no_room_on_the_disk(tmp_path: Path) -> None:
     files = [path.stat() for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(file.st_size for file in files) > 2 * 2**26
     assert sum(file.st_blocks * 512 for file in files) < 10 * 2**20
-
-
-MADE_HERE = """
-import resource
-model = torch.nn.Linear(1024, 2**20, dtype=torch.bfloat16)
-torch.nn.init.trunc_normal_(model.weight)
-model.cuda()
-assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20
-step(torch.nn.Linear(1024, 8, device="cuda"))
-"""
-
-
-def test_weights_that_are_drawn_on_the_host_take_none_of_its_memory(tmp_path: Path) -> None:
-    rehearsed(tmp_path, MADE_HERE)
-
-
-MASKED = """
-rows = torch.zeros(4096, 1024, device="cuda")
-chosen = rows[torch.zeros(4096, dtype=torch.long, device="cuda") != -100]
-assert chosen.shape == rows.shape
-step(torch.nn.Linear(1024, 8, device="cuda"))
-"""
-
-
-def test_a_mask_that_nobody_has_computed_selects_everything(tmp_path: Path) -> None:
-    rehearsed(tmp_path, MASKED)
-
-
-AUTOTUNED = """
-step(torch.compile(torch.nn.Linear(1024, 1024, device="cuda"), mode="max-autotune"), rows=1024)
-"""
-
-
-def test_autotuning_compares_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert "AUTOTUNE" not in rehearsed(tmp_path, AUTOTUNED)

@@ -1,23 +1,73 @@
 """Whatever stands in a config: one line that names the key, or a run that is set up; no traceback, no hang."""
 
-from __future__ import annotations
-
+import faulthandler
 import json
-from dataclasses import fields
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import adaptive_plan
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.recipes.hostile import Ended, start
+from tests.ranks import started
+from tests.recipes.running import load_ours
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import read_question
+from torchtune_adaptive.life import launch
+
+MOST_BYTES = 2 * 2**30
+"""Beyond what the process has mapped when it starts."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int | None
+    """None where it was still running when its time was over."""
+    output: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("error")]
+
+
+def start(program: str, arguments: Sequence[str], folder: Path, timeout_s: float = 60) -> Ended:
+    """`program` is `full` or `lora`, which is set up but does not train, or `plan`."""
+    path = folder / "output.txt"
+    process = started(_main, program, arguments, folder, path, timeout_s)
+    try:
+        process.join(timeout_s + 10)
+        return Ended(process.exitcode, path.read_text(errors="replace"))
+    finally:
+        process.kill()
+        process.join()
+
+
+def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, timeout_s: float) -> None:
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    with path.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + MOST_BYTES,) * 2)
+    sys.argv = [program, *arguments]
+    if program == "plan":
+        launch.run_without_training(adaptive_plan.main, keys=[field.name for field in fields(PlanSettings)])
+    else:
+        launch.main(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))
+
 
 CONFIG = ("--config", "adaptive/demo/full")
 SMALL = (*CONFIG, "dataset.samples=16", "output_dir=out", "use_maximum_batch_size=False")
@@ -53,11 +103,9 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("adaptive=[]", ["adaptive=[]", "Cannot merge"]),
         ("=3", ["=3 has no key", "write key=value"]),
         ("dataset.samples=2.5", ["dataset.samples is 2.5", "a whole number of at least 1"]),
         ("dataset.packed=maybe", ["dataset.packed is 'maybe'", "True or False"]),
-        ("memory_limit=32MiB", ["memory_limit has no effect here", "did you mean adaptive.memory_limit"]),
         ("dataset=exits.unsized", ["dataset has no usable length", "OSError"]),
         ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
         (
@@ -79,14 +127,11 @@ QUESTION = ("device=cuda", "memory_limit=8GiB")
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["adaptive=[1]"], ["adaptive=[1]", "Cannot merge"]),
         (["world_size=65537"], ["world_size is 65537", "from 1 to 65536"]),
         (["model=null"], ["model._component_ is null", "the dotted path"]),
-        (["lengths=nowhere"], ["lengths is 'nowhere'", "512:4096"]),
         (["lengths=600:500"], ["lengths is '600:500'", "at most the longest"]),
         (["sequence_length=1000000000"], ["sequence_length is 1000000000", "16777216"]),
         (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
-        (["search=static"], ["search has no effect here", "did you mean adaptive.search"]),
     ],
 )
 def test_a_known_bad_question_is_told_in_one_line(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
@@ -121,7 +166,7 @@ def as_yaml(value: Any) -> str:
     return text
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(key=st.sampled_from(KEYS), value=VALUES)
 def test_any_value_of_any_key_is_taken_or_told_by_the_name_of_the_key(key: str, value: Any) -> None:
     with TemporaryDirectory() as folder:

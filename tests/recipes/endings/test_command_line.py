@@ -1,7 +1,5 @@
 """`tune run` as a user types it, from a directory that holds nothing of ours."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """How a run ends that cannot go on, or that has trained nothing: by one message, and never like a success."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -25,13 +23,11 @@ from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
 from torchtune_adaptive.life.launch import refusing_early_exits
-from torchtune_adaptive.tune.metrics import LossWatch
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13
 """A sample of rank 1, where two ranks share the samples in order."""
 UNREADABLE = rf"sample {BAD} of the dataset cannot be read on rank 1 \(KeyError: 'no such column'\)"
-KNOWN_TOKENS = 128
 SMALL = ("dataset.samples=32", "batch_size=2", "gradient_accumulation_steps=2", "shuffle=False")
 EVERY_STEP = "save_every_n_steps=1"
 CHEAP = (*SMALL, "use_maximum_batch_size=False", "adaptive=null", "epochs=1")
@@ -56,26 +52,14 @@ class Flawed(DemoDataset):
 
     def _spoiled(self, sample: dict[str, list[int]]) -> dict[str, Any]:
         tokens, labels = sample["tokens"], sample["labels"]
-        return {
-            "token": {"tokens": [*tokens[:-1], 999_999]},
-            "label": {"labels": [*labels[:-1], -7]},
-            "short": {"labels": labels[:-2]},
-            "text": {"tokens": "a" * len(tokens)},
-            "none": {"tokens": None},
-            "nested": {"tokens": [[token] for token in tokens]},
-        }.get(self._flaw, {})
+        return {"token": {"tokens": [*tokens[:-1], 999_999]}, "label": {"labels": [*labels[:-1], -7]}}.get(
+            self._flaw, {}
+        )
 
 
 def flawed(tokenizer: DemoTokenizer, *, samples: int, flaw: str, packed: bool) -> Flawed:
     """Component for a config's `dataset:`."""
     return Flawed(tokenizer, samples, flaw)
-
-
-class NotANumber(CEWithChunkedOutputLoss):
-    """What weights that are no numbers come to."""
-
-    def forward(self, logits: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        return super().forward(logits, labels) * torch.nan
 
 
 def with_flaw(flaw: str) -> tuple[str, str]:
@@ -109,16 +93,6 @@ def test_a_run_without_a_single_label_is_no_success_on_any_rank(tmp_path: Path) 
     assert kind == NotLearningError.__name__
     assert "nothing was trained in 4 steps" in message
     assert "all labels are masked" in message
-    assert saved(tmp_path / "run") == []
-
-
-def test_a_run_whose_every_loss_is_nan_is_no_success_on_any_rank(tmp_path: Path) -> None:
-    loss = f"loss._component_={HERE}.NotANumber"
-    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", loss, EVERY_STEP, timeout_s=100, in_group=False)
-    assert ends[0] == ends[1]
-    kind, message = ends[0]
-    assert kind == NotLearningError.__name__
-    assert "every loss was NaN or infinite" in message
     assert saved(tmp_path / "run") == []
 
 
@@ -164,20 +138,6 @@ def said_until_the_end(folder: Path, *overrides: str) -> tuple[str, str, list[st
     return kind, message, [line for line in heard if "the loss is" in line or "not saved" in line]
 
 
-def losses_of(watch: LossWatch, *losses: float) -> None:
-    for step, loss in enumerate(losses, 1):
-        watch.record(step, loss, target_tokens=10, grad_norm=loss)
-    watch.worth_saving(len(losses), ends_epoch=True)
-
-
-@pytest.mark.parametrize("losses", [(2.0, torch.nan), (torch.nan, 2.0), (0.0, 0.0), ()])
-def test_a_run_that_has_learned_in_some_step_may_end(
-    losses: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", int)
-    losses_of(LossWatch(10), *losses)
-
-
 class Greedy(torch.optim.AdamW):
     """Needs 32 MiB for each update."""
 
@@ -217,19 +177,9 @@ def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_messa
             id="a-sample-that-raises",
         ),
         pytest.param(
-            with_flaw("token"),
-            rf"error \(rank 1\): sample {BAD} of the dataset \(on rank 1\) has token 999999",
-            id="a-token-that-the-model-does-not-know",
-        ),
-        pytest.param(
             (*with_flaw("token"), "adaptive.token_budget=2000", "adaptive.deal=True"),
             rf"error(?: \(rank 1\))?: sample {BAD} of the dataset \(on rank \d\) has token 999999",
             id="a-token-that-the-model-does-not-know-wherever-it-was-dealt",
-        ),
-        pytest.param(
-            (*with_flaw("raises"), "adaptive.token_budget=2000", "adaptive.deal=True"),
-            rf"error(?: \(rank \d\))?: {UNREADABLE}",
-            id="a-sample-that-raises-during-the-exchange",
         ),
         pytest.param(
             ("adaptive.memory_limit=[256MiB,16MiB]", f"optimizer._component_={HERE}.Greedy"),
@@ -291,10 +241,6 @@ def test_a_host_out_of_memory_in_a_microbatch_costs_a_repeated_step(
             "label",
             r"\(on rank 0\) has label -7, but the model's vocabulary has \d+ tokens, .* loss ignores -100: use",
         ),
-        ("short", r"\(on rank 0\) has \d+ tokens and \d+ labels: every token needs a label"),
-        ("text", r"\(on rank 0\) has tokens that are not a list of integers \('aa"),
-        ("none", r"\(on rank 0\) has tokens that are not a list of integers \(null\): check that"),
-        ("nested", r"\(on rank 0\) has tokens that are not a list of integers \(\[\["),
     ],
 )
 def test_a_sample_that_nothing_can_be_made_of_is_named(
@@ -309,19 +255,14 @@ def test_a_sample_that_nothing_can_be_made_of_is_named(
 def test_a_sample_that_a_search_reads_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     scanned = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
-    with pytest.raises(
-        SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has tokens that are not a list"
-    ):
-        start_here("full", "--config", "adaptive/demo/full", *SMALL, *scanned, *with_flaw("none"))
+    with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has label -7"):
+        start_here("full", "--config", "adaptive/demo/full", *SMALL, *scanned, *with_flaw("label"))
 
 
-@pytest.mark.parametrize("status", [None, 0])
-def test_leaving_with_success_from_inside_is_an_error(status: Any) -> None:
-    with pytest.raises(EarlyExitError), refusing_early_exits():
+@pytest.mark.parametrize(("status", "error"), [(None, EarlyExitError), (0, EarlyExitError), (3, SystemExit)])
+def test_leaving_with_success_from_inside_is_an_error_and_with_an_error_is_left_alone(
+    status: int | None, error: type[BaseException]
+) -> None:
+    with pytest.raises(error) as left, refusing_early_exits():
         sys.exit(status)
-
-
-def test_leaving_with_an_error_is_left_alone() -> None:
-    with pytest.raises(SystemExit) as left, refusing_early_exits():
-        sys.exit(3)
-    assert left.value.code == 3
+    assert not isinstance(left.value, SystemExit) or left.value.code == 3

@@ -1,7 +1,5 @@
 """What a user gets wrong, and the one message that says so: the key, its value and what is allowed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -46,13 +44,13 @@ def assert_says(text: str, *parts: str) -> None:
     ("content", "parts"),
     [
         ("a: [1\nb: 2", ["cannot be read", "line 2"]),
-        ("a:\n\tb: 1", ["cannot be read", "line 2"]),
         ("a: 1\na: 2", ["cannot be read", "duplicate key a"]),
         ("a: ${b", ["cannot be read", "${b"]),
-        ("- a\n- b", ["contains a list", "must be a mapping"]),
-        ("just text", ["contains a str", "must be a mapping"]),
         ("", ["contains nothing", "must be a mapping"]),
         ("1: 2", ["a mapping whose keys are strings"]),
+        ("a: ${b}", ["a cannot be resolved", "'b' not found"]),
+        ("a:\n  b: ${oc.env:NO_SUCH_VARIABLE}", ["a.b cannot be resolved", "NO_SUCH_VARIABLE"]),
+        ("a: ???", ["a cannot be resolved", "mandatory"]),
     ],
 )
 def test_a_malformed_file_is_named_with_what_is_wrong(
@@ -60,39 +58,20 @@ def test_a_malformed_file_is_named_with_what_is_wrong(
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(content)
-    assert_says(message(FULL, config=str(path)), f"--config {path}", *parts)
+    named = [] if "resolved" in parts[0] else [f"--config {path}"]
+    assert_says(message(FULL, config=str(path)), *named, *parts)
 
 
 @pytest.mark.parametrize(
-    ("content", "parts"),
+    ("name", "says"),
     [
-        ("a: ${b}", ["a cannot be resolved", "'b' not found"]),
-        ("a:\n  b: ${oc.env:NO_SUCH_VARIABLE}", ["a.b cannot be resolved", "NO_SUCH_VARIABLE"]),
-        ("a: ${a}", ["a cannot be resolved", "Recursive"]),
-        ("a: ???", ["a cannot be resolved", "mandatory"]),
+        ("adaptive/llama3_2/1B_ful", " adaptive/llama3_2/1B_full"),
+        ("llama3_2/1B_ful", " llama3_2/1B_full"),
+        ("/nowhere/x.yaml", "tune-adaptive ls"),
     ],
 )
-def test_a_value_that_cannot_be_resolved_is_named(
-    message: Start, tmp_path: Path, content: str, parts: list[str]
-) -> None:
-    (tmp_path / "mine.yaml").write_text(content)
-    assert_says(message(FULL, config="mine.yaml"), *parts)
-
-
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("adaptive/llama3_2/1B_ful", "adaptive/llama3_2/1B_full"),
-        ("adaptive/demo/lorra", "adaptive/demo/lora"),
-        ("llama3_2/1B_ful", "llama3_2/1B_full"),
-    ],
-)
-def test_an_unknown_config_lists_the_near_ones(message: Start, name: str, near: str) -> None:
-    assert_says(message(FULL, config=name), f"--config {name}", f" {near}")
-
-
-def test_of_a_config_that_is_like_none_it_is_said_where_all_are_listed(message: Start) -> None:
-    assert_says(message(FULL, config="/nowhere/x.yaml"), "--config /nowhere/x.yaml", "tune-adaptive ls")
+def test_an_unknown_config_lists_the_near_ones_or_where_all_are_listed(message: Start, name: str, says: str) -> None:
+    assert_says(message(FULL, config=name), f"--config {name}", says)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["epochs=1"]])
@@ -105,7 +84,6 @@ def test_no_config_at_all_is_said(arguments: list[str]) -> None:
     ("override", "parts"),
     [
         ("foo", ["foo", "key=value"]),
-        ("a=b=c", ["a=b=c", "key=value"]),
         ("--learning_rate=3", ["--learning_rate=3", "key=value"]),
         ("--config=adaptive/demo/lora", ["--config", "twice"]),
         ("~nothing", ["nothing", "Could not find key"]),
@@ -123,30 +101,18 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
             "adaptive.recover_from_omm=True",
             ["adaptive.recover_from_omm", "allowed: ", "did you mean recover_from_oom?"],
         ),
-        ("adaptive.colour=red", ["adaptive.colour", "allowed: recover_from_oom"]),
-        ("adaptive.recover_from_oom=maybe", ["adaptive.recover_from_oom is 'maybe'", "True or False or null"]),
         ("adaptive=yes", ["adaptive is True", "a section"]),
         ("batch_size=0", ["batch_size is 0", COUNT]),
-        ("batch_size=None", ["batch_size is null", COUNT]),
         ("~batch_size", ["batch_size is missing", COUNT]),
-        ("gradient_accumulation_steps=0", ["gradient_accumulation_steps is 0", COUNT]),
         ("epochs=0", ["epochs is 0", "a whole number from 1 to 100000"]),
-        ("adaptive.sequence_length=1000000000", ["adaptive.sequence_length is 1000000000", "from 1 to 16777216"]),
-        ("max_steps_per_epoch=0", ["max_steps_per_epoch is 0", f"{COUNT} or null"]),
         ("dtype=fp16", ["dtype is 'fp16'", "bf16 or fp32"]),
         ("clip_grad_norm=-1", ["clip_grad_norm is -1", "above 0"]),
-        ("seed=-5", ["seed is -5", "range"]),
-        ("cudnn_deterministic_mode=loud", ["cudnn_deterministic_mode is 'loud'", "warn"]),
-        ("shuffle=maybe", ["shuffle is 'maybe'", "True or False"]),
-        ("ac_mode=some", ["ac_mode is 'some'", "full or selective or null"]),
         ("custom_sharded_layers=tok_embeddings", ["custom_sharded_layers is 'tok_embeddings'", "a list of names"]),
         ("device=gpu", ["device is 'gpu'", "set device: cpu"]),
         ("device=cuda:9", ["device is 'cuda:9'", "set device: cpu"]),
         ("fsdp_cpu_offload=True", ["fsdp_cpu_offload is True", "device is 'cpu'", "set it to False"]),
-        ("enable_activation_offloading=True", ["enable_activation_offloading is True", "device is 'cpu'"]),
         ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "clip_grad_norm is 1.0"]),
         ("optimizer=torch.optim.SGD", ["optimizer.fused is True", "torch.optim.SGD", "set optimizer.fused: False"]),
-        ("collate_fn=nowhere.collate", ["collate_fn is 'nowhere.collate'", "cannot be imported"]),
         ("collate_fn=torchtune.data.left_pad_sequence", ["collate_fn is", "inference only"]),
         ("collate_fn=os.getcwd", ["collate_fn is 'os.getcwd'", "cannot be called with samples", "padded_collate_sft"]),
         ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "tensor_parallel_plan is missing"]),
@@ -156,9 +122,6 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
             f"output_dir={'x' * 300}",
             ["output_dir is 'xxx", "x...: allowed is a path whose names have at most 255 bytes"],
         ),
-        ("tokenizer.max_seq_len=300.5", ["tokenizer.max_seq_len is 300.5: allowed is a whole number of at least 1"]),
-        ("checkpointer.output_dir={a: 1}", ["checkpointer.output_dir is {'a': 1}: allowed is a path"]),
-        ("profiler.enabled=yes_please", ["profiler.enabled is 'yes_please': allowed is True or False"]),
         ("profiler=5", ["profiler._component_ is 5: allowed is torchtune.training.setup_torch_profiler or null"]),
     ],
 )
@@ -187,10 +150,6 @@ def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_pa
     cfg[section] = "torch.optim.AdamW"
     OmegaConf.save(cfg, tmp_path / "text.yaml")
     assert_says(message(FULL, config="text.yaml"), f"{section} is 'torch.optim.AdamW'", "allowed is a section")
-    cfg[section] = ["torch.optim.AdamW"]
-    OmegaConf.save(cfg, tmp_path / "list.yaml")
-    said = ["dataset[0]"] if section == "dataset" else [f"{section} is ['torch.optim.AdamW']", "allowed is a section"]
-    assert_says(message(FULL, config="list.yaml"), *said)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +157,11 @@ def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_pa
     [
         ("model=torchtune.models.llama3.llama9", ["model", "torchtune.models.llama3.llama9"]),
         ("model.colour=red", ["model", "demo_model", "colour"]),
-        ("tokenizer=nowhere.tokenizer", ["tokenizer", "nowhere.tokenizer"]),
         (
             "tokenizer=torchtune.models.llama3.llama3_tokenizer",
             ["tokenizer.path is missing: llama3_tokenizer requires"],
         ),
         ("tokenizer.max_seq_len=1", ["tokenizer.max_seq_len is 1"]),
-        ("dataset=nowhere.dataset", ["dataset", "nowhere.dataset"]),
         ("optimizer=bitsandbytes.optim.PagedAdamW8bit", ["optimizer", "bitsandbytes", "installed"]),
         ("optimizer.lr=-1", ["optimizer", "learning rate", "-1"]),
         (
@@ -212,47 +169,28 @@ def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_pa
             ["optimizer.learning_rate: AdamW has no such", "it; allowed: lr"],
         ),
         ("optimizer.lrr=4", ["optimizer.lrr: AdamW has no such argument; did you mean lr?"]),
-        ("optimizer=null", ["optimizer._component_ is null: allowed is the dotted path of a class"]),
         ("loss=torch.nn.MSELoss", ["loss is torch.nn.MSELoss", "ignore_index", "cross-entropy"]),
-        ("metric_logger=nowhere.logger", ["metric_logger", "nowhere.logger"]),
         ("checkpointer=torchtune.NoCheckpointer", ["checkpointer", "torchtune.NoCheckpointer"]),
-        ("checkpointer.colour=red", ["checkpointer.colour: demo_checkpointer has no such argument", "allowed: "]),
         ("checkpointer.model_type=LAMA", ["checkpointer", "LAMA"]),
         ("checkpointer.checkpoint_files=[none.pt]", ["checkpointer", "weights is not a valid directory"]),
         *((f"checkpointer.checkpoint_files={value}", ["checkpointer"]) for value in ("x", "null", "[]")),
         ("checkpointer.checkpoint_dir=None", ["checkpointer.checkpoint_dir is None"]),
+        (
+            "checkpointer=torchtune.training.FullModelHFCheckpointer checkpointer.checkpoint_dir=/nowhere/Llama",
+            ["checkpointer.checkpoint_dir is '/nowhere/Llama'", "tune download"],
+        ),
+        (
+            "tokenizer=torchtune.models.llama3.llama3_tokenizer tokenizer.path=/nowhere/tokenizer.model",
+            ["tokenizer could not be built", "/nowhere/tokenizer.model"],
+        ),
+        (
+            "dataset=torchtune.datasets.instruct_dataset dataset.source=json dataset.data_files=/nowhere/rows.json",
+            ["dataset could not be built", "/nowhere/rows.json"],
+        ),
     ],
 )
 def test_a_component_that_cannot_be_built_is_named(message: Start, override: str, parts: list[str]) -> None:
-    assert_says(message(FULL, override, SMALL), *parts)
-
-
-def test_a_checkpoint_directory_that_does_not_exist_is_named(message: Start) -> None:
-    text = message(
-        FULL,
-        "checkpointer=torchtune.training.FullModelHFCheckpointer",
-        "checkpointer.checkpoint_dir=/nowhere/Llama",
-    )
-    assert_says(text, "checkpointer.checkpoint_dir is '/nowhere/Llama'", "tune download")
-
-
-def test_a_tokenizer_file_that_does_not_exist_is_named(message: Start) -> None:
-    text = message(
-        FULL,
-        "tokenizer=torchtune.models.llama3.llama3_tokenizer",
-        "tokenizer.path=/nowhere/tokenizer.model",
-    )
-    assert_says(text, "tokenizer could not be built", "/nowhere/tokenizer.model")
-
-
-def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
-    text = message(
-        FULL,
-        "dataset=torchtune.datasets.instruct_dataset",
-        "dataset.source=json",
-        "dataset.data_files=/nowhere/rows.json",
-    )
-    assert_says(text, "dataset could not be built", "/nowhere/rows.json")
+    assert_says(message(FULL, *override.split(), SMALL), *parts)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +198,6 @@ def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
     [
         (FULL, "model.embed_dim=64", "size mismatch"),
         (LORA, "model.num_layers=4", "layers.3"),
-        (FULL, "model.num_layers=2", "first: layers.2"),
     ],
 )
 def test_weights_of_another_model_are_refused(message: Start, kind: str, override: str, found: str) -> None:
@@ -286,11 +223,7 @@ def test_a_sample_longer_than_the_model_takes_is_refused(message: Start) -> None
         ("enable_async_checkpointing=True", ["enable_async_checkpointing is True", "LoRA", "allowed is False"]),
         ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "LoRA", "allowed is 1"]),
         ("~model.lora_rank", ["model.lora_rank is missing", COUNT]),
-        ("model.lora_rank=0", ["model.lora_rank is 0", COUNT]),
-        ("model.lora_alpha=high", ["model.lora_alpha is 'high'", "a number above 0"]),
         ("model.lora_attn_modules=[query]", ["model.lora_attn_modules is ['query']", "q_proj"]),
-        ("model.lora_attn_modules=[]", ["model.lora_attn_modules is []", "q_proj"]),
-        ("~model.apply_lora_to_mlp", ["model.apply_lora_to_mlp is missing"]),
     ],
 )
 def test_what_lora_cannot_do_is_refused_before_training(message: Start, override: str, parts: list[str]) -> None:

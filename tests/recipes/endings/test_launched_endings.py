@@ -1,7 +1,5 @@
 """How a run of several ranks ends: Ctrl-C, an error on some rank, a launcher that is killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

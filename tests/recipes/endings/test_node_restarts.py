@@ -3,8 +3,6 @@
 Both nodes are launchers on this machine. One of them is the rendezvous: the store at which the nodes meet.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -38,8 +36,6 @@ STEPS = 40
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it, in torch 2.13, a launcher that stays does not tell one that is new where the ranks meet: it keeps the
 address of the first round, and writes it into no later one."""
-QUICKLY = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-"""Seconds until a launcher kills ranks that do not end; before torch 2.12 it takes 30."""
 TIMEOUT_S = 8
 SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
 HUNG = ["the rendezvous store", "ranks 2, 3 (pid "]

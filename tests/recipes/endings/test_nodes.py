@@ -1,23 +1,16 @@
 """Two nodes: a `tune run` on each, that meet at an address. Here both are on this machine, in folders of their own."""
 
-from __future__ import annotations
-
-import os
 import re
 import sys
-import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 
 from tests.commands import run_here
 from tests.ranks import free_ports
-from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished, end_marked
+from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished
 
 TUNE = str(Path(sys.executable).parent / "tune")
 RECIPE = "adaptive_full_finetune_distributed"
@@ -35,7 +28,6 @@ SHRUNK = (
 UNLIMITED = "adaptive=null"
 LITTLE_ON_THE_SECOND_NODE = "adaptive.memory_limit=[120MiB,64MiB]"
 TIMEOUT_S = 120
-MARK = "TORCHTUNE_ADAPTIVE_TEST_OF_NODES"
 
 
 class Run(NamedTuple):
@@ -90,18 +82,6 @@ def run_on_two_nodes(folder: Path, *arguments: str) -> Run:
     assert [run.status for run in ended.values()] == [0, 0], "\n".join(run.output for run in ended.values())
     first, second = sorted(nodes, key=lambda node: not (node / "out" / "logs").exists())
     return Run(ended[first], ended[second], metric_log(first))
-
-
-@contextmanager
-def nothing_left_running() -> Iterator[None]:
-    """Ends what a run leaves behind, and fails if it left anything. torchrun's ranks have sessions of their own."""
-    mark = uuid.uuid4().hex
-    with mock.patch.dict(os.environ, {MARK: mark}):
-        try:
-            yield
-        finally:
-            left = end_marked(MARK, mark)
-    assert left == []
 
 
 def metric_log(cwd: Path) -> list[dict[str, float]]:

@@ -1,7 +1,5 @@
 """The example of each scheduler, with a scheduler and commands that are not real; `make crash` has real training."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

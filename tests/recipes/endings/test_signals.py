@@ -1,7 +1,5 @@
 """A run that is asked to end saves where it is, says so in one line, and goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path
@@ -77,7 +75,6 @@ def assert_goes_on(
         pytest.param(1, Blow(3), 3, id="alone"),
         pytest.param(1, Blow(4, signals=(INT, INT)), 4, id="the-end-of-an-epoch,-Ctrl-C-by-two-ways"),
         pytest.param(2, Blow(1, ranks=(1,), signals=(HUP,)), 1, id="rank-1-of-2"),
-        pytest.param(2, Blow(3, ranks=(0, 1)), 3, id="both"),
     ],
 )
 def test_a_signal_saves_the_step_that_is_under_way(
@@ -115,9 +112,8 @@ def test_an_asynchronous_save_is_whole_before_it_is_told(
     assert_goes_on(tmp_path / "run", 2, undisturbed, *options, after=3)
 
 
-@pytest.mark.parametrize("moment", [signalled.SAVE, signalled.PUBLISH])
-def test_a_signal_in_a_save_ends_the_run_with_that_save(moment: str, tmp_path: Path) -> None:
-    blow = Blow(moment)
+def test_a_signal_in_a_save_ends_the_run_with_that_save(tmp_path: Path) -> None:
+    blow = Blow(signalled.SAVE, ranks=(0,))
     ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", blow=blow)
     assert [each.status for each in ended] == [0, 0]
     assert told(ended[0].lines) == f"stopped after step 1; last checkpoint: {tmp_path / 'run' / 'out' / 'step_1'}"

@@ -1,7 +1,5 @@
 """A rank that is stopped in the middle of a run: the others end in time, say which it was, and how to go on."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,10 +1,7 @@
 """What a user sees of searching, recovering and growing: whole runs on two ranks."""
 
-from __future__ import annotations
-
 import json
 import math
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +9,7 @@ import pytest
 
 from tests.hearing import listening
 from tests.pictures import is_drawn
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
 
@@ -50,7 +47,7 @@ def run_and_listen(kind: str, folder: Path, *overrides: str) -> list[str]:
     return lines
 
 
-def run_all(folder: Path, ports: list[int]) -> dict[str, list[str]]:
+def run_all(folder: Path) -> dict[str, list[str]]:
     limit = f"adaptive.memory_limit=[120MiB,{LIMIT_MIB}MiB]"
     runs: dict[str, tuple[str, ...]] = {
         "searched": (*PLAIN, limit, "use_maximum_batch_size=True", "adaptive.sequence_length=256"),
@@ -59,8 +56,7 @@ def run_all(folder: Path, ports: list[int]) -> dict[str, list[str]]:
         "growing": GROWING,
     }
     lines = {}
-    for (name, overrides), port in zip(runs.items(), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+    for name, overrides in runs.items():
         lines[name] = run_and_listen("full", folder / name, *overrides)
     return lines
 
@@ -68,7 +64,7 @@ def run_all(folder: Path, ports: list[int]) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("adaptive")
-    return Runs(folder, run_on_ranks(2, run_all, folder, free_ports(4), timeout_s=100, in_group=False))
+    return Runs(folder, run_on_ranks(2, run_all, folder, timeout_s=100, in_group=False))
 
 
 def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> None:
@@ -135,12 +131,6 @@ def test_the_record_has_every_step_with_its_memory_beside_the_budget(runs: Runs)
         assert 0 < step["peak_bytes"] < 1.1 * step["budget_bytes"]
 
 
-def test_the_record_tells_when_the_batch_grows(runs: Runs) -> None:
-    events = read_log(runs.folder / "growing" / "out" / "adaptive_events.jsonl")
-    grown = [(event["step"], event["before"], event["after"]) for event in events if event["kind"] == "schedule"]
-    assert grown == [(16, 4, 8), (24, 8, 16)]
-
-
 def test_only_the_first_rank_speaks(runs: Runs) -> None:
     assert not any(runs.lines[1].values())
 
@@ -150,6 +140,10 @@ def test_a_growing_batch_takes_the_steps_and_microbatches_of_its_plan(runs: Runs
     log = runs.log("growing")
     assert [step["step"] for step in log] == list(range(1, 16 + 8 + 4 + 1))
     assert [step["microbatch_rows"] for step in log] == [1] * 16 + [2] * 8 + [4] * 4
+    events = read_log(runs.folder / "growing" / "out" / "adaptive_events.jsonl")
+    grown = [(event["step"], event["before"], event["after"]) for event in events if event["kind"] == "schedule"]
+    assert grown == [(16, 4, 8), (24, 8, 16)]
+    assert any("batch schedule · 3 epochs · 28 steps" in line for line in runs.lines[0]["growing"])
 
 
 def test_a_growing_batch_has_the_learning_rate_that_a_hand_computes(runs: Runs) -> None:
@@ -164,8 +158,3 @@ def test_a_growing_batch_has_the_learning_rate_that_a_hand_computes(runs: Runs) 
         # the factor of an epoch applies from its first step on, so the rate logged before it has the old one
         factor = math.sqrt(growth[done - 1])
         assert step["lr"] == pytest.approx(1e-3 * cosine * factor, rel=1e-6, abs=1e-12)
-
-
-def test_a_growing_run_prints_its_plan(runs: Runs) -> None:
-    lines = runs.lines[0]["growing"]
-    assert any("batch schedule · 3 epochs · 28 steps" in line for line in lines)

@@ -1,8 +1,5 @@
 """Runs on a mesh of 2 replicas of 2 ranks each, beside the same ranks in one dimension."""
 
-from __future__ import annotations
-
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune.modules.peft import LoRALinear
 
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, saved_weights
 from tests.recipes.stops import stopped_before
@@ -41,7 +38,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "hybrid": HYBRID,
     "whole": ("data_parallel_replicate_dim=4", "data_parallel_shard_dim=1", "adaptive.recover_from_oom=False"),
     "searched": (*HYBRID, "use_maximum_batch_size=True", "adaptive.max_batch_size=4", "adaptive.memory_limit=60MiB"),
-    "tokens": (*HYBRID, "adaptive.token_budget=700"),
     "starved": (*HYBRID, "adaptive.token_budget=4000", *LIMIT),
 }
 RESUMED = {"onto a flat mesh": (HYBRID, ()), "onto a hybrid mesh": ((), (*HYBRID, "enable_async_checkpointing=True"))}
@@ -66,11 +62,8 @@ def adapters_like_those_of_one_process() -> Iterator[None]:
         yield
 
 
-def run_all(kind: str, folder: Path, ports: list[int]) -> None:
-    free = iter(ports)
-
+def run_all(kind: str, folder: Path) -> None:
     def run(name: str, *overrides: str, stop: bool = False) -> None:
-        os.environ["MASTER_PORT"] = str(next(free))
         with stopped_before(1) if stop else nullcontext():
             run_ours(kind, demo_config(kind, folder / name, *BASE, *overrides))
 
@@ -86,8 +79,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> None:
 @pytest.fixture(scope="module", params=RUNS)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
-    ports = free_ports(len(CASES) + 2 * len(RESUMED))
-    run_on_ranks(4, run_all, request.param, folder, ports, timeout_s=250, in_group=False)
+    run_on_ranks(4, run_all, request.param, folder, timeout_s=250, in_group=False)
     return request.param, folder
 
 

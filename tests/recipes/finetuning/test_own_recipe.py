@@ -1,15 +1,12 @@
 """A recipe of one's own, as examples/recipes has it: it recovers, saves and resumes like those of the package."""
 
-from __future__ import annotations
-
-import os
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config
 from tests.recipes.stops import train_until
@@ -39,15 +36,14 @@ def distilled(folder: Path, *, fails: bool, stop_before: int | None = None) -> i
     return int(recipe.runner.recoveries)
 
 
-def run_all(folder: Path, ports: list[int]) -> list[int]:
+def run_all(folder: Path) -> list[int]:
     recoveries = []
     cases: list[tuple[str, dict[str, Any]]] = [
         ("plain", {"fails": False}),
         ("other", {"fails": True, "stop_before": 6}),
         ("other", {"fails": False}),
     ]
-    for (name, options), port in zip(cases, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+    for name, options in cases:
         recoveries.append(distilled(folder / name, **options))
     return recoveries
 
@@ -55,7 +51,7 @@ def run_all(folder: Path, ports: list[int]) -> list[int]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     folder = tmp_path_factory.mktemp("distilled")
-    recoveries = run_on_ranks(2, run_all, folder, free_ports(3), timeout_s=90, in_group=False)
+    recoveries = run_on_ranks(2, run_all, folder, timeout_s=90, in_group=False)
     return folder, recoveries[0]
 
 

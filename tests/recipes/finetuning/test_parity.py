@@ -1,15 +1,12 @@
 """The installed stock recipe and ours, run beside each other on two ranks: the same figures at every step."""
 
-from __future__ import annotations
-
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import (
     RELATIVE,
@@ -45,9 +42,8 @@ CASES: dict[str, tuple[str, ...]] = {
 RUNS = [*(("full", case) for case in CASES), ("lora", "everything")]
 
 
-def run_both(kind: str, folder: Path, case: str, ports: list[int]) -> None:
-    for (who, run), port in zip((("stock", run_stock), ("ours", run_ours)), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+def run_both(kind: str, folder: Path, case: str) -> None:
+    for who, run in (("stock", run_stock), ("ours", run_ours)):
         run(kind, demo_config(kind, folder / who, *CASES[case]))
 
 
@@ -55,7 +51,7 @@ def run_both(kind: str, folder: Path, case: str, ports: list[int]) -> None:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     kind, case = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-{case}")
-    run_on_ranks(2, run_both, kind, folder, case, free_ports(2), timeout_s=60, in_group=False)
+    run_on_ranks(2, run_both, kind, folder, case, timeout_s=60, in_group=False)
     return case, folder
 
 

@@ -1,7 +1,5 @@
 """Which length a search measures, and what it says of samples that are longer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Configs that torchtune ships train here and save, on two ranks, unchanged but for what a machine without GPU, network
 and weights cannot have (see stock_configs.py): one of each family of models, and every one at night."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,13 +1,10 @@
 """Tensor parallelism through the full recipe: beside stock, and out of memory, which ends the run there."""
 
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.endings.test_endings import tune_on_two
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock
@@ -31,14 +28,10 @@ APART = (*SGD, "dataset.samples=24", "batch_size=1")
 """The same steps by as many ranks, each with samples of its own."""
 
 
-def run_all(folder: Path, ports: list[int]) -> None:
-    os.environ["MASTER_PORT"] = str(ports[0])
+def run_all(folder: Path) -> None:
     run_stock("full", demo_config("full", folder / "stock", *TENSOR))
-    os.environ["MASTER_PORT"] = str(ports[1])
     run_ours("full", demo_config("full", folder / "by_one", *TENSOR, *BY_ONE))
-    os.environ["MASTER_PORT"] = str(ports[2])
     run_ours("full", demo_config("full", folder / "clipped", *TENSOR, CLIPPED))
-    os.environ["MASTER_PORT"] = str(ports[3])
     run_ours("full", demo_config("full", folder / "apart", *APART, CLIPPED))
 
 
@@ -46,7 +39,7 @@ def run_all(folder: Path, ports: list[int]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two groups of two ranks, each of which holds a shard."""
     folder = tmp_path_factory.mktemp("tensor")
-    run_on_ranks(4, run_all, folder, free_ports(4), timeout_s=120, in_group=False)
+    run_on_ranks(4, run_all, folder, timeout_s=120, in_group=False)
     return folder
 
 

@@ -1,10 +1,7 @@
 """Token budgets in whole runs of both recipes: beside stock, recovering, growing, resumed, packed, of long samples."""
 
-from __future__ import annotations
-
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pictures import is_drawn
-from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.finetuning.test_adaptive_runs import run_and_listen
 from tests.recipes.recording import read_log
 from tests.recipes.running import (
@@ -26,9 +23,7 @@ from tests.recipes.running import (
     saved_weights,
     start_here,
 )
-from tests.recipes.stops import stopped_before, to_resume
-from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
-from torchtune_adaptive.demo.tokenizer import DemoTokenizer
+from torchtune_adaptive.errors import AdaptiveError
 
 STEPS = (*SGD, "batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
 BUDGET = ("adaptive.sequence_length=null", "adaptive.memory_limit=null")
@@ -45,33 +40,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-class EveryTokenALabel(DemoDataset):
-    """The first one too, which the demo's tokenizer masks."""
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        tokens = super().__getitem__(index)["tokens"]
-        return {"tokens": tokens, "labels": list(tokens)}
-
-
-def every_token_a_label(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> EveryTokenALabel:
-    """Component for a config's `dataset:`."""
-    return EveryTokenALabel(samples, partial(demo_sample, tokenizer, 0))
-
-
-class OneLongOnRank0(DemoDataset):
-    """As many tokens for both of two ranks: in a step of four samples, one of rank 0's is long, rank 1's are alike."""
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        place, rank = divmod(index, 2)
-        length = 56 if rank else 8 if place % 4 else 200
-        return {"tokens": [1] * length, "labels": [1] * length}
-
-
-def one_long_on_rank_0(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> OneLongOnRank0:
-    """Component for a config's `dataset:`."""
-    return OneLongOnRank0(samples, partial(demo_sample, tokenizer, 0))
-
-
 class Runs(NamedTuple):
     kind: str
     ranks: int
@@ -83,15 +51,12 @@ class Runs(NamedTuple):
         return read_log(self.folder / name / "log.jsonl")
 
 
-def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
+def run_all(kind: str, folder: Path) -> dict[str, list[str]]:
     lines = {}
-    *ports, port_of_stock = ports
-    for (name, overrides), port in zip(RUNS.items(), ports, strict=True):
+    for name, overrides in RUNS.items():
         if {LIMIT, SHORT} & {*overrides} and os.environ["WORLD_SIZE"] != "2":
             continue
-        os.environ["MASTER_PORT"] = str(port)
         lines[name] = run_and_listen(kind, folder / name, *STEPS, *BUDGET, *overrides)
-    os.environ["MASTER_PORT"] = str(port_of_stock)
     run_stock(kind, demo_config(kind, folder / "stock", *STEPS))
     return lines
 
@@ -100,8 +65,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     kind, ranks = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-{ranks}")
-    ports = free_ports(len(RUNS) + 1)
-    return Runs(kind, ranks, folder, run_on_ranks(ranks, run_all, kind, folder, ports, timeout_s=250, in_group=False))
+    return Runs(kind, ranks, folder, run_on_ranks(ranks, run_all, kind, folder, timeout_s=250, in_group=False))
 
 
 @pytest.mark.parametrize("name", ["budget", "rows"])
@@ -207,96 +171,36 @@ def double_in_the_third_epoch(epoch: int, current_batch_size: int) -> int:
     return current_batch_size * (1 + dist.get_rank()) if epoch == 2 else 0
 
 
-def grow(folder: Path, ports: list[int]) -> list[str]:
-    """Collective: by rows; by tokens; and by tokens, stopped after the second epoch and resumed."""
-    budget = ("adaptive.token_budget=700", *BUDGET)
-    os.environ["MASTER_PORT"] = str(ports[0])
+def grow(folder: Path) -> list[str]:
+    """Collective: by rows, and by tokens."""
     run_ours("full", demo_config("full", folder / "rows", *GROWING))
-    os.environ["MASTER_PORT"] = str(ports[1])
-    lines = run_and_listen("full", folder / "tokens", *GROWING, *budget)
-    os.environ["MASTER_PORT"] = str(ports[2])
-    with stopped_before(2):
-        run_ours("full", demo_config("full", folder / "resumed", *GROWING, *budget))
-    os.environ["MASTER_PORT"] = str(ports[3])
-    run_ours("full", demo_config("full", folder / "resumed", *GROWING, *budget, *to_resume("full", 2)))
-    return lines
+    return run_and_listen("full", folder / "tokens", *GROWING, "adaptive.token_budget=700", *BUDGET)
 
 
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    folder = tmp_path_factory.mktemp("growing")
-    lines = run_on_ranks(2, grow, folder, free_ports(4), timeout_s=250, in_group=False)
-    return folder, lines[0]
-
-
-def test_a_growing_batch_by_tokens_trains_what_it_trains_by_rows(grown: tuple[Path, list[str]]) -> None:
-    by_rows, by_tokens = (read_log(grown[0] / name / "log.jsonl") for name in ("rows", "tokens"))
+def test_a_growing_batch_by_tokens_trains_what_it_trains_by_rows_and_its_schedule_says_so(tmp_path: Path) -> None:
+    lines, _ = run_on_ranks(2, grow, tmp_path, timeout_s=250, in_group=False)
+    by_rows, by_tokens = (read_log(tmp_path / name / "log.jsonl") for name in ("rows", "tokens"))
     assert len(by_rows) == len(by_tokens)
     for one, other in zip(by_rows, by_tokens, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=RELATIVE_AFTER_ADAM)
+    assert any("by tokens" in line for line in lines)
 
 
-def test_the_schedule_of_a_run_by_tokens_says_so(grown: tuple[Path, list[str]]) -> None:
-    assert any("by tokens" in line for line in grown[1])
+SMALL = ("batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=inf")
+PACKED = ("dataset.packed=True", "tokenizer.max_seq_len=256", "dataset.samples=96")
 
 
-def test_a_resumed_run_by_tokens_is_the_run_that_was_never_stopped(grown: tuple[Path, list[str]]) -> None:
-    whole, resumed = (read_log(grown[0] / name / "log.jsonl") for name in ("tokens", "resumed"))
-    assert [step["step"] for step in resumed] == [step["step"] for step in whole]
-    for one, other in zip(whole, resumed, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=RELATIVE)
-        assert other["microbatch_tokens"] == one["microbatch_tokens"]
+def run_packed(folder: Path) -> list[str]:
+    by_rows = ("batch_size=4", "gradient_accumulation_steps=1")
+    run_ours("full", demo_config("full", folder / "rows", *PACKED, "clip_grad_norm=inf", *by_rows))
+    return run_and_listen("full", folder / "tokens", *SMALL, *BUDGET, *PACKED, "adaptive.token_budget=1100")
 
 
-SMALL = ("dataset.samples=48", "batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=inf")
-EVERY_TOKEN = "dataset._component_=tests.recipes.finetuning.test_token_budget.every_token_a_label"
-LONG = {
-    "packed": ("adaptive.token_budget=1100", "dataset.packed=True", "tokenizer.max_seq_len=256", "dataset.samples=96"),
-    "packed by rows": (
-        "dataset.packed=True",
-        "tokenizer.max_seq_len=256",
-        "dataset.samples=96",
-        "batch_size=4",
-        "gradient_accumulation_steps=1",
-    ),
-    "first labels, budget": ("adaptive.token_budget=2000", "tokenizer.max_seq_len=330", EVERY_TOKEN),
-    "first labels, smaller": ("adaptive.token_budget=330", "tokenizer.max_seq_len=330", EVERY_TOKEN),
-    "one long": (
-        "adaptive.token_budget=2000",
-        "adaptive.padding=False",
-        "adaptive.deal=False",
-        "dataset._component_=tests.recipes.finetuning.test_token_budget.one_long_on_rank_0",
-        "shuffle=False",
-    ),
-}
-
-
-def run_long(folder: Path, ports: list[int]) -> dict[str, list[str]]:
-    lines = {}
-    for (name, overrides), port in zip(LONG.items(), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        lines[name] = run_and_listen("full", folder / name, *SMALL, *BUDGET, *overrides)
-    return lines
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("long")
-    lines = run_on_ranks(2, run_long, folder, free_ports(len(LONG)), timeout_s=200, in_group=False)
-    return Runs("full", 2, folder, lines)
-
-
-def test_a_rank_with_a_long_sample_counts_as_fuller_than_one_with_as_many_tokens(long: Runs) -> None:
-    steps = long.log("one long")
-    assert len(steps) == 6
-    assert all(step["microbatch_tokens"] == 224 and step["padding_fraction"] == 0 for step in steps)
-    assert all(1.05 < step["rank_imbalance"] < 2 for step in steps)
-
-
-def test_a_packed_dataset_has_microbatches_by_rows_and_says_so_once(long: Runs) -> None:
-    said = [line for line in long.lines[0]["packed"] if "the dataset is packed" in line]
+def test_a_packed_dataset_has_microbatches_by_rows_and_says_so_once(tmp_path: Path) -> None:
+    lines, _ = run_on_ranks(2, run_packed, tmp_path, timeout_s=200, in_group=False)
+    said = [line for line in lines if "the dataset is packed" in line]
     assert said == ["token budget · the dataset is packed, all rows have 256 tokens: microbatches of 4 rows"]
-    by_rows, by_tokens = long.log("packed by rows"), long.log("packed")
+    by_rows, by_tokens = (read_log(tmp_path / name / "log.jsonl") for name in ("rows", "tokens"))
     assert [step["loss"] for step in by_tokens] == pytest.approx(
         [step["loss"] for step in by_rows], rel=RELATIVE_AFTER_ADAM
     )
@@ -304,27 +208,18 @@ def test_a_packed_dataset_has_microbatches_by_rows_and_says_so_once(long: Runs) 
     assert all(step["padding_fraction"] == 0 for step in by_tokens)
 
 
-def test_the_gradient_does_not_depend_on_the_split_even_where_first_tokens_are_labels(long: Runs) -> None:
-    one, other = long.log("first labels, budget"), long.log("first labels, smaller")
-    assert [s["microbatches"] for s in one] != [s["microbatches"] for s in other]
-    for step, same_step in zip(one, other, strict=True):
-        assert same_step["loss"] == pytest.approx(step["loss"], rel=RELATIVE_AFTER_ADAM)
-        assert same_step["grad_norm"] == pytest.approx(step["grad_norm"], rel=RELATIVE_AFTER_ADAM)
-
-
-def run_too_long(folder: Path, *overrides: str) -> None:
-    run_ours("full", demo_config("full", folder, *SMALL, *BUDGET, *overrides))
-
-
 @pytest.mark.parametrize(
     ("budget", "told"),
     [
-        ("200", r"SampleTooLargeError: sample \d+ of the dataset has \d+ tokens.* raise adaptive\.token_budget"),
-        ("auto", r"OneRowDoesNotFitError: one row of \d+ tokens .* \(sample \d+ of the dataset\); "),
+        ("200", r"^sample \d+ of the dataset has \d+ tokens.* raise adaptive\.token_budget"),
+        ("auto", r"^one row of \d+ tokens .* \(sample \d+ of the dataset\); "),
     ],
 )
-def test_a_sample_that_does_not_fit_is_named_before_training_starts(tmp_path: Path, budget: str, told: str) -> None:
+def test_a_sample_that_does_not_fit_is_named_before_training_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     limit = "adaptive.memory_limit=13MiB" if budget == "auto" else "adaptive.memory_limit=null"
-    overrides = (f"adaptive.token_budget={budget}", "tokenizer.max_seq_len=null", limit)
-    with pytest.raises(RankFailed, match=told):
-        run_on_ranks(2, run_too_long, tmp_path / "run", *overrides, timeout_s=100, in_group=False)
+    asked = (f"adaptive.token_budget={budget}", "tokenizer.max_seq_len=null", limit, "use_maximum_batch_size=False")
+    with pytest.raises(AdaptiveError, match=told):
+        start_here("full", "--config", "adaptive/demo/full", *SMALL, *BUDGET[:1], *asked, "dataset.samples=48")

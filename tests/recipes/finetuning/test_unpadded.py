@@ -1,15 +1,10 @@
 """Whole runs without padding beside the stock recipe's, with what users switch on, on one rank, two and three."""
 
-from __future__ import annotations
-
-import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from benchmarks.overhead import sharding_always
-from tests.ranks import free_ports, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.finetuning.test_parity import EVERYTHING
 from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, run_ours, run_stock
@@ -18,30 +13,24 @@ RELATIVE = 2e-5
 """By which losses and gradient norms may differ at any step, in fp32."""
 BUDGET = ("adaptive.token_budget=500", "adaptive.padding=False")
 STEPS = (*SGD, *EVERYTHING)
-SAMPLES = {1: 64, 2: 32, 3: 48}
+SAMPLES = {1: 64, 2: 32}
 """By ranks: at least four steps."""
-WHERE = [("full", 2, True), ("lora", 3, True), ("full", 1, False)]
-"""And whether activations are checkpointed: on two ranks and three, test_token_budget.py has runs that store them."""
+WHERE = [("full", 2, True), ("full", 1, False)]
+"""And whether activations are checkpointed: test_token_budget.py has runs that store them, with adapters too."""
 
 
-def run_both(kind: str, folder: Path, steps: tuple[str, ...], ports: list[int]) -> None:
-    os.environ["MASTER_PORT"] = str(ports[0])
+def run_both(kind: str, folder: Path, steps: tuple[str, ...]) -> None:
     run_stock(kind, demo_config(kind, folder / "stock", *steps))
-    os.environ["MASTER_PORT"] = str(ports[1])
-    # in one process, too, stock shards adapters, and so draws others than ours
-    sharded = kind == "lora" and os.environ["WORLD_SIZE"] == "1"
-    with sharding_always() if sharded else nullcontext():
-        run_ours(kind, demo_config(kind, folder / "ours", *steps, *BUDGET))
+    run_ours(kind, demo_config(kind, folder / "ours", *steps, *BUDGET))
 
 
 @pytest.mark.parametrize(("kind", "ranks", "checkpointed"), WHERE)
 def test_checkpointing_clipping_accumulation_and_a_schedule_give_the_figures_of_stock(
     kind: str, ranks: int, checkpointed: bool, tmp_path: Path
 ) -> None:
-    # Where stock saves adapters in one process, it merges them into the very weights that it goes on with: one epoch.
     epochs = 1 if ranks == 1 else 2
     more = (f"enable_activation_checkpointing={checkpointed}", f"epochs={epochs}", f"dataset.samples={SAMPLES[ranks]}")
-    run_on_ranks(ranks, run_both, kind, tmp_path, (*STEPS, *more), free_ports(2), timeout_s=120, in_group=False)
+    run_on_ranks(ranks, run_both, kind, tmp_path, (*STEPS, *more), timeout_s=120, in_group=False)
     stock, ours = (read_log(tmp_path / who / "log.jsonl") for who in ("stock", "ours"))
     assert len(ours) == len(stock) >= 4
     assert max(step["microbatches"] for step in ours) > 1
