@@ -152,12 +152,9 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "tensor_parallel_plan is missing"]),
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
         ("output_dir=/proc/none", ["cannot write to output_dir '/proc/none'"]),
-        (
-            f"output_dir={'x' * 300}",
-            ["output_dir is 'xxx", "x...: allowed is a path whose names have at most 255 bytes"],
-        ),
+        ("output_dir=/dev/null", ["output_dir is '/dev/null': allowed is a folder"]),
         ("tokenizer.max_seq_len=300.5", ["tokenizer.max_seq_len is 300.5: allowed is a whole number of at least 1"]),
-        ("checkpointer.output_dir={a: 1}", ["checkpointer.output_dir is {'a': 1}: allowed is a path"]),
+        ("checkpointer.output_dir={a: 1}", ["checkpointer.output_dir is {'a': 1}: allowed is a folder"]),
         ("profiler.enabled=yes_please", ["profiler.enabled is 'yes_please': allowed is True or False"]),
         ("profiler=5", ["profiler._component_ is 5: allowed is torchtune.training.setup_torch_profiler or null"]),
     ],
@@ -351,10 +348,8 @@ def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: lis
         timeout_s=60,
     )
     assert ended.status != 0
-    before_the_launcher, *launcher = re.split("torch[./]distributed[./]elastic", ended.output, maxsplit=1)
-    assert launcher, ended.output
     (told,) = re.findall(r"^error(?: \(rank 1\))?: (.*)$", ended.output, re.MULTILINE)
     assert told.startswith(message)
-    assert "Traceback" not in before_the_launcher, ended.output
-    assert ended.output.count("Traceback") == 1, ended.output
+    assert re.match(rf"failed(?: \(rank 1\))?: {re.escape(message)}", ended.output.splitlines()[-1]), ended.output
+    assert "Traceback" not in ended.output
     assert (tmp_path / "runs").exists() == (A_SLIP not in message), "before it begins"
