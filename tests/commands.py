@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from tests.ranks import PATIENCE, started
 from tests.recipes.running import Finished, environment, tune_run
+from torchtune_adaptive.dependencies import when_tune_imports_torch
 
 ROOT = Path(__file__).parents[1]
 FIRST_FREE = 3
@@ -133,6 +133,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> None:
     first = Path.cwd() if is_module else Path(words[0]).resolve().parent
     given = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(first), *given, *(path for path in sys.path if path not in ("", str(ROOT)))]
+    when_tune_imports_torch()
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
@@ -146,7 +147,7 @@ def _ending_as_an_interpreter_does(work: Callable[[], None]) -> None:
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException as error:  # noqa: BLE001 - as it is told where nobody catches it
-        traceback.print_exception(error)
+        sys.excepthook(type(error), error, error.__traceback__)
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

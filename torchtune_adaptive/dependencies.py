@@ -2,12 +2,15 @@
 
 import logging
 import re
+import signal
 import sys
+import threading
 import warnings
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
 TORCH = "2.13 to 2.15"
 TORCHAO = "0.13 to 0.15"
@@ -50,12 +53,36 @@ def hide_notices() -> None:
     warnings.filterwarnings("ignore", message="XPU is not available")
 
 
+def end_by_ctrl_c() -> None:
+    """Lets Ctrl-C end a recipe of ours without a traceback, until the recipe listens to signals itself."""
+    of_ours = any(Path(word).name.startswith("adaptive_") for word in getattr(sys, "argv", None) or ())
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if of_ours and in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def when_tune_imports_torch() -> None:
     """torch calls this at the end of its own import (an entry point of `torch.backends`).
 
     In torchtune's command, no other code of ours runs before torchtune imports torchao, which prints a warning or fails
     with a traceback. Other programs are left alone.
     """
+    end_by_ctrl_c()
     if _program() == "tune":
         hide_notices()
         refuse_unfit_torchao()
+        sys.excepthook = in_place_of_torchruns_report
+
+
+def in_place_of_torchruns_report(kind: type[BaseException], error: Any, trace: TracebackType | None) -> None:
+    """Ends what `tune run` prints with the message of the rank that failed first, or with the signal that ended the
+    run, in the place of torchrun's traceback and 20 lines."""
+    if kind.__name__ == "ChildFailedError":
+        rank, failure = error.get_first_failure()
+        ended = failure.message if failure.exitcode < 0 else f"exit status {failure.exitcode}"
+        said = failure.message["message"] if isinstance(failure.message, dict) else f"failed (rank {rank}): {ended}"
+        print(f"\n{said}", file=sys.stderr)
+    elif kind.__name__ == "SignalException":
+        print(f"\n{error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)

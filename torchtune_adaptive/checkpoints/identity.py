@@ -36,10 +36,8 @@ ROLLOUT_KEYS = (
     "top_k",
     "stop_token_ids",
 )
-ONLY_SPLIT = {"full_ppo": {"gradient_accumulation_steps"}}
-"""Keys among them that in a recipe only say how a step is split: they are saved all the same, and may change."""
-MAY_BE_LOWERED = ("tokenizer.max_seq_len",)
-"""Keys that errors advise to lower when memory is short: a run may go on with less."""
+MAY_BE_LOWERED = "tokenizer.max_seq_len"
+"""Errors advise to lower it when memory is short: a run may go on with less."""
 NOT_TRAINED = {
     "full_ppo": {"reference weights": "ref_policy_checkpointer", "reward weights": "reward_checkpointer"},
     "full_dpo": {"reference weights": "ref_checkpointer"},
@@ -76,7 +74,10 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
         flat |= weights_in(whose, cfg.get(section))
     files = {text: _files_named(text) for text in _strings_in(plain["dataset"])}
     flat |= {f"{CONTENT_OF}{text}": _fingerprint(named) for text, named in files.items() if named}
-    return {key: value for key, value in flat.items() if key not in MAY_BE_LOWERED}
+    flat.pop(MAY_BE_LOWERED, None)
+    if recipe == "full_ppo":  # there it only says how a step is split
+        flat.pop("gradient_accumulation_steps", None)
+    return flat
 
 
 def weights_in(whose: str, section: Any) -> dict[str, object]:
@@ -104,16 +105,13 @@ def file_names(value: object) -> list[str]:
 def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
     """The keys whose values are not those that the checkpoint's run had, and both values. Another recipe is all that
     there is to say."""
-    may_differ = ONLY_SPLIT.get(str(configured.get("recipe")), set())
+    another_recipe = configured.get("recipe") != saved.get("recipe")
     changed = []
-    for key in sorted(configured.keys() | saved.keys(), key=lambda key: (key != "recipe", key)):
-        # a data file that is gone says so itself
-        compared = key in configured and key in saved if key.startswith(CONTENT_OF) else key not in may_differ
-        if compared and configured.get(key) != saved.get(key):
+    for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
+        is_gone = key.startswith(CONTENT_OF) and not (key in configured and key in saved)  # a data file says so itself
+        if configured.get(key) != saved.get(key) and not is_gone:
             ours, theirs = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
             changed.append(f"{key} is {ours}, but was {theirs}")
-        if key == "recipe" and changed:
-            break
     if len(changed) > MOST_SHOWN:
         changed[MOST_SHOWN:] = [f"{len(changed) - MOST_SHOWN} more differ"]
     return ", and ".join(changed) or None

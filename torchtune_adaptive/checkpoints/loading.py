@@ -184,11 +184,9 @@ def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
         )
     if training.OPT_KEY not in state or not state[training.OPT_KEY]:
         raise ConfigError(f"{files.recipe_state} has no optimizer state: the run cannot be resumed from it")
-    epochs_run = state.get(training.EPOCHS_KEY)
-    if files.complete or files.epoch is None or epochs_run == files.epoch + 1:
-        return
-    raise ConfigError(
-        f"resume_from_checkpoint is True, but the weights are from {files.folder.name} and the state in "
-        f"{files.recipe_state} is from after {epochs_run} epochs, which belongs to "
-        f"epoch_{int(epochs_run or 0) - 1}: use both of the same epoch"
-    )
+    weights_of, state_of = files.folder.name, f"epoch_{int(state.get(training.EPOCHS_KEY) or 0) - 1}"
+    if not files.complete and weights_of.startswith("epoch_") and weights_of != state_of:
+        raise ConfigError(
+            f"resume_from_checkpoint is True, but the weights are from {weights_of} and the state in "
+            f"{files.recipe_state} is from {state_of}: use both of the same epoch"
+        )

@@ -82,12 +82,7 @@ class Progress:
 
     @property
     def position(self) -> Position:
-        return Position(
-            epochs=self.epochs_run,
-            steps_in_epoch=self.steps_in_epoch,
-            samples_in_epoch=self.samples_in_epoch,
-            step=self.step,
-        )
+        return Position(epochs=self.epochs_run, steps_in_epoch=self.steps_in_epoch, step=self.step)
 
     def name_of_checkpoint(self, *, distributed: bool) -> str:
         if self.steps_in_epoch:

@@ -8,12 +8,13 @@ resume_from_checkpoint: False    anew, in an output directory without checkpoint
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
@@ -35,8 +36,8 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.launcher import command_to_go_on, this_launcher
-from torchtune_adaptive.life.output_lock import Lock, take, unwritable
-from torchtune_adaptive.life.this_run import THIS_RUN, RunFile, was_restarted
+from torchtune_adaptive.life.output_lock import take, unwritable
+from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN
 from torchtune_adaptive.rehearsal import REHEARSAL
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ class Start:
     """The serial of its next checkpoint."""
     files: Files | None = None
     """The checkpoint to go on from; None for a fresh start."""
-    locks: tuple[Lock, ...] = ()
-    """Locks that keep other runs out until this one is over; held by rank 0."""
+    locks: tuple[IO[bytes], ...] = ()
+    """What keeps other runs out until it is closed; held by rank 0."""
     overwrites: int = 0
     """Checkpoints of another run in the output directory, to be removed once training can begin."""
     mark: str = ""
@@ -69,7 +70,7 @@ class Start:
     def release(self) -> None:
         """Lets other runs in, once this one writes nothing more."""
         for lock in self.locks:
-            lock.release()
+            lock.close()
 
 
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
@@ -78,18 +79,20 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     `steps` says how many the whole run has on so many ranks, where it counts them and not epochs.
     """
     decided: Start | Exception | None = None
-    locks: list[Lock] = []
+    locks: list[IO[bytes]] = []
     launchers = sorted(set(filter(None, from_all_ranks(this_launcher()))))
     if dist.get_rank() == 0:
+        before = this_run.read(Path(settings.output_dir))
+        # each launcher counts its own restarts, and not those for which another node has asked
+        again = before is not None and not set(launchers).isdisjoint(before.launchers)
+        THIS_RUN.restarted = again or os.environ.get(RESTARTS, "0") != "0"
         try:
-            before = [run for run in map(this_run.read, places_of(settings)) if run is not None]
-            THIS_RUN.relaunched = any(launcher in run.launchers for run in before for launcher in launchers)
             locks.extend(map(take, places_of(settings)))
             decided = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
             decided = error
             for lock in locks:
-                lock.release()
+                lock.close()
     start = from_rank_0(decided)
     if isinstance(start, Exception):
         raise start
@@ -116,15 +119,15 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     checkpoints = store.find_checkpoints(directory)
     try:
         files, manifest = choose(settings, recipe, checkpoints, steps)
-    except RunFinished:
-        if store.leftovers(directory):  # a kill right after the last checkpoint
-            _prune(directory, settings)
-            with suppress(OSError):
-                store.clean(directory)  # last: where this is killed too, what is left says that there is more to do
+    except RunFinished:  # it may have been killed right after its last checkpoint
+        with suppress(OSError):
+            store.prune(directory, settings.keep_last_n_checkpoints, None)
+            store.clean(directory)
         raise
     if files is not None:
         if manifest is not None:
-            _prune(directory, settings, resumed_from=files.folder.name)
+            with suppress(OSError):  # the run would have removed them, had it not been killed, and may need the room
+                store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name)
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     elif settings.resume_from_checkpoint == AUTO:
         logger.info("fresh start: %s contains no checkpoint yet", directory)
@@ -145,7 +148,7 @@ def choose(
     if file := next((path for path in store.named(directory) if not path.is_dir() and path.exists()), None):
         raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
     own: Sequence[FoundCheckpoint] = checkpoints if mode == AUTO else []
-    if mode is True and was_restarted() and (begun := this_run.read(directory)) is not None:
+    if mode is True and THIS_RUN.restarted and (begun := this_run.read(Path(settings.output_dir))) is not None:
         # A launcher repeats the command, and a run that always went back to the same place might never get past it.
         own = [checkpoint for checkpoint in checkpoints if checkpoint.serial >= begun.serial]
     newest, skipped = store.newest_intact(own)
@@ -157,32 +160,22 @@ def choose(
         return files_of(newest.path, newest.manifest), newest.manifest
     if mode is True:
         files, manifest = named_files(settings, recipe, directory, checkpoints)
-        if manifest is not None:
+        # in mid-epoch, a changed order or size of steps would repeat samples and miss others
+        if manifest is not None and manifest.position.steps_in_epoch:
             _check_same_run(manifest, settings, recipe, directory)
         return files, manifest
     if checkpoints:
-        _check_may_overwrite(checkpoints, settings, directory, recipe)
+        _check_may_overwrite(checkpoints, settings, directory)
     return None, None
 
 
 def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory: Path) -> None:
-    """Refuses another run's checkpoint; of one that the config names, only in mid-epoch, where a changed order or size
-    of steps would repeat samples and miss others."""
-    auto = settings.resume_from_checkpoint == AUTO
-    if not auto and not saved.position.steps_in_epoch:
-        return
-    if (changed := difference(identity_of(settings.config, recipe), saved.identity)) is None:
-        return
-    if auto:
+    """Refuses another run's checkpoint."""
+    if changed := difference(identity_of(settings.config, recipe), saved.identity):
         raise ConfigError(
-            f"cannot resume (resume_from_checkpoint is auto): {changed} in the run whose checkpoints are in "
-            f"{directory}; set it back, or start a new run, either with another output_dir or with "
-            "resume_from_checkpoint: False and overwrite_output_dir: True"
+            f"cannot resume: {changed} in the run whose checkpoints are in {directory}; set it back, or start a new "
+            "run, either with another output_dir or with resume_from_checkpoint: False and overwrite_output_dir: True"
         )
-    raise ConfigError(
-        f"cannot resume in the middle of an epoch (resume_from_checkpoint is True): {changed} when the checkpoint was "
-        "saved; set it back, or resume from the end of an epoch"
-    )
 
 
 def _check_unfinished(
@@ -198,50 +191,36 @@ def _check_unfinished(
         )
 
 
-def _check_may_overwrite(
-    checkpoints: Sequence[FoundCheckpoint], settings: Settings, directory: Path, recipe: str
-) -> None:
-    """Refuses a fresh start that would mix its checkpoints with these, unless it may remove them."""
-    fresh, complete = settings.resume_from_checkpoint is False, any(checkpoint.manifest for checkpoint in checkpoints)
-    if fresh and settings.overwrite_output_dir and not was_restarted():
+def _check_may_overwrite(checkpoints: Sequence[FoundCheckpoint], settings: Settings, directory: Path) -> None:
+    """Refuses a fresh start that would mix its checkpoints with these, unless it may remove them. A launcher repeats
+    the command, and they may be the run's own then."""
+    fresh = settings.resume_from_checkpoint is False
+    if fresh and settings.overwrite_output_dir and not THIS_RUN.restarted:
         _check_not_needed(settings.config, checkpoints)
         return
-    if fresh and was_restarted() and complete:
-        raise ConfigError(
-            "the launcher has restarted this run with resume_from_checkpoint=False, but the checkpoints in "
-            f"{str(directory)!r} may be its own: set resume_from_checkpoint=auto to resume from them"
-        )
-    how = "auto" if fresh and complete else "True and the files to resume from"
-    takes_it = how == "auto" or recipe != "full_ppo"  # which takes no files by their names
-    resume = f"resume that run (resume_from_checkpoint={how}), " * takes_it
     names = ", ".join(checkpoint.name for checkpoint in checkpoints[:3]) + (", ..." if len(checkpoints) > 3 else "")
+    complete = any(checkpoint.manifest for checkpoint in checkpoints)
+    resume = "resume that run (resume_from_checkpoint=auto), " * (fresh and complete)
+    overwrite = "set resume_from_checkpoint=False and overwrite_output_dir=True to remove them"
     raise ConfigError(
-        f"output_dir {str(directory)!r} contains checkpoints of an earlier run ({names}), which a fresh start would "
-        f"mix with its own: {resume}choose another output_dir, or set resume_from_checkpoint=False and "
-        "overwrite_output_dir=True to remove them"
+        f"output_dir {str(directory)!r} contains checkpoints of an earlier run{' or of this one' * THIS_RUN.restarted} "
+        f"({names}), which a fresh start would mix with its own: {resume}choose another output_dir"
+        f"{'' if THIS_RUN.restarted else f', or {overwrite}'}"
     )
 
 
 def _check_not_needed(cfg: DictConfig, checkpoints: Sequence[FoundCheckpoint]) -> None:
     """Refuses to remove a folder that holds anything to start from, links followed."""
     section, folders = cfg.checkpointer, {checkpoint.path.resolve() for checkpoint in checkpoints}
-    read = {key: [str(section[key])] for key in ("adapter_checkpoint", "recipe_checkpoint") if section.get(key)}
-    read["checkpoint_dir"] = [""]
+    names = ["", *(str(section.get(key) or "") for key in ("adapter_checkpoint", "recipe_checkpoint"))]
     if isinstance(files := section.get("checkpoint_files"), ListConfig | DictConfig):
-        read["checkpoint_files"] = file_names(files)
-    for key, names in read.items():
-        for path in (Path(str(section.get("checkpoint_dir")), name).resolve() for name in names):
-            if not folders.isdisjoint((path, *path.parents)):
-                raise ConfigError(
-                    f"overwrite_output_dir is True, but checkpointer.{key} is {str(path)!r}, which would be removed: "
-                    "choose another output_dir"
-                )
-
-
-def _prune(directory: Path, settings: Settings, resumed_from: str | None = None) -> None:
-    """Removes what the run would have removed, had it not been killed: it may need the room for its next checkpoint."""
-    with suppress(OSError):
-        store.tidy(directory, settings.keep_last_n_checkpoints, resumed_from)
+        names += file_names(files)
+    for path in (Path(str(section.get("checkpoint_dir")), name).resolve() for name in names):
+        if not folders.isdisjoint((path, *path.parents)):
+            raise ConfigError(
+                f"overwrite_output_dir is True, but the checkpointer reads {str(path)!r}, which would be removed: "
+                "choose another output_dir"
+            )
 
 
 def _prepare(directory: Path) -> str:
@@ -278,15 +257,14 @@ def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
     """Collective: leaves a note for whoever will start the run again; any rank may be the one that tells of its end."""
     if REHEARSAL.on:
         return
-    THIS_RUN.places = tuple(places_of(settings))
-    finished: dict[Path, RunFile] = {}
+    THIS_RUN.place = Path(settings.output_dir).absolute()
+    finished = None
     if dist.get_rank() == 0:
-        for place in THIS_RUN.places:
-            before = this_run.read(place)
-            if before and before.ended == this_run.FINISHED:
-                finished[place] = before
-            serial = before.serial if before and was_restarted() else start.serial
-            this_run.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
+        before = this_run.read(THIS_RUN.place)
+        if before and before.ended == this_run.FINISHED:
+            finished = before
+        serial = before.serial if before and THIS_RUN.restarted else start.serial
+        this_run.begin(THIS_RUN.place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
     THIS_RUN.finished_before = from_rank_0(finished)
 
 
@@ -340,31 +318,33 @@ def _named(settings: Settings, recipe: str, directory: Path, complete: Sequence[
     if settings.enable_async_checkpointing:  # found without names, as in torchtune
         return Files(folder=newest("dist_epoch_", DISTRIBUTED_METADATA), distributed=True)
     state = existing(name, "recipe_checkpoint") if (name := section.get("recipe_checkpoint")) else None
+    adapter = None
     if not saves_adapters(recipe):
         weights = [existing(name, "checkpoint_files") for name in file_names(section.get("checkpoint_files"))]
-    elif name := section.get("adapter_checkpoint"):
-        weights = [existing(name, "adapter_checkpoint")]
-    elif state is not None and state.with_name(ADAPTER_FILE).is_file():
-        weights = [state.with_name(ADAPTER_FILE)]
     else:
-        weights = [newest("epoch_", ADAPTER_FILE) / ADAPTER_FILE]
-    folder = weights[0].parent
+        if name := section.get("adapter_checkpoint"):
+            adapter = existing(name, "adapter_checkpoint")
+        elif state is not None and state.with_name(ADAPTER_FILE).is_file():
+            adapter = state.with_name(ADAPTER_FILE)
+        else:
+            adapter = newest("epoch_", ADAPTER_FILE) / ADAPTER_FILE
+        weights = []
+    read = [adapter] if adapter else weights
+    folder = read[0].parent
     if state is None:
         places = [place / RECIPE_STATE_FILE for place in (folder, directory / RECIPE_STATE)]
-        state = next(filter(Path.is_file, places), None)
-        if state is None:
+        if (state := next(filter(Path.is_file, places), None)) is None:
             raise FileNotFoundError(f"neither {folder} nor {directory / RECIPE_STATE} has a {RECIPE_STATE_FILE}")
-    if len(several := dict.fromkeys(path.parent.name for path in weights)) > 1:
+    homes = {path.resolve().parent for path in (*read, state)}
+    of_ours = not homes.isdisjoint(path.resolve() for path in complete)  # else they are compared when they are read
+    if len({path.parent for path in read}) > 1 or (len(homes) > 1 and of_ours):
         raise ConfigError(
-            "resume_from_checkpoint is True, but checkpointer.checkpoint_files names files of "
-            f"{' and of '.join(several)}: use those of one checkpoint"
+            "resume_from_checkpoint is True, but weights and state are of several checkpoints "
+            f"({', '.join(sorted(home.name for home in homes))}): use those of one, or name no recipe_checkpoint"
         )
-    homes = {folder.resolve(), state.resolve().parent}
-    if len(homes) > 1 and not homes.isdisjoint(path.resolve() for path in complete):
-        raise ConfigError(
-            f"resume_from_checkpoint is True, but the weights are from {folder.name} and the state is from "
-            f"{state.resolve().parent.name}: use both of one checkpoint, or remove checkpointer.recipe_checkpoint"
-        )
-    if saves_adapters(recipe):
-        return Files(folder=folder, adapter=str(weights[0]), recipe_state=str(state))
-    return Files(folder=folder, weights=tuple(map(str, weights)), recipe_state=str(state))
+    return Files(
+        folder=folder,
+        weights=tuple(map(str, weights)),
+        adapter=str(adapter) if adapter else None,
+        recipe_state=str(state),
+    )

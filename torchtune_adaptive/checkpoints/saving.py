@@ -228,7 +228,6 @@ class Checkpoints:
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
         self._asked_to_stop = False
-        self._warned_of_nan = False
         THIS_RUN.newest = start.files.folder if start.files else None
 
     @property
@@ -303,9 +302,11 @@ class Checkpoints:
         )
         self._serial += 1
         written = Written(name, manifest, list(random_states))
-        if not all(finite):
-            self._pass_over(name, last=progress.finished)
-            return
+        if not all(finite):  # they would only push out those that are
+            raise NotLearningError(
+                f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
+                "run with a lower optimizer.lr or a clip_grad_norm, from the weights of that checkpoint if there is one"
+            )
         if any(gone_on_rank_0):
             self._fail(written, GONE)
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
@@ -352,7 +353,7 @@ class Checkpoints:
         store.write_manifest(staged, replace(manifest, files=store.record_files(staged)))
         THIS_RUN.newest = store.publish(self._directory, name)
         try:
-            store.tidy(self._directory, self._keep_last, self._goes_back_to)
+            store.prune(self._directory, self._keep_last, self._goes_back_to)
         except OSError as error:  # the checkpoint itself is there
             logger.warning("older checkpoints in %s could not be removed: %s", self._directory, error.strerror)
 
@@ -385,7 +386,6 @@ class Checkpoints:
         problem, self._asked_to_stop = from_rank_0((problem, THIS_RUN.asked_to_stop()))
         if problem is not None:
             self._fail(written, problem)
-        self._warned_of_nan = False
         THIS_RUN.newest = self._directory / written.name
         if dist.get_rank() == 0:
             logger.info("checkpoint %s saved in %.1f s", THIS_RUN.newest, seconds)
@@ -396,18 +396,6 @@ class Checkpoints:
         if dist.get_rank() == 0:
             store.discard_staged(self._directory)
         raise CheckpointError(f"{message}; {_once_mended()}")
-
-    def _pass_over(self, name: str, *, last: bool) -> None:
-        """On every rank: weights that are NaN would only push out those that are not."""
-        fact = f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}"
-        if last:
-            raise NotLearningError(
-                f"{fact}: start a new run with a lower optimizer.lr or a clip_grad_norm, from the weights of that "
-                "checkpoint if there is one"
-            )
-        if not self._warned_of_nan and dist.get_rank() == 0:
-            logger.warning("%s; no checkpoint is saved until they are finite", fact)
-        self._warned_of_nan = True
 
 
 class BackgroundSave:
@@ -512,13 +500,9 @@ def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:
 
 
 def _last_good() -> str:
-    return f"the last good one is {THIS_RUN.newest}" if _is_there() else "there is no earlier checkpoint"
+    return f"the last good one is {THIS_RUN.newest}" if THIS_RUN.newest else "there is no earlier checkpoint"
 
 
 def _once_mended() -> str:
-    again = "resume" if _is_there() else "start over"
+    again = "resume" if THIS_RUN.newest else "start over"
     return f"once that is fixed, {again} with the same command and resume_from_checkpoint=auto"
-
-
-def _is_there() -> bool:
-    return THIS_RUN.newest is not None and THIS_RUN.newest.is_dir()

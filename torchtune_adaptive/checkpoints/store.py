@@ -2,7 +2,6 @@
 
 .saving/step_40/…        written here, with everything that belongs to it; the manifest last
 step_40/                 synced, then renamed: a checkpoint is complete, or it does not exist
-latest -> step_40        a hint for people; nothing relies on it
 .removing-step_20-…/     renamed before anything in it is deleted
 """
 
@@ -27,11 +26,8 @@ from torchtune_adaptive.text import count_of
 
 SAVING = ".saving"
 REMOVING = ".removing-"
-LINKING = ".linking-"
-LATEST = "latest"
 NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
 """Folders that hold checkpoints: ours, and those that torchtune's recipes write."""
-EPOCH_FOLDER = re.compile(r"epoch_(\d+)")
 MANIFEST_FILE = "adaptive_checkpoint.json"
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
 """torchtune's folder for the state of a run, beside its checkpoints, and the file in it; ours lie in the checkpoint."""
@@ -67,8 +63,6 @@ class Position:
     epochs: int
     """Epochs that are finished."""
     steps_in_epoch: int
-    samples_in_epoch: int
-    """Samples of this epoch that all ranks together have trained on, however many ranks there were."""
     step: int
     """Steps since the run began."""
 
@@ -104,10 +98,6 @@ class Manifest:
     files: Mapping[str, FileRecord]
     """Every other file of the folder."""
 
-    @property
-    def bytes(self) -> int:
-        return sum(record.bytes for record in self.files.values())
-
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
@@ -127,6 +117,11 @@ class FoundCheckpoint:
         """Serial of its manifest; below all others where it has none."""
         return self.manifest.serial if self.manifest else -1
 
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
@@ -142,12 +137,6 @@ class Files:
     recipe_state: str | None = None
     complete: bool = False
     """Whether a manifest vouches for all of it. Otherwise weights and state may be of different epochs."""
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch that the folder's name says, counted from 0."""
-        match = EPOCH_FOLDER.fullmatch(self.folder.name)
-        return int(match[1]) if match else None
 
 
 def files_of(folder: Path, manifest: Manifest) -> Files:
@@ -183,22 +172,15 @@ def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoi
     """The newest checkpoint whose files are what was saved, and those that were skipped for their faults."""
     skipped = [checkpoint for checkpoint in checkpoints if checkpoint.manifest is None]
     for complete in (checkpoint for checkpoint in checkpoints if checkpoint.manifest):
-        if (checked := compared(complete)).manifest is not None:
-            return checked, skipped
-        skipped.append(checked)
+        assert complete.manifest is not None
+        try:
+            if (name := changed_file(complete.path, complete.manifest)) is None:
+                return complete, skipped
+            fault = f"is damaged: the content of {name} has changed"
+        except OSError as error:
+            fault = f"cannot be read: {error.strerror}"
+        skipped.append(FoundCheckpoint(complete.path, None, fault))
     return None, skipped
-
-
-def compared(complete: FoundCheckpoint) -> FoundCheckpoint:
-    """A complete checkpoint whose files have been read: with its fault if they are not what was saved."""
-    assert complete.manifest is not None
-    try:
-        if (name := changed_file(complete.path, complete.manifest)) is None:
-            return complete
-        fault = f"is damaged: the content of {name} has changed"
-    except OSError as error:
-        fault = f"cannot be read: {error.strerror}"
-    return FoundCheckpoint(complete.path, None, fault)
 
 
 def publish(directory: Path, name: str) -> Path:
@@ -217,11 +199,9 @@ def publish(directory: Path, name: str) -> Path:
     return place
 
 
-def tidy(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
-    """Points `latest` at the newest checkpoint, then removes what the policy does not keep."""
+def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
+    """Removes what the policy does not keep."""
     complete = [checkpoint for checkpoint in find_checkpoints(directory) if checkpoint.manifest]
-    if complete:
-        link_latest(directory, complete[0].name)
     kept = to_keep(complete, keep_last, resumed_from)
     for checkpoint in complete:
         if checkpoint not in kept:
@@ -232,24 +212,14 @@ def to_keep(
     newest_first: Sequence[FoundCheckpoint], keep_last: int | None, resumed_from: str | None
 ) -> list[FoundCheckpoint]:
     """The newest so many, the one that this run was resumed from, and a finished run's last."""
-    if keep_last is None:
-        return list(newest_first)
-    stays = [
+    return [
         checkpoint
-        for checkpoint in newest_first[keep_last:]
-        if checkpoint.name == resumed_from or (checkpoint.manifest and checkpoint.manifest.finished)
+        for newer, checkpoint in enumerate(newest_first)
+        if keep_last is None
+        or newer < keep_last
+        or checkpoint.name == resumed_from
+        or (checkpoint.manifest and checkpoint.manifest.finished)
     ]
-    return [*newest_first[:keep_last], *stays]
-
-
-def link_latest(directory: Path, name: str) -> None:
-    """Sets the link where the file system has links: it is a hint, and nothing depends on it."""
-    draft = directory / f"{LINKING}{uuid.uuid4().hex[:8]}"
-    with suppress(OSError):
-        draft.symlink_to(name)
-        os.replace(draft, directory / LATEST)
-    with suppress(OSError):
-        draft.unlink()
 
 
 def remove(folder: Path) -> None:
@@ -263,20 +233,15 @@ def remove(folder: Path) -> None:
 
 
 def remove_all(directory: Path) -> None:
-    """Removes every checkpoint, of whatever run, and the link to the latest."""
-    for path in [directory / LATEST, *named(directory)]:
-        if path.is_symlink() or (path.is_dir() and path.name != LATEST):
+    """Removes every checkpoint, of whatever run."""
+    for path in named(directory):
+        if path.is_symlink() or path.is_dir():
             remove(path)
-
-
-def leftovers(directory: Path) -> list[Path]:
-    """The folders that a run removes before it ends, and a killed one leaves."""
-    return [path for prefix in (SAVING, REMOVING, LINKING) for path in directory.glob(f"{prefix}*")]
 
 
 def clean(directory: Path) -> None:
     """Removes what runs that were killed have left half written or half deleted."""
-    for path in leftovers(directory):
+    for path in [*directory.glob(f"{SAVING}*"), *directory.glob(f"{REMOVING}*")]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -58,11 +58,7 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         described = component or f"{section} (a section with a _component_ is needed)"
         message = f"{key} could not be built from {described}: {in_a_line(error)}"
         if component and isinstance(section, DictConfig):
-            message = (
-                misfit(key, section, args, kwargs)
-                or _wrong_values(key, section)
-                or f"{message}{_about_keys_in(error, key, section)}"
-            )
+            message = misfit(key, section, args, kwargs) or _wrong_values(key, section) or message
         raise ConfigError(message) from error
 
 
@@ -110,13 +106,6 @@ def _wrong_values(key: str, section: DictConfig) -> str:
             component = section[COMPONENT].rpartition(".")[2]
             problems.append(f"{key}.{one.name} is {shown(value)}, but {component} takes {wanted}")
     return "; ".join(problems)
-
-
-def _about_keys_in(error: BaseException, key: str, section: DictConfig) -> str:
-    """Advice about the keys that a component has handed on to another, which does not take them."""
-    unexpected = "unexpected keyword argument" in str(error)
-    named = [name for name in map(str, section) if unexpected and f"'{name}'" in str(error)]
-    return "".join(f"; remove {key}.{name} (~{key}.{name} on the command line)" for name in named)
 
 
 def _parameters_of(component: Any) -> list[inspect.Parameter] | None:

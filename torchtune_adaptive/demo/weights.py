@@ -1,16 +1,13 @@
 """The first weights of the demo's models: made from a seed on first use, then read like any checkpoint."""
 
-import hashlib
 import io
-import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from torchtune_adaptive.atomic_files import reason
+from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.demo.digits import digits_at_random
 from torchtune_adaptive.demo.model import demo_classifier, demo_model, small_letters
 from torchtune_adaptive.errors import ConfigError
@@ -56,40 +53,22 @@ def demo_checkpointer(
 
 
 def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: int = 0) -> None:
-    """Leaves what is made with this seed at `path`; replaces a file only where this has made it.
-
-    No lock: every process makes the same bytes under a name of its own and renames them into place, so it
-    does not matter which one is last, and one that dies leaves nothing that others wait for.
-    """
+    """Leaves what is made with this seed at `path`; refuses a file that holds anything else."""
     buffer = io.BytesIO()  # since torch.save writes a file's own name into it
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         torch.save(make(), buffer)
     content = buffer.getvalue()
-    existing = path.read_bytes() if path.is_file() else None
-    if existing == content:
-        return
-    if existing is not None and not _mark(path, existing).exists():
-        raise ConfigError(
-            f"{path} was not written by the demo, or has changed since, and is not overwritten: move it away, or set "
-            "another checkpointer.checkpoint_dir; for your own weights, use "
-            "torchtune.training.FullModelTorchTuneCheckpointer"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _mark(path, content).touch()  # first: whoever is killed in between leaves a mark too many, never one too few
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        draft.write_bytes(content)
-        os.replace(draft, path)
+        if not path.is_file():
+            replace_file(path, content)
+        elif path.read_bytes() != content:
+            raise ConfigError(
+                f"{path} is not what the demo makes with these settings, and is not overwritten: move it away, or set "
+                "another checkpointer.checkpoint_dir; for your own weights, use "
+                "torchtune.training.FullModelTorchTuneCheckpointer"
+            )
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {reason(error)}; free space, or set another checkpointer.checkpoint_dir"
         ) from error
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _mark(path: Path, content: bytes) -> Path:
-    """The empty file that says of such content that it was made here."""
-    # torchtune copies a checkpoint's directory, except for names that start with a dot
-    return path.with_name(f".{path.name}.{hashlib.sha256(content).hexdigest()}")

@@ -17,8 +17,6 @@ from torchtune_adaptive.atomic_files import reason
 
 logger = logging.getLogger(__name__)
 
-SHOW_CONFIG = "TORCHTUNE_ADAPTIVE_SHOW_CONFIG"
-"""Environment variable: if set, the whole config is printed at the start, as torchtune's recipes do."""
 OURS = "torchtune_adaptive"
 BETWEEN_LINES_S = 30.0
 """Seconds between lines of progress where there is no terminal."""

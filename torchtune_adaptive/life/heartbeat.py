@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from torchtune_adaptive.engine.ranks import from_rank_0
+from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.life.launcher import speaks_first
 from torchtune_adaptive.life.this_run import STOPPED, THIS_RUN, saved_and_what_next
@@ -90,8 +90,9 @@ class Heartbeat:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._connect = partial(connect, from_rank_0(uuid.uuid4().hex), timeout_s)
         self._store = self._connect()
-        self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
-        self._where_first = self._store.get(_where(0)).decode()
+        self._keys = [f"beat/{rank}" for rank in range(self._ranks)]
+        self._store.set(self._keys[self._rank], "0")
+        self._wheres = from_all_ranks(f"pid {os.getpid()} on {socket.gethostname()}")  # all have beaten once then
         self._stopping = threading.Event()
         self._says_so = True
         self._rounds = 0
@@ -113,9 +114,9 @@ class Heartbeat:
             # One broken connection is no reason to fall silent. Where the store is gone, this fails again and again,
             # and the other thread sees that there are no more rounds.
             try:
-                self._store.set(_beat_of(self._rank), str(self._rounds + 1))
+                self._store.set(self._keys[self._rank], str(self._rounds + 1))
                 self._rounds += 1
-                beats = self._beats()
+                beats = [beat.decode() for beat in self._store.multi_get(self._keys)]
             except RuntimeError:
                 with suppress(RuntimeError):
                     self._store = self._connect()
@@ -126,12 +127,12 @@ class Heartbeat:
             if max(unheard) >= self._most_looks:
                 # where one has stopped, a whole machine may have, whose ranks did not beat at the same time
                 silent = [rank for rank, count in enumerate(unheard) if count >= self._most_looks - 2]
-                where = ", ".join(dict.fromkeys(self._text(_where(rank)) for rank in silent))
+                where = ", ".join(self._wheres[rank] for rank in silent)
                 self._on_silence(Silent(tuple(silent), where, self._timeout_s))
                 return
         if self._says_so:
             with suppress(RuntimeError):
-                self._store.set(_beat_of(self._rank), LEFT)
+                self._store.set(self._keys[self._rank], LEFT)
 
     def _watch_the_store(self) -> None:
         last, unheard = 0, 0
@@ -139,19 +140,8 @@ class Heartbeat:
             unheard = unheard + 1 if self._rounds == last else 0
             last = self._rounds
             if unheard >= self._most_looks:
-                self._on_silence(Silent((), self._where_first, self._timeout_s))
+                self._on_silence(Silent((), self._wheres[0], self._timeout_s))
                 return
-
-    def _beats(self) -> list[str]:
-        """The last beat of every rank: one question to the store once all have beaten."""
-        keys = [_beat_of(rank) for rank in range(self._ranks)]
-        if self._store.check(keys):
-            return [beat.decode() for beat in self._store.multi_get(keys)]
-        return [self._text(key) for key in keys]
-
-    def _text(self, key: str) -> str:
-        """What the store has; nothing where it has nothing yet, for which `get` would wait."""
-        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 @contextmanager
@@ -178,11 +168,3 @@ def _end(silent: Silent) -> None:
             print(f"\nerror: {silent}; {saved_and_what_next()}", file=sys.stderr, flush=True)
         THIS_RUN.try_to_note(STOPPED, silent.fact)
     os._exit(1)
-
-
-def _beat_of(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _where(rank: int) -> str:
-    return f"where/{rank}"

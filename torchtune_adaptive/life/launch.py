@@ -11,14 +11,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torchtune import config
 
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
@@ -28,7 +27,6 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
-    EarlyExitError,
     RanksPartedError,
     RecoveryUnsupportedError,
     Remedy,
@@ -36,7 +34,7 @@ from torchtune_adaptive.errors import (
     RunStopped,
 )
 from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.console import SHOW_CONFIG, outlive_readers, show_decisions
+from torchtune_adaptive.life.console import outlive_readers, show_decisions
 from torchtune_adaptive.life.endings import INTERRUPTED, printing
 from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
 from torchtune_adaptive.life.launcher import end_with_the_launcher, speaks_first, tell_the_launcher
@@ -73,10 +71,8 @@ def run_without_training(question: Command, keys: Collection[str]) -> None:
 def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, aloud=_rank() == 0)
-    if _rank() == 0 and os.environ.get(SHOW_CONFIG):
-        config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
     try:
-        with refusing_early_exits(), leaving_out_what_is_set(cfg):
+        with leaving_out_what_is_set(cfg):
             recipe = recipe_type(cfg)
             adaptive = recipe.run.settings.adaptive
             with (
@@ -94,21 +90,6 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     else:
         if _rank() == 0:
             THIS_RUN.note_end(this_run.FINISHED)
-
-
-@contextmanager
-def refusing_early_exits() -> Iterator[None]:
-    """Makes `sys.exit(0)` an error: called in a dataset, say, it would report success for no training."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-        called = traceback.extract_tb(error.__traceback__)[-1]
-        raise EarlyExitError(
-            f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
-            "raise an error there, or return"
-        ) from error
 
 
 def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractContextManager[None]:
@@ -156,7 +137,7 @@ def _ask(question: Command, keys: Collection[str]) -> None:
     path, overrides = config_and_overrides(sys.argv[1:])
     cfg = read_config(path, overrides)
     check_keys(cfg, keys, aloud=True)
-    with printing(), refusing_early_exits():
+    with printing():
         question(cfg, path, overrides)
 
 
@@ -178,7 +159,7 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
         except Exception as error:  # noqa: BLE001 - told here, and the process ends
             stop_listening()
             if speaks_first():
-                tell_the_launcher("".join(traceback.format_exception(error)))
+                tell_the_launcher(f"failed (rank {_rank()}): {in_a_line(error)}")
                 sys.excepthook(type(error), error, error.__traceback__)
             _exit(1)
     except KeyboardInterrupt:  # it may also come while another error is told
@@ -197,8 +178,8 @@ def _tell(error: AdaptiveError, message: str) -> None:
     # until the ranks have met, an error is about the config, which is the same for all of them
     where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
     whole = f"{message}; {saved_and_what_next()}" if passes else message
+    tell_the_launcher(f"failed{where}: {message}")
     print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
-    tell_the_launcher(f"error{where}: {message}")
     if not passes:
         THIS_RUN.note_end(this_run.ERROR, message)
 

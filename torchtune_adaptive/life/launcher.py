@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import shlex
 import signal
@@ -12,17 +11,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-TORCHRUN_WAITS_S = 30.0
 LOOK_FOR_THE_LAUNCHER_S = 1.0
 _STARTED = 19
 """Where a process began, behind its name in /proc/PID/stat."""
-_SHUTDOWN_TIMEOUT = re.compile(r"--shutdown[-_]timeout[=\0](\d+)")
-LAUNCHER_READS = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-"""Variables that decide how torchrun treats a lost node and a run that is asked to end."""
 PID_FILE, TOLD_FILE = "pid", "told"
 
 
@@ -32,8 +26,7 @@ def command_to_go_on() -> str:
     if "resume_from_checkpoint=auto" not in typed:
         changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
         typed = [*(word for word in typed if not word.startswith(changed)), "resume_from_checkpoint=auto"]
-    given = [f"{name}={os.environ[name]}" for name in LAUNCHER_READS if name in os.environ]
-    return shlex.join([*given, *typed])
+    return shlex.join(typed)
 
 
 def as_typed() -> list[str]:
@@ -48,13 +41,9 @@ def as_typed() -> list[str]:
     return [os.path.basename(interpreter), *rest]
 
 
-def launcher_waits_s() -> float | None:
-    """How long torchrun leaves its workers to end once it is asked to; None without it."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    given = _SHUTDOWN_TIMEOUT.search("\0".join(as_typed()))
-    variables = (os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
-    return float(given[1]) if given else float(next(filter(None, variables), TORCHRUN_WAITS_S))
+def launcher_waits_s() -> float:
+    """How long torchrun leaves its workers to end once it is asked to."""
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 def this_launcher() -> str | None:
@@ -87,9 +76,9 @@ def _end_without(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def attempt_folder(environment: Mapping[str, str]) -> Path | None:
+def attempt_folder() -> Path | None:
     """Torchrun's folder for this machine's ranks; every restart has a new one."""
-    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] if error_file else None
 
 
@@ -101,7 +90,7 @@ def speaks_first() -> bool:
     connections to it later, when its process ends. Without such a launcher ranks cannot know of each other, and each
     speaks.
     """
-    folder = attempt_folder(os.environ)
+    folder = attempt_folder()
     if folder is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -114,12 +103,13 @@ def speaks_first() -> bool:
 
 
 def tell_the_launcher(message: str) -> None:
-    """Leaves the message with which this rank ends where torchrun looks for it. Its report, the last that is printed,
-    has it then, and names this rank as the one that failed first."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    """Leaves the message with which this rank ends where torchrun looks for it. It reads that of the rank whose process
+    ends first, which may be a peer that says nothing, so each rank of this machine gets it."""
+    said = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    folder = attempt_folder()
+    for place in folder.iterdir() if folder is not None and folder.is_dir() else ():
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+            (place / Path(os.environ["TORCHELASTIC_ERROR_FILE"]).name).write_text(json.dumps(said), encoding="utf-8")
 
 
 def makes_first(file: Path) -> bool:
@@ -133,26 +123,23 @@ def makes_first(file: Path) -> bool:
     return True
 
 
-def note_own_pid(environment: Mapping[str, str]) -> None:
+def note_own_pid() -> None:
     """Where the other ranks of this attempt find it."""
-    folder = attempt_folder(environment)
-    if folder is not None and "LOCAL_RANK" in environment:
+    folder = attempt_folder()
+    if folder is not None and "LOCAL_RANK" in os.environ:
         with suppress(OSError):
-            (folder / environment["LOCAL_RANK"] / PID_FILE).write_text(str(os.getpid()))
+            (folder / os.environ["LOCAL_RANK"] / PID_FILE).write_text(str(os.getpid()))
 
 
-def a_peer_has_failed(environment: Mapping[str, str]) -> bool:
+def a_peer_has_failed() -> bool:
     """Whether SIGTERM means that another rank of this machine is gone, and not that somebody asked the run to end."""
-    folder = attempt_folder(environment)
+    folder = attempt_folder()
     if folder is None:
         return False
-    return (folder / TOLD_FILE).exists() or any(map(_is_gone, folder.glob(f"*/{PID_FILE}")))
-
-
-def _is_gone(path: Path) -> bool:
-    with suppress(OSError, ValueError):  # not written yet
-        try:
-            os.kill(int(path.read_text()), 0)
-        except ProcessLookupError:
-            return True
-    return False
+    for file in folder.glob(f"*/{PID_FILE}"):
+        with suppress(OSError, ValueError):  # not written yet
+            try:
+                os.kill(int(file.read_text()), 0)
+            except ProcessLookupError:
+                return True
+    return (folder / TOLD_FILE).exists()

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from types import FrameType
 
@@ -45,7 +44,7 @@ def listen() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave_it_to_the_thread)
             signal.siginterrupt(number, False)  # nor is a system call in the main thread disturbed
-    note_own_pid(os.environ)
+    note_own_pid()
     os.register_at_fork(after_in_child=stop_listening)  # a data worker that is told to end is no end of the run
     threading.Thread(target=_hear, args=(reader,), daemon=True).start()
 
@@ -75,31 +74,24 @@ def _hear(reader: int) -> None:
 
 
 def _first(asked_by: signal.Signals) -> None:
-    if asked_by == signal.SIGTERM and a_peer_has_failed(os.environ):
+    if asked_by == signal.SIGTERM and a_peer_has_failed():
         os._exit(128 + asked_by)  # the launcher ends the others then: there is nobody to agree with
     THIS_RUN.signal = asked_by
-    rank = int(os.environ.get("RANK", "0"))
+    rank, folder = int(os.environ.get("RANK", "0")), attempt_folder()
     if rank != 0:
         time.sleep(RANK_0_FIRST_S)
-    if not _hears_first(os.environ):
+    # the first of its machine to be asked says so; without a launcher's folder that is rank 0, if any
+    if rank != 0 if folder is None else not makes_first(folder / ASKED_FILE):
         return
     name = asked_by.name + f" on rank {rank}" * (rank != 0)
-    waits_s = launcher_waits_s()
-    time_left = "" if waits_s is None else f" (if torchrun forwarded the signal, it waits {waits_s:g} s)"
+    launched = folder is not None
+    time_left = f" (if torchrun forwarded the signal, it waits {launcher_waits_s():g} s)" if launched else ""
     _say(
         f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
         "A second signal ends the run immediately"
     )
-    by_torchrun = " (torchrun also sends it when another rank has exited)" * (waits_s is not None)
+    by_torchrun = " (torchrun also sends it when another rank has exited)" * launched
     THIS_RUN.try_to_note(this_run.ASKED, f"{name}{by_torchrun}; the run was then killed without another message")
-
-
-def _hears_first(environment: Mapping[str, str]) -> bool:
-    """Whether this rank is the first of its machine to be asked; without a launcher's folder that is rank 0, if any."""
-    folder = attempt_folder(environment)
-    if folder is None:
-        return environment.get("RANK", "0") == "0"
-    return makes_first(folder / ASKED_FILE)
 
 
 def _end_at_once(asked_by: signal.Signals) -> None:

@@ -6,7 +6,6 @@ Signals and errors end a run anywhere. `adaptive_run.json` has the command, its 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import threading
@@ -17,10 +16,8 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from torchtune_adaptive.atomic_files import read_json, reason, replace_file
+from torchtune_adaptive.atomic_files import keep_file, read_json
 from torchtune_adaptive.life.launcher import command_to_go_on
-
-logger = logging.getLogger(__name__)
 
 RUN_FILE = "adaptive_run.json"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -44,8 +41,6 @@ class RunFile:
     ended: str | None = None
     """One of the above; None: it runs, or something has ended it that left it no time to say so."""
     message: str = ""
-    output_dir: str = ""
-    """Where the run was: a copy lies elsewhere."""
     launchers: list[str] = field(default_factory=list)
     """The launchers of its ranks."""
 
@@ -63,7 +58,6 @@ def begin(directory: Path, command: str, checkpoints: Path, serial: int, launche
         checkpoints=str(place.relative_to(here) if place.is_relative_to(here) else place),
         serial=serial,
         started_at=now(),
-        output_dir=str(here),
         launchers=list(launchers),
     )
     write(directory, run)
@@ -83,19 +77,9 @@ def read(directory: Path) -> RunFile | None:
 
 
 def write(directory: Path, run: RunFile) -> None:
-    """A run is worth more than a file about it, so a full disk ends none. But what the run before it has left there
-    would be taken for its own."""
-    path, content = directory / RUN_FILE, json.dumps(asdict(run), indent=1).encode()
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        with suppress(OSError), path.open("r+b", buffering=0) as file:  # into the room that it has: the disk is full
-            file.truncate(file.write(content))
-            if path.stat().st_size == len(content):
-                return
-        logger.warning(
-            "cannot write %s (%s): `tune-adaptive status` cannot report how this run ended", path, reason(error)
-        )
+    """A run is worth more than a file about it, so a full disk ends none."""
+    content = json.dumps(asdict(run), indent=1).encode()
+    keep_file(directory / RUN_FILE, content, "`tune-adaptive status` cannot report how this run ended")
 
 
 class Doing(Enum):
@@ -117,23 +101,23 @@ class ThisRun:
     """What has ended the run, once all ranks know it: `SIGTERM`, `SIGHUP on rank 1`."""
     newest: Path | None = None
     """The newest complete checkpoint."""
-    places: tuple[Path, ...] = ()
-    """The folders that it writes into; none before it has found out where it starts."""
-    finished_before: dict[Path, RunFile] = field(default_factory=dict)
-    """What a finished run has left in them, to be put back where this one fails before it trains."""
-    relaunched: bool = False
-    """Whether a launcher of some rank has started this run before; known to rank 0."""
+    place: Path | None = None
+    """The folder of its record; None before it has found out where it starts."""
+    finished_before: RunFile | None = None
+    """What a finished run has left there, to be put back where this one fails before it trains."""
+    restarted: bool = False
+    """On rank 0: whether a launcher of some rank has started this run before, with the same command."""
     _noting: threading.Lock = field(default_factory=threading.Lock)
     """A signal is noted by the thread that hears it, an end by the one that trains."""
 
     def note_end(self, how: str, message: str = "") -> None:
         with self._noting:
-            for place in self.places:
-                finished = self.finished_before.get(place)
-                if finished is not None and how == ERROR and self.doing is Doing.SETTING_UP:
-                    write(place, finished)
-                else:
-                    end(place, how, message)
+            if self.place is None:
+                return
+            if self.finished_before is not None and how == ERROR and self.doing is Doing.SETTING_UP:
+                write(self.place, self.finished_before)
+            else:
+                end(self.place, how, message)
 
     def try_to_note(self, how: str, message: str) -> None:
         """As `note_end`, where nobody may wait: the machine that hangs may be the one with the files."""
@@ -156,11 +140,3 @@ def saved_and_what_next() -> str:
     """The last words of a run that ends early."""
     then = "restart" if THIS_RUN.newest is None else "resume"
     return f"{THIS_RUN.saved}. To {then}: {command_to_go_on()}"
-
-
-def was_restarted() -> bool:
-    """On rank 0: whether a launcher has started the run again, with the same command.
-
-    Each launcher counts its own restarts, and not those for which another node has asked: rank 0's may say 0.
-    """
-    return THIS_RUN.relaunched or os.environ.get(RESTARTS, "0") != "0"

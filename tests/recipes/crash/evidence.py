@@ -14,6 +14,7 @@ import torch
 
 from tests.recipes.crash.variants import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
+from torchtune_adaptive.life.output_lock import LOCK_FILE
 from torchtune_adaptive.report.journal import STEPS_FILE, read_timeline
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"
@@ -52,18 +53,20 @@ def differences(folder: Path, reference: Path) -> list[str]:
         *_different_weights(folder / "out" / LAST_EPOCH, reference / "out" / LAST_EPOCH),
         *_different_figures(folder, reference),
         *_different_record(folder / "out"),
-        *[f"left behind: {path.name}" for pattern in (".*", "*.tmp") for path in (folder / "out").glob(pattern)],
+        *[f"left behind: {path.name}" for path in _left_behind(folder / "out")],
         *_badly_kept(folder / "out"),
     ]
 
 
+def _left_behind(out: Path) -> Iterator[Path]:
+    yield from (path for pattern in (".*", "*.tmp") for path in out.glob(pattern) if path.name != LOCK_FILE)
+
+
 def _badly_kept(out: Path) -> Iterator[str]:
     """The last KEEP stay."""
-    kept, latest = sorted(complete_checkpoints(out)), out / "latest"
+    kept = sorted(complete_checkpoints(out))
     if LAST_EPOCH not in kept or len(kept) != KEEP:
         yield f"checkpoints kept: {kept}"
-    if not latest.is_symlink() or latest.resolve().name != LAST_EPOCH:
-        yield f"latest is not {LAST_EPOCH}"
 
 
 def _different_weights(ours: Path, theirs: Path) -> list[str]:
@@ -102,8 +105,8 @@ def _different_record(out: Path) -> list[str]:
 
 
 def picture_of(out: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file, to see whether anything is touched."""
-    stats = {str(path.relative_to(out)): path.lstat() for path in out.rglob("*")}
+    """Size and time of every file but the lock, to see whether anything is touched."""
+    stats = {str(path.relative_to(out)): path.lstat() for path in out.rglob("*") if path.name != LOCK_FILE}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 

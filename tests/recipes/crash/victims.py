@@ -17,7 +17,7 @@ from tests.recipes.crash import trap
 from tests.recipes.crash.points import ORDERS, TIME, Order, Point, write_order
 from tests.recipes.crash.variants import Variant
 from tests.recipes.running import COMMAND_MARK, end_marked, environment, load_ours
-from torchtune_adaptive.cli.status import Condition, judge, look
+from torchtune_adaptive.cli.status import Condition, look
 
 ROOT = Path(__file__).parents[3]
 IN_PROCESS_S, TUNE_RUN_S = 90, 200
@@ -71,9 +71,9 @@ def _asked(life: Life, out: Path) -> Life:
     """What has become of a run that was asked to end: it says so itself, its status does not."""
     if life.ended == HUNG:
         return life
-    condition, reason = judge(left := look(out))
-    begun = left.run is not None or left.found
-    if not begun or condition is Condition.CAN_GO_ON:
+    condition, (reason, *_) = look(out)
+    nothing_begun = reason.startswith(str(out))
+    if nothing_begun or condition is Condition.CAN_GO_ON:
         return replace(life, ended=STOPPED)
     if condition is Condition.FINISHED:
         return replace(life, ended=FINISHED)

@@ -86,7 +86,7 @@ def test_the_readme_begins_with_lines_that_its_commands_print(at: int, status: i
     assert ended.status == status
     seen = [_comparable(line) for line in ended.output.splitlines()]
     shown = [_comparable(line.strip()) for line in block.splitlines()]
-    assert len(shown) == 3
+    assert len(shown) == 2 + at
     for line in shown:
         whole, cut = line.removesuffix(" ..."), line.endswith(" ...")
         assert any(each.startswith(whole) if cut else each.strip() == whole for each in seen), line

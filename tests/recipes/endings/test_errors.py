@@ -118,10 +118,7 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "tensor_parallel_plan is missing"]),
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
         ("output_dir=/proc/none", ["cannot write to output_dir '/proc/none'"]),
-        (
-            f"output_dir={'x' * 300}",
-            ["output_dir is 'xxx", "x...: allowed is a path whose names have at most 255 bytes"],
-        ),
+        ("output_dir=/dev/null", ["output_dir is '/dev/null': allowed is a folder"]),
         ("profiler=5", ["profiler._component_ is 5: allowed is torchtune.training.setup_torch_profiler or null"]),
     ],
 )
@@ -284,10 +281,8 @@ def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: lis
         timeout_s=60,
     )
     assert ended.status != 0
-    before_the_launcher, *launcher = re.split("torch[./]distributed[./]elastic", ended.output, maxsplit=1)
-    assert launcher, ended.output
     (told,) = re.findall(r"^error(?: \(rank 1\))?: (.*)$", ended.output, re.MULTILINE)
     assert told.startswith(message)
-    assert "Traceback" not in before_the_launcher, ended.output
-    assert ended.output.count("Traceback") == 1, ended.output
+    assert re.match(rf"failed(?: \(rank 1\))?: {re.escape(message)}", ended.output.splitlines()[-1]), ended.output
+    assert "Traceback" not in ended.output
     assert (tmp_path / "runs").exists() == (A_SLIP not in message), "before it begins"

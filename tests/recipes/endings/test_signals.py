@@ -10,7 +10,8 @@ import torch
 from tests.recipes import signalled
 from tests.recipes.running import saved_weights
 from tests.recipes.signalled import Blow, live_on_ranks
-from torchtune_adaptive.cli.status import Condition, judge, look
+from torchtune_adaptive.cli.status import Condition, look
+from torchtune_adaptive.life.output_lock import LOCK_FILE
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 EPOCHS = 2
@@ -51,7 +52,7 @@ def told(lines: str) -> str:
 
 def condition(folder: Path) -> Condition:
     """As `tune-adaptive status` has it."""
-    return judge(look(folder / "out"))[0]
+    return look(folder / "out")[0]
 
 
 LAST_LINE = re.compile(r"(trained(?: from step \d+)?|so far): loss [\d.]+ -> [\d.]+, checkpoints in ")
@@ -65,7 +66,7 @@ def assert_goes_on(
     assert LAST_LINE.findall(again[0].lines) == [f"trained from step {after + 1}"], again[0].lines
     weights, theirs = saved_weights(folder, EPOCHS - 1), undisturbed[ranks]
     assert [name for name in theirs if not torch.equal(weights[name], theirs[name])] == []
-    assert [path.name for path in (folder / "out").glob(".*")] == []
+    assert [path.name for path in (folder / "out").glob(".*")] == [LOCK_FILE]
     assert condition(folder) is Condition.FINISHED
 
 

@@ -17,6 +17,7 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, load_ours
 from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import RunFinished
+from torchtune_adaptive.life.output_lock import LOCK_FILE
 from torchtune_adaptive.report.journal import read_timeline
 from torchtune_adaptive.tune import place
 
@@ -111,7 +112,7 @@ def test_every_step_is_in_the_record_once_with_the_figures_of_the_undisturbed_ru
 
 
 def test_nothing_is_left_of_what_was_half_done(folder: Path) -> None:
-    assert [path.name for path in (folder / "stopped" / "out").glob(".*")] == []
+    assert [path.name for path in (folder / "stopped" / "out").glob(".*")] == [LOCK_FILE]
 
 
 class Numbers:
@@ -181,14 +182,14 @@ def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
 def finished_and_prolonged(folder: Path) -> dict[str, Any]:
     """Collective: a run to its end, started again, and started again with more epochs."""
     train("full", demo_config("full", folder, *RUN))
-    before = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("[!.]*")}
     try:
         train("full", demo_config("full", folder, *RUN))
         message = None
     except RunFinished as finished:
         message = str(finished)
     place.leave()
-    after = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*")}
+    after = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("[!.]*")}
     train("full", demo_config("full", folder, *RUN, f"epochs={EPOCHS + 1}"))
     return {"message": message, "untouched": before == after}
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.recipes.signalled import live_on_ranks
 from tests.unit.life.test_output_lock import another_run
-from torchtune_adaptive.cli.status import Condition, judge, look
+from torchtune_adaptive.cli.status import Condition, look
 
 RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64")
 
@@ -27,7 +27,7 @@ def test_the_second_run_says_who_is_there_and_leaves_everything_as_it_is(elsewhe
         assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     ended = live_on_ranks(2, "full", tmp_path / "run", *options)
     assert [each.status for each in ended] == [0, 0]
-    assert judge(look(out))[0] is Condition.FINISHED
+    assert look(out)[0] is Condition.FINISHED
 
 
 def test_an_error_is_the_last_line_and_kept_for_whoever_asks_how_the_run_ended(tmp_path: Path) -> None:
@@ -35,6 +35,6 @@ def test_an_error_is_the_last_line_and_kept_for_whoever_asks_how_the_run_ended(t
     ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, *broken, "epochs=4")
     assert ended[0].status == 1
     assert ended[0].lines.splitlines()[-1].startswith("error: step ")
-    condition, why = judge(look(tmp_path / "run" / "out"))
+    condition, (why, *_) = look(tmp_path / "run" / "out")
     assert condition is Condition.BROKEN
     assert "adaptive.max_skipped_steps is 0" in why

@@ -16,7 +16,7 @@ CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", 
 def manifest(serial: int = 0, **changes: Any) -> Manifest:
     made = Manifest(
         serial=serial,
-        position=Position(epochs=1, steps_in_epoch=0, samples_in_epoch=0, step=4),
+        position=Position(epochs=1, steps_in_epoch=0, step=4),
         finished=False,
         distributed=False,
         ranks=2,

@@ -57,7 +57,7 @@ def in_a_group_of_one() -> Iterator[None]:
 def saved(
     directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
 ) -> Path:
-    position = Position(epochs=epochs, steps_in_epoch=0, samples_in_epoch=0, step=4 * epochs)
+    position = Position(epochs=epochs, steps_in_epoch=0, step=4 * epochs)
     identity = identity_of(config(directory), recipe)
     return save(directory, name, serial, identity=identity, position=position, **options)
 

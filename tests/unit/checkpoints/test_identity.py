@@ -49,14 +49,6 @@ def test_all_that_has_changed_is_told_at_once() -> None:
     assert difference(ours, theirs) == f"{told}, and 1 more differ"
 
 
-def test_what_only_splits_an_update_of_ppo_may_change() -> None:
-    ours, saved = ({"recipe": "full_ppo", "gradient_accumulation_steps": steps} for steps in (1, 2))
-    assert difference(ours, saved) is None
-    assert difference(ours | {"seed": 1}, saved | {"seed": 2}) == "seed is 1, but was 2"
-    of_finetuning = "gradient_accumulation_steps is 1, but was 2"
-    assert difference(ours | {"recipe": "full"}, saved | {"recipe": "full"}) == of_finetuning
-
-
 def test_another_recipe_is_what_is_told_first() -> None:
     ours = {"batch_size": 4, "recipe": "full"}
     saved = {"batch_size": 2, "frozen weights in demo.pt": "9 bytes", "recipe": "lora"}

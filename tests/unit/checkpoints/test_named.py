@@ -36,7 +36,7 @@ def test_the_state_of_one_checkpoint_and_the_weights_of_another_are_refused(tmp_
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch)
     state = "checkpointer.recipe_checkpoint=epoch_1/recipe_state.pt"
-    with pytest.raises(ConfigError, match=r"weights are from epoch_0 and the state is from epoch_1"):
+    with pytest.raises(ConfigError, match=r"of several checkpoints \(epoch_0, epoch_1\)"):
         named(tmp_path, files("epoch_0"), state)
 
 
@@ -63,7 +63,6 @@ def test_torchtunes_own_files_are_taken_and_left_to_be_compared_when_they_are_re
     assert begun.files is not None
     assert begun.files.recipe_state == str(tmp_path / "recipe_state" / "recipe_state.pt")
     assert not begun.files.complete
-    assert begun.files.epoch == 0
 
 
 def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_epoch(tmp_path: Path) -> None:
@@ -79,15 +78,15 @@ def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch)
     both = "epoch_1/model-00001-of-00001.bin,epoch_0/model-00001-of-00001.bin"
-    with pytest.raises(ConfigError, match="files of epoch_1 and of epoch_0"):
+    with pytest.raises(ConfigError, match=r"of several checkpoints \(epoch_0, epoch_1\)"):
         named(tmp_path, f"checkpointer.checkpoint_files=[{both}]")
 
 
 def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> None:
-    position = Position(epochs=1, steps_in_epoch=2, samples_in_epoch=8, step=6)
+    position = Position(epochs=1, steps_in_epoch=2, step=6)
     save(tmp_path, "step_6", identity=identity_of(config(tmp_path), "full"), position=position)
     assert named(tmp_path, files("step_6")).resumes
-    with pytest.raises(ConfigError, match=r"middle of an epoch .*: shuffle is False, but was True"):
+    with pytest.raises(ConfigError, match="cannot resume: shuffle is False, but was True"):
         named(tmp_path, files("step_6"), "shuffle=False")
 
 

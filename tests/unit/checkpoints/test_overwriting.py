@@ -11,7 +11,7 @@ from tests.unit.checkpoints.starting import config, in_a_group_of_one, saved, st
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN
 
 
 def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_again(tmp_path: Path) -> None:
@@ -24,17 +24,9 @@ def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_aga
 
 
 @pytest.mark.parametrize("mode", ["False", "auto"])
-def test_ppo_is_not_told_to_name_the_files_which_it_refuses(tmp_path: Path, mode: str) -> None:
-    (tmp_path / "epoch_0").mkdir()
-    with pytest.raises(ConfigError, match=r"with its own: choose another output_dir") as error:
-        start(tmp_path, f"resume_from_checkpoint={mode}", recipe="full_ppo")
-    assert "resume_from_checkpoint=True" not in str(error.value)
-
-
-@pytest.mark.parametrize("mode", ["False", "auto"])
 def test_folders_without_a_manifest_are_not_touched(tmp_path: Path, mode: str) -> None:
     (tmp_path / "epoch_0").mkdir()
-    with pytest.raises(ConfigError, match=r"epoch_0.*resume_from_checkpoint=True.*overwrite_output_dir=True"):
+    with pytest.raises(ConfigError, match=r"epoch_0.*another output_dir, or set .*overwrite_output_dir=True"):
         start(tmp_path, f"resume_from_checkpoint={mode}")
     assert (tmp_path / "epoch_0").is_dir()
 
@@ -48,36 +40,36 @@ def test_a_fresh_start_among_checkpoints_is_refused_and_told_how_to_go_on(tmp_pa
     assert complete(tmp_path) == ["epoch_0"]
 
 
-def test_overwriting_removes_all_of_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
+OVERWRITE = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
+
+
+def test_overwriting_removes_nothing_before_training_begins(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(ConfigError, match=r"restarted this run .* set resume_from_checkpoint=auto") as error:
-        start(tmp_path, *overwrite)
-    assert "overwrite_output_dir" not in str(error.value), "it is set already"
-    assert complete(tmp_path) == ["epoch_0"]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    decided = start(tmp_path, *overwrite)
+    decided = start(tmp_path, *OVERWRITE)
     assert (decided.resumes, decided.overwrites) == (False, 1)
     assert complete(tmp_path) == ["epoch_0"], "what is wrong with the rest of the config shows before anything is lost"
 
 
-def test_a_restart_that_only_another_nodes_launcher_counts_is_one_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_restart_overwrites_nothing_whichever_nodes_launcher_counts_it(
+    restarts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launchers count their own ranks' failures; where another node's has failed, this one starts its ranks with 0."""
-    monkeypatch.setattr(THIS_RUN, "relaunched", False)
-    monkeypatch.setattr(THIS_RUN, "places", ())
+    monkeypatch.setattr(THIS_RUN, "restarted", False)
+    monkeypatch.setattr(THIS_RUN, "place", None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    fresh = read_full_settings(config(tmp_path, "resume_from_checkpoint=False", "overwrite_output_dir=True"))
+    monkeypatch.setenv(RESTARTS, "0")
+    fresh = read_full_settings(config(tmp_path, *OVERWRITE))
     with in_a_group_of_one():
         saved(tmp_path, "epoch_0")
         find_start(fresh, "full").release()
-        assert complete(tmp_path) == ["epoch_0"]
-        with pytest.raises(ConfigError, match=r"restarted this run .* set resume_from_checkpoint=auto"):
+        monkeypatch.setenv(RESTARTS, restarts)
+        with pytest.raises(ConfigError, match=r"or of this one .* \(resume_from_checkpoint=auto\)") as error:
             find_start(fresh, "full")
+        assert "overwrite_output_dir" not in str(error.value), "it is set already"
+        assert complete(tmp_path) == ["epoch_0"]
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the next job")
+        monkeypatch.setenv(RESTARTS, "0")
         decided = find_start(fresh, "full")
         decided.release()
         assert decided.overwrites == 1
@@ -94,17 +86,10 @@ def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:
     assert (tmp_path / "epoch_0").is_dir()
 
 
-def test_the_weights_to_start_from_are_never_overwritten(tmp_path: Path) -> None:
-    saved(tmp_path, "epoch_0")
-    fresh = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
-    with pytest.raises(ConfigError, match=r"checkpointer.checkpoint_dir is .* which would be removed"):
-        start(tmp_path, *fresh, f"checkpointer.checkpoint_dir={tmp_path / 'epoch_0'}")
-    assert complete(tmp_path) == ["epoch_0"]
-
-
 @pytest.mark.parametrize(
     ("folder", "named"),
     [
+        ("epoch_0", "checkpointer.checkpoint_files=[model.bin]"),
         (".", "checkpointer.checkpoint_files=[epoch_0/model.bin]"),
         ("elsewhere", "checkpointer.checkpoint_files=[../epoch_0/model.bin]"),
         (".", "checkpointer.adapter_checkpoint=epoch_0/adapter.pt"),
@@ -113,9 +98,8 @@ def test_the_weights_to_start_from_are_never_overwritten(tmp_path: Path) -> None
 def test_nothing_that_the_config_reads_is_overwritten(tmp_path: Path, folder: str, named: str) -> None:
     saved(tmp_path, "epoch_0")
     (tmp_path / folder).mkdir(exist_ok=True)
-    fresh = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
-    with pytest.raises(ConfigError, match=r"checkpointer.\w+ is .*epoch_0.* which would be removed"):
-        start(tmp_path, *fresh, f"checkpointer.checkpoint_dir={tmp_path / folder}", named)
+    with pytest.raises(ConfigError, match=r"checkpointer reads .*epoch_0.* which would be removed"):
+        start(tmp_path, *OVERWRITE, f"checkpointer.checkpoint_dir={tmp_path / folder}", named)
     assert complete(tmp_path) == ["epoch_0"]
 
 

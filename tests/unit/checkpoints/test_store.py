@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, wherever writing stops; `latest` is a hint; pruning keeps what must stay."""
+"""A checkpoint is complete or absent, wherever writing stops; pruning keeps what must stay."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_or_the_new_o
         directory = tmp_path / str(points)
         save(directory, "epoch_0", 0)
         save(directory, "step_6", 1)
-        store.tidy(directory, keep_last=2, resumed_from=None)
+        store.prune(directory, keep_last=2, resumed_from=None)
         stage(directory, "epoch_1", 2)
         with pytest.MonkeyPatch.context() as patch:
             Killer(patch, points)
             try:
                 store.publish(directory, "epoch_1")
-                store.tidy(directory, keep_last=2, resumed_from=None)
+                store.prune(directory, keep_last=2, resumed_from=None)
             except Killed:
                 finished = False
             else:
@@ -203,33 +203,12 @@ def test_pruning_never_touches_what_is_not_complete(tmp_path: Path) -> None:
     (tmp_path / "epoch_9").mkdir()
     for serial in range(3):
         save(tmp_path, f"step_{serial}", serial)
-    store.tidy(tmp_path, keep_last=1, resumed_from=None)
+    store.prune(tmp_path, keep_last=1, resumed_from=None)
     assert sorted(path.name for path in tmp_path.glob("*_*")) == ["epoch_9", "step_2"]
-
-
-def test_latest_follows_what_stays(tmp_path: Path) -> None:
-    for serial, name in enumerate(["epoch_0", "step_6"]):
-        save(tmp_path, name, serial)
-        store.tidy(tmp_path, keep_last=1, resumed_from=None)
-        assert os.readlink(tmp_path / "latest") == name
-
-
-def test_without_links_in_the_file_system_a_checkpoint_is_saved_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
-    save(tmp_path, "epoch_0")
-    store.tidy(tmp_path, keep_last=1, resumed_from=None)
-    assert complete(tmp_path) == ["epoch_0"]
-    assert not list(tmp_path.glob(".*-*"))
 
 
 def test_all_of_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, "epoch_0", 0)
-    store.tidy(tmp_path, None, None)
     (tmp_path / "dist_epoch_0").mkdir()
     for name in ("logs", "epoch_final", "epoch_1.bak"):
         (tmp_path / name).mkdir()
@@ -241,7 +220,7 @@ def test_all_of_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
 def test_names_on_the_way_are_none_that_torchtune_takes_for_checkpoints(tmp_path: Path) -> None:
     import re
 
-    for name in (store.SAVING, f"{store.REMOVING}epoch_1-ab", f"{store.LINKING}ab"):
+    for name in (store.SAVING, f"{store.REMOVING}epoch_1-ab"):
         assert not re.match(r"^epoch_(\d+)", name)
         assert not re.match(r"dist_epoch_(\d+)", name)
         assert not store.NAME.fullmatch(name)

@@ -81,9 +81,7 @@ def test_a_finished_run_stays_finished_where_the_next_attempt_fails_before_it_tr
     before = this_run.read(tmp_path)
     assert before is not None
     this_run.begin(tmp_path, "tune run recipe epochs=9", tmp_path, serial=4)
-    ThisRun(doing=doing, places=(tmp_path,), finished_before={tmp_path: before}).note_end(
-        this_run.ERROR, "no such file"
-    )
+    ThisRun(doing=doing, place=tmp_path, finished_before=before).note_end(this_run.ERROR, "no such file")
     assert status(tmp_path, capsys)[0] == code
     left = this_run.read(tmp_path)
     assert left is not None
@@ -142,7 +140,7 @@ def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
 def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
     assert code == BROKEN
-    assert told == (f"{tmp_path / 'none'} does not exist\n" if missing else f"{tmp_path} contains no run\n")
+    assert told == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
     assert len(told.splitlines()) == 1
 
 
@@ -175,7 +173,6 @@ def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, capsys: 
     code, told = status(copy, capsys)
     assert code == CAN_GO_ON
     assert f"newest complete checkpoint: {copy / within / 'step_2'} " in told
-    assert told.splitlines()[-1] == f"resume with: cd {Path.cwd()} && {COMMAND} 'output_dir={copy}'"
 
 
 def test_a_run_that_runs_is_said_to(
@@ -186,38 +183,6 @@ def test_a_run_that_runs_is_said_to(
     code, told = status(tmp_path, capsys)
     assert (code, told) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
     assert output_lock.holder(tmp_path) is None
-
-
-def test_a_run_that_could_not_say_that_it_began_runs_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started(tmp_path)
-    save(tmp_path, "epoch_0", serial=0, finished=True)
-    monkeypatch.setattr("torchtune_adaptive.cli.status.holder", lambda _: "another run")
-    code, told = status(tmp_path, capsys)
-    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "running: another run")
-
-
-def no_room_beside(directory: Path) -> None:
-    """As on a full disk: no file can be made, but what one holds can be overwritten."""
-    (directory / f"{this_run.RUN_FILE}.tmp").mkdir()
-
-
-def test_a_run_that_begins_on_a_full_disk_is_not_the_one_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started(tmp_path)
-    save(tmp_path, "epoch_0", serial=0, finished=True)
-    this_run.end(tmp_path, this_run.FINISHED)
-    assert status(tmp_path, capsys)[0] == FINISHED
-    no_room_beside(tmp_path)
-    started(tmp_path, serial=1)
-    assert status(tmp_path, capsys)[0] == CAN_GO_ON
-    this_run.end(tmp_path, this_run.ERROR, "the disk is full")
-    code, told = status(tmp_path, capsys)
-    assert (code, told.splitlines()[0]) == (BROKEN, "broken: the disk is full")
-    started(tmp_path, serial=1)  # what is shorter leaves nothing of what was longer
-    assert status(tmp_path, capsys)[0] == CAN_GO_ON
 
 
 def test_where_nothing_can_be_noted_the_run_says_what_that_means(

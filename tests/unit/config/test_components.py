@@ -79,12 +79,6 @@ def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: di
     assert says in text
 
 
-def test_a_key_that_a_component_hands_on_to_what_does_not_take_it_can_be_left_out() -> None:
-    text = message("anything", lr=3, lrr=4)
-    assert text.endswith("; remove optimizer.lrr (~optimizer.lrr on the command line)")
-    assert "leave" not in message("fails", lr=3)
-
-
 @pytest.mark.parametrize(
     ("component", "key", "value", "says"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from torchtune_adaptive import (
     find_max_batch_size,
 )
 from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO, in_keys
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy
 
 FACT = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
 EXHAUSTED = LimitExhaustedError(FACT, Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS)
@@ -43,18 +41,6 @@ def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("remedies", "advice"),
-    [
-        ((), ""),
-        ((Remedy.NO_RECOVERY,), "; pass Recovery(..., enabled=False)"),
-        ((Remedy.SMALLER_LIMIT, Remedy.NO_RECOVERY), "; lower the limit or pass Recovery(..., enabled=False)"),
-    ],
-)
-def test_remedies_are_a_list_as_one_speaks(remedies: tuple[Remedy, ...], advice: str) -> None:
-    assert str(UnrecoverableError("a fact", *remedies)) == f"a fact{advice}"
-
-
 def test_an_error_keeps_its_remedies_on_the_way_to_another_process() -> None:
     sent: AdaptiveError = pickle.loads(pickle.dumps(EXHAUSTED))
     assert isinstance(sent, LimitExhaustedError)
@@ -74,15 +60,3 @@ def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key(
     with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* pass strategy='linear'") as caught:
         find_max_batch_size(step, memory=MemoryMeter(1), strategy="binary")
     assert in_keys(caught.value).endswith("; set adaptive.search to linear")
-
-
-def test_a_command_ends_with_the_message_in_keys(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def question(*_: object) -> None:
-        raise EXHAUSTED
-
-    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
-    with pytest.raises(SystemExit):
-        launch.run_without_training(question, [])
-    assert capsys.readouterr().err == f"\nerror: {in_keys(EXHAUSTED)}\n"

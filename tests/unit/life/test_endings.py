@@ -86,7 +86,7 @@ def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     this_run.begin(tmp_path, "tune run", tmp_path, 0)
-    monkeypatch.setattr(launch.THIS_RUN, "places", (tmp_path,))
+    monkeypatch.setattr(launch.THIS_RUN, "place", tmp_path)
 
     def question(*_: object) -> None:
         raise error

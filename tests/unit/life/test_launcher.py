@@ -13,6 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.ranks import PATIENCE
+from torchtune_adaptive.dependencies import in_place_of_torchruns_report
 from torchtune_adaptive.life.launcher import tell_the_launcher
 
 RANK = """
@@ -66,10 +67,29 @@ def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process(tmp_path
             os.kill(rank, signal.SIGKILL)
 
 
-def test_torchrun_reports_the_message_of_the_rank_that_spoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1"))
-    tell_the_launcher("error (rank 1): the disk is full")
-    time.sleep(1.1)  # torch counts whole seconds
-    failures = {rank: ProcessFailure(rank, 9, 1, str(tmp_path / str(rank))) for rank in range(2)}
-    report = str(ChildFailedError("recipe", failures))
-    assert "error (rank 1): the disk is full" in report.partition("Root Cause")[2]
+def test_tune_run_ends_with_the_message_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    tell_the_launcher("failed (rank 1): the disk is full")
+    failures = {rank: ProcessFailure(rank, 9, 1, str(tmp_path / str(rank) / "error.json")) for rank in range(2)}
+    in_place_of_torchruns_report(ChildFailedError, ChildFailedError("recipe", failures), None)
+    assert capsys.readouterr().err == "\nfailed (rank 1): the disk is full\n"
+    killed = ChildFailedError("recipe", {1: ProcessFailure(1, 9, -signal.SIGKILL, "none")})
+    in_place_of_torchruns_report(ChildFailedError, killed, None)
+    assert capsys.readouterr().err == "\nfailed (rank 1): Signal 9 (SIGKILL) received by PID 9\n"
+    in_place_of_torchruns_report(LookupError, LookupError("else"), None)
+    assert capsys.readouterr().err == "LookupError: else\n"
+
+
+def test_ctrl_c_ends_a_recipe_that_is_still_imported_without_a_word() -> None:
+    program = "import sys, time; sys.argv = ['tune', 'run', 'adaptive_mine']; import torchtune_adaptive.life; "
+    then = "print('imported', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program + then], stdout=-1, stderr=-1, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "imported\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20 * PATIENCE) == ("", "")
+    assert process.returncode == -signal.SIGINT

@@ -14,7 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.life import launcher, signals, this_run
-from torchtune_adaptive.life.launcher import command_to_go_on, launcher_waits_s
+from torchtune_adaptive.life.launcher import command_to_go_on
 
 LISTENS = """
 import os, signal, sys, time
@@ -147,21 +147,12 @@ def gone() -> int:
     return process.pid
 
 
-def test_sigterm_means_that_a_peer_has_failed_where_one_is_gone_or_has_said_so(attempt: Path) -> None:
-    assert not signals.a_peer_has_failed(rank_0(attempt))
-    peer = attempt / "1" / launcher.PID_FILE
-    peer.write_text(str(os.getppid()))
-    assert not signals.a_peer_has_failed(rank_0(attempt))
-    peer.write_text(str(gone()))
-    assert signals.a_peer_has_failed(rank_0(attempt))
-    peer.unlink()
-    (attempt / "told").touch()
-    assert signals.a_peer_has_failed(rank_0(attempt))
-    assert not signals.a_peer_has_failed({})
-
-
-def test_a_rank_whose_peer_has_failed_ends_without_a_word(attempt: Path) -> None:
-    (attempt / "1" / launcher.PID_FILE).write_text(str(gone()))
+@pytest.mark.parametrize("how", ["gone", "has said so"])
+def test_a_rank_whose_peer_has_failed_ends_without_a_word(how: str, attempt: Path) -> None:
+    if how == "gone":
+        (attempt / "1" / launcher.PID_FILE).write_text(str(gone()))
+    else:
+        (attempt / launcher.TOLD_FILE).touch()
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
 
@@ -169,11 +160,10 @@ def test_a_rank_whose_peer_has_failed_ends_without_a_word(attempt: Path) -> None
 TRAINS = """
 from pathlib import Path
 from torchtune_adaptive.life.this_run import Doing
-THIS_RUN.newest, THIS_RUN.doing, THIS_RUN.places = Path("out/step_2"), Doing.TRAINING, (Path({0!r}),)
+THIS_RUN.newest, THIS_RUN.doing, THIS_RUN.place = Path("out/step_2"), Doing.TRAINING, Path({0!r})
 os.kill(me, signal.SIGTERM)
 time.sleep({1})
 """
-LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
 
 
 def noted(folder: Path) -> str:
@@ -185,7 +175,7 @@ def noted(folder: Path) -> str:
 
 def test_a_run_that_is_killed_after_a_signal_has_noted_it(tmp_path: Path) -> None:
     this_run.begin(tmp_path, "tune run", tmp_path, 0)
-    ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)", **LAUNCHED)
+    ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)")
     assert ended.returncode == -signal.SIGKILL
     assert noted(tmp_path).startswith("SIGTERM")
     assert noted(tmp_path).endswith("; the run was then killed without another message")
@@ -199,26 +189,6 @@ def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -
     run = this_run.read(tmp_path)
     assert run is not None
     assert (run.ended, run.message) == (this_run.ERROR, "lower the rate")
-
-
-@pytest.mark.parametrize(
-    ("typed", "variables", "waits_s"),
-    [
-        ("tune run r", {}, 30),
-        ("tune run r", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 4),
-        ("tune run --shutdown-timeout 5 r", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 5),
-        ("tune run --shutdown_timeout=270 r", {}, 270),
-        ("tune run r", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 6),
-    ],
-)
-def test_how_long_the_launcher_waits(
-    typed: str, variables: dict[str, str], waits_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "as_typed", typed.split)
-    assert launcher_waits_s() is None
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", **variables}.items():
-        monkeypatch.setenv(name, value)
-    assert launcher_waits_s() == waits_s
 
 
 @pytest.mark.parametrize(
@@ -239,5 +209,3 @@ def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: p
     monkeypatch.setattr(launcher.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_to_go_on() == goes_on
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    assert command_to_go_on() == f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {goes_on}"
