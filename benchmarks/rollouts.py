@@ -1,12 +1,12 @@
-"""PPO with a limit for each stage, against one number of rows for all of them, which is the smallest.
+"""PPO and GRPO with a limit for each stage, against one number of rows for all of them, which is the smallest.
 
     python -m benchmarks --only rollouts
 
 One run on two ranks, whose iterations take turns: with the limits that its searches have found, and with the smallest
 of these in every stage. That is what a search of the policy alone gives, or, where the critic is larger, what it should
 have given. The learning rate is 0, so both sides answer the same prompts with the same tokens and train on the same
-advantages. Goal: an iteration 1.3 times as fast. While iterations are timed nothing limits or counts memory, which
-would slow both down.
+advantages. Goal: an iteration of PPO 1.3 times as fast. While iterations are timed nothing limits or counts memory,
+which would slow both down.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
-from tests.recipes.ppo.rollouts import load_ppo, ppo_config
+from tests.recipes.grpo.tiny import grpo_config
+from tests.recipes.ppo.rollouts import ppo_config
+from tests.recipes.running import load_ours
 from torchtune_adaptive.demo.model import demo_classifier, demo_model
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.rl.stages import FORWARD, GENERATE, SCORE_POLICY, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.rl.stages import FORWARD, GENERATE, SCORE_REFERENCE, TRAIN_POLICY, TRAIN_VALUE
 
 RANKS = 2
 ANSWERS = 32
 """Answers of one rank in an iteration."""
 TRAINED = 16
-"""Answers of one rank in an update."""
+"""Answers of one rank in an update of PPO."""
+GROUP = 8
+"""Answers to one prompt of GRPO."""
 HALVES = {"generating": (GENERATE,), "forward": FORWARD, "training": (TRAIN_VALUE, TRAIN_POLICY)}
 
 
@@ -50,6 +54,7 @@ class Shape:
     answer: int
     memory_mib: float
     critic_layers: int = 2
+    kind: str = "full_ppo"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -58,11 +63,22 @@ class Shape:
     @property
     def config(self) -> tuple[str, ...]:
         plain = "torchtune.training.FullModelTorchTuneCheckpointer"
-        files = {"checkpointer": "policy", "ref_policy_checkpointer": "policy"}
-        files |= {"value_checkpointer": "critic", "reward_checkpointer": "critic"}
+        models, files = {"model": self.sizes}, {"checkpointer": "policy", "ref_checkpointer": "policy"}
+        own: tuple[str, ...] = (
+            f"batch_size={ANSWERS // GROUP}",
+            f"grpo_samples={GROUP}",
+            *("num_steps=1", "model.max_seq_len=256"),
+            *("resample_groups=0", "without_signal=keep"),
+            "reward_functions=[{_component_: torchtune_adaptive.rl.rewards.matching, pattern: '[a-z]*'}]",
+        )
+        if self.kind == "full_ppo":
+            models = {"policy_model": self.sizes, "reward_and_value_model": self.critic_sizes}
+            files = {"checkpointer": "policy", "ref_policy_checkpointer": "policy"}
+            files |= {"value_checkpointer": "critic", "reward_checkpointer": "critic"}
+            own = (f"batch_size={ANSWERS}", f"ppo_batch_size={TRAINED}", f"num_steps={ANSWERS * RANKS}")
         return (
-            *(f"policy_model.{size}={value}" for size, value in self.sizes.items()),
-            *(f"reward_and_value_model.{size}={value}" for size, value in self.critic_sizes.items()),
+            *own,
+            *(f"{model}.{size}={value}" for model, sizes in models.items() for size, value in sizes.items()),
             *(f"{key}._component_={plain}" for key in files),
             *(f"{key}.checkpoint_files=[{name}.pt]" for key, name in files.items()),
             "dataset._component_=benchmarks.rollouts.random_prompts",
@@ -70,10 +86,7 @@ class Shape:
             f"dataset.samples={ANSWERS * RANKS}",
             f"tokenizer.max_seq_len={self.prompt}",
             f"max_generated_tokens={self.answer}",
-            f"batch_size={ANSWERS}",
-            f"ppo_batch_size={TRAINED}",
             "ppo_epochs=1",
-            f"num_steps={ANSWERS * RANKS}",
             "optimizer.lr=0.0",
             "use_maximum_batch_size=True",
             f"adaptive.memory_limit={self.memory_mib}MiB",
@@ -85,20 +98,23 @@ class Shape:
 
 
 SHAPES = (
-    Shape("short answers", width=64, prompt=16, answer=12, memory_mib=3.5),
-    Shape("long answers", width=64, prompt=16, answer=64, memory_mib=8),
-    Shape("long prompts", width=64, prompt=128, answer=16, memory_mib=12),
-    Shape("wide model", width=256, prompt=16, answer=32, memory_mib=32),
-    Shape("larger critic", width=64, prompt=16, answer=32, memory_mib=10, critic_layers=6),
+    Shape("PPO, short answers", width=64, prompt=16, answer=12, memory_mib=3.5),
+    Shape("PPO, long answers", width=64, prompt=16, answer=64, memory_mib=8),
+    Shape("PPO, long prompts", width=64, prompt=128, answer=16, memory_mib=12),
+    Shape("PPO, wide model", width=256, prompt=16, answer=32, memory_mib=32),
+    Shape("PPO, larger critic", width=64, prompt=16, answer=32, memory_mib=10, critic_layers=6),
+    Shape("GRPO, short answers", width=64, prompt=16, answer=12, memory_mib=2.5, kind="full_grpo"),
+    Shape("GRPO, long answers", width=64, prompt=16, answer=64, memory_mib=6, kind="full_grpo"),
+    Shape("GRPO, long prompts", width=64, prompt=128, answer=16, memory_mib=10, kind="full_grpo"),
 )
 
 
 def run(pairs: int) -> Result:
     rows = [measure(shape, pairs) for shape in SHAPES]
     note = (
-        f"rows: of a microbatch in generating, forward, train value, train policy; a rank has {ANSWERS} answers, and "
-        f"{TRAINED} in an update. ratio: seconds of an iteration with one number for all stages over those with one "
-        "for each, by wall time and by CPU time of all ranks; of each half of an iteration by wall time"
+        f"rows: of a microbatch in generating, forward, train value (PPO), train policy; a rank has {ANSWERS} answers, "
+        f"of PPO {TRAINED} in an update. ratio: seconds of an iteration with one number for all stages over those with "
+        "one for each, by wall time and by CPU time of all ranks; of each half of an iteration by wall time"
     )
     shown = [{"figure": name, **{row["shape"]: row[name] for row in rows}} for name in rows[0] if name != "shape"]
     return Result(rows, note, shown)
@@ -148,18 +164,21 @@ class Cost(NamedTuple):
 
 def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     """Collective: iterations with a limit for each stage and with one, in turns, after one of each to warm up."""
-    recipe = load_ppo()(config_of(shape, folder))
+    recipe = load_ours(shape.kind)(config_of(shape, folder))
     recipe.setup()
-    own = {stage: recipe.stages.runners[stage].limit.rows for stage in STAGES}
-    one = dict.fromkeys(STAGES, min(own.values()))
-    prompts = [recipe.iterations.data.dataset[index] for index in range(dist.get_rank(), ANSWERS * RANKS, RANKS)]
+    own = {stage: runner.limit.rows for stage, runner in recipe.stages.runners.items()}
+    one = dict.fromkeys(own, min(own.values()))
+    data, mine = recipe.iterations.data.dataset, recipe.run.settings.config.batch_size
+    prompts = [data[index] for index in range(dist.get_rank(), mine * RANKS, RANKS)]
     rounds = [(iterate(recipe, own, prompts), iterate(recipe, one, prompts)) for _ in range(pairs + 1)][1:]
     assert recipe.stages.runners.recoveries == 0
     recipe.cleanup()
     wall = compared([(each.wall_s, single.wall_s) for each, single in rounds])
     cpu = compared([(each.cpu_s, single.cpu_s) for each, single in rounds])
     return {
-        "rows": " ".join(str(own[stage]) for stage in (GENERATE, SCORE_POLICY, TRAIN_VALUE, TRAIN_POLICY)),
+        "rows": " ".join(
+            str(own[stage]) for stage in (GENERATE, SCORE_REFERENCE, TRAIN_VALUE, TRAIN_POLICY) if stage in own
+        ),
         "one number": min(own.values()),
         "iteration s": statistics.median(each.wall_s for each, _ in rounds),
         **wall,
@@ -169,9 +188,14 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
 
 
 def config_of(shape: Shape, folder: Path) -> DictConfig:
-    cfg = ppo_config(folder, *shape.config)
-    for key in ("checkpointer", "ref_policy_checkpointer"):
-        del cfg[key]["sizes"]  # those of weights that the demo makes
+    cfg = (
+        ppo_config(folder, *shape.config)
+        if shape.kind == "full_ppo"
+        else grpo_config(shape.kind, folder, *shape.config)
+    )
+    for section in cfg.values():
+        if OmegaConf.is_dict(section):
+            section.pop("sizes", None)  # those of weights that the demo makes
     return cfg
 
 

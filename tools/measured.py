@@ -95,7 +95,8 @@ def stages(rows: list[Row]) -> tuple[str, str]:
 
 
 def rollouts(rows: list[Row]) -> tuple[str, str]:
-    return "PPO: CPU time with one limit for all seven stages, relative to a limit for each, 2 ranks", _over(rows)
+    what = "reinforcement learning: CPU time with one limit for all stages, relative to a limit for each, 2 ranks"
+    return what, _over(rows)
 
 
 def _over(rows: list[Row]) -> str:

@@ -18,7 +18,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +108,12 @@ def functions_of(cfg: DictConfig, timeout_s: float | None = None) -> tuple[Rewar
         return ()
     if not isinstance(section, ListConfig):
         raise ConfigError(f"{REWARD_FUNCTIONS} is {shown(section)}: allowed is a list of sections with a _component_")
-    return tuple(_built(f"{REWARD_FUNCTIONS}.{place}", each, timeout_s) for place, each in enumerate(section))
+    functions = [_built(f"{REWARD_FUNCTIONS}.{place}", each, timeout_s) for place, each in enumerate(section)]
+    names = [function.name for function in functions]  # one may be there twice, with other arguments
+    return tuple(
+        replace(function, name=f"{function.name}_{place}") if names.count(function.name) > 1 else function
+        for place, function in enumerate(functions)
+    )
 
 
 def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction:

@@ -45,22 +45,19 @@ FOLLOWING = (
 )
 
 
-def followed_and_resumed(folder: Path, ports: list[int]) -> list[str]:
+def followed_and_resumed(folder: Path) -> list[str]:
     """Collective: three epochs at once, then stopped after the first and resumed; the lines of the first run."""
-    os.environ["MASTER_PORT"] = str(ports[0])
     options = (*NOISY, *FOLLOWING)
     with listening() as lines:
         run_ours("full", demo_config("full", folder / "whole", *options))
-    os.environ["MASTER_PORT"] = str(ports[1])
     with stopped_before(1):
         run_ours("full", demo_config("full", folder / "resumed", *options))
-    os.environ["MASTER_PORT"] = str(ports[2])
     run_ours("full", demo_config("full", folder / "resumed", *options, "resume_from_checkpoint=auto"))
     return lines
 
 
 def test_a_batch_that_follows_the_noise_grows_and_a_resumed_run_repeats_it(tmp_path: Path) -> None:
-    lines = run_on_ranks(2, followed_and_resumed, tmp_path, free_ports(3), timeout_s=90, in_group=False)[0]
+    lines = run_on_ranks(2, followed_and_resumed, tmp_path, timeout_s=90, in_group=False)[0]
     assert [line for line in lines if "samples a step (before" in line] == [
         "epoch 1: 8 samples a step (before: 4)",
         "epoch 2: 16 samples a step (before: 8)",

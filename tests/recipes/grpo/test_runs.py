@@ -15,20 +15,13 @@ from torch import Tensor, nn
 from torchtune.modules import peft
 
 from tests.ranks import RankFailed, free_ports, run_on_ranks
-from tests.recipes.grpo.tiny import KINDS, STEPS, grpo_config
+from tests.recipes.grpo.tiny import JUDGE, KINDS, STEPS, grpo_config
 from tests.recipes.recording import events_of, read_log
 from tests.recipes.running import load_ours
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
 
 FAULTS = {GENERATE: 30, FIND_REWARDS: 5, SCORE_POLICY: 5, SCORE_REFERENCE: 20, TRAIN_POLICY: 60}
-JUDGE = (
-    "reward_model._component_=torchtune_adaptive.demo.model.demo_classifier",
-    "reward_checkpointer._component_=torchtune_adaptive.demo.weights.demo_checkpointer",
-    "reward_checkpointer.checkpoint_dir=${checkpointer.checkpoint_dir}",
-    "reward_checkpointer.checkpoint_files=[demo_reward.pt]",
-    "reward_checkpointer.output_dir=${output_dir}",
-)
 RESUMED = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
 
 

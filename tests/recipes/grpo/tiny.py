@@ -29,6 +29,14 @@ TINY = (
     "optimizer.fused=False",
     "clip_grad_norm=null",
 )
+JUDGE = (
+    "reward_model._component_=torchtune_adaptive.demo.model.demo_classifier",
+    "reward_checkpointer._component_=torchtune_adaptive.demo.weights.demo_checkpointer",
+    "reward_checkpointer.checkpoint_dir=${checkpointer.checkpoint_dir}",
+    "reward_checkpointer.checkpoint_files=[demo_reward.pt]",
+    "reward_checkpointer.output_dir=${output_dir}",
+)
+"""Overrides that add a reward model."""
 
 
 def grpo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:

@@ -146,6 +146,11 @@ def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_fun
     assert figures == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0}
 
 
+def test_two_functions_of_one_name_are_reported_apart() -> None:
+    entries = [{"_component_": f"{HERE}.matching", "pattern": each} for each in ("a", "b")]
+    assert [each.result for each in built(*entries)] == ["reward/matching_0", "reward/matching_1"]
+
+
 def test_built_in_functions() -> None:
     assert exact([" 37\n", "73"], ["37", "37"]) == [1, 0]
     assert matching(["<a>\n1</a>", "1"], r"<a>.*</a>") == [1, 0]
