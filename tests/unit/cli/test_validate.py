@@ -90,7 +90,7 @@ def test_a_value_that_a_run_refuses_is_refused_in_its_words(
 
 @pytest.mark.parametrize(("override", "parts"), PARTS, ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_a_component_that_a_run_cannot_build_is_refused(validate: Validate, override: str, parts: list[str]) -> None:
-    assert_refused(validate(DEMO["full"], override), first_words(parts))
+    assert_refused(validate(DEMO["full"], *override.split()), first_words(parts))
 
 
 @pytest.mark.parametrize(
