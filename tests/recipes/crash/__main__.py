@@ -3,10 +3,13 @@
     python -m tests.recipes.crash [--only "full/2/rows"] [--seed 3] [--at train:17/torn [--tune-run]] [--minutes 60]
 
 Small runs of the recipes are killed at every operation of a save (in the midst of writing, while syncing, renaming,
-pruning), of the start after it, and at random moments, through forked ranks and through `tune run`; also on disks
-that are full or read-only. They are asked to end by SIGTERM and SIGINT, wherever they are. At the end of each run its
-weights and figures have to be, bit by bit, those of the run that nobody has disturbed.
+pruning), of the start after it, and at random moments, through forked ranks and through `tune run`; also with a
+launcher that starts killed ranks again, and on disks that are full or read-only. They are asked to end by SIGTERM and
+SIGINT, wherever they are. At the end of each run its weights and figures have to be, bit by bit, those of the run that
+nobody has disturbed.
 """
+
+from __future__ import annotations
 
 import argparse
 import sys
@@ -19,9 +22,11 @@ from functools import partial
 from pathlib import Path
 
 from tests.recipes.crash.disks import disk_cases
-from tests.recipes.crash.evidence import Tally
-from tests.recipes.crash.plans import Plan, Session, all_plans, exactly
+from tests.recipes.crash.plans import Plan, all_plans, exactly
 from tests.recipes.crash.points import parse_point
+from tests.recipes.crash.restarts import restarted
+from tests.recipes.crash.session import Session
+from tests.recipes.crash.tally import Tally
 from tests.recipes.crash.variants import FULL, LORA, VARIANTS, Variant
 
 LEAST_KILLS, LEAST_BY_TUNE_RUN, LEAST_STOPS, LEAST_STOPS_BY_TUNE_RUN = 200, 60, 40, 12
@@ -56,7 +61,7 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the beginning of a name: of a plan, or disk")
+    parser.add_argument("--only", default="", help="the beginning of a name: of a plan, or restarts, disk ...")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at", type=parse_point, help="only there, in a run that has not been struck before")
     parser.add_argument("--tune-run", action="store_true", help="with --at: through the launcher")
@@ -72,12 +77,21 @@ def chosen(options: argparse.Namespace, session: Session) -> list[Job]:
         plan = Plan("once", variants[0], exactly(options.at), tune_run=options.tune_run)
         return [Job(str(plan), partial(session.follow, plan))]
     plans = [Job(str(plan), partial(session.follow, plan)) for plan in all_plans()]
-    disks = [Job(f"disk {variant}", partial(on_disks, session, variant)) for variant in (FULL, LORA)]
-    return [job for job in [*disks, *plans] if job.name.startswith(options.only)]
+    return [job for job in [*other_jobs(session), *plans] if job.name.startswith(options.only)]
 
 
-def on_disks(session: Session, variant: Variant) -> Tally:
-    return disk_cases(variant, session.folder_of(variant) / "disks", session.reference(variant))
+def other_jobs(session: Session) -> list[Job]:
+    """What is no chain of lives."""
+    full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
+
+    def job(name: str, variant: Variant, run: Callable[..., Tally], **options: object) -> Job:
+        folder = session.folder / f"{name}-{variant}".replace("/", "-").replace(" ", "-")
+        return Job(f"{name} {variant}", lambda: run(variant, folder, session.reference(variant), **options))
+
+    return [
+        *(job("restarts", variant, restarted) for variant in (full, lora)),
+        *(job("disk", variant, disk_cases) for variant in (FULL, LORA)),
+    ]
 
 
 def report(tally: Tally, *, whole: bool, how: str) -> int:

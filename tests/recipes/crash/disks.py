@@ -1,13 +1,15 @@
 """A disk that is full, or that nothing can be written to: an error that says so, and afterwards the run goes on."""
 
+from __future__ import annotations
+
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.recipes.crash import evidence
-from tests.recipes.crash.evidence import Tally
 from tests.recipes.crash.points import TRAIN, Point
+from tests.recipes.crash.tally import Tally
 from tests.recipes.crash.variants import FULL, LORA, STEPS, Variant, write_config
 from tests.recipes.crash.victims import FAILED, FINISHED, KILLED, Start, live
 from torchtune_adaptive.demo.model import demo_model

@@ -1,19 +1,18 @@
 """Which runs are struck where: killed at every operation of a save and at random; asked to end wherever they are."""
 
+from __future__ import annotations
+
 import math
 import random
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from tests.recipes.crash.chain import FIRST_PRUNING, Chain
-from tests.recipes.crash.evidence import Tally, place
+from tests.recipes.crash.chain import FIRST_PRUNING
 from tests.recipes.crash.points import INT, LAST_SAVE, LAST_STEP, PROBE, START, STEP, TERM, TIME, TRAIN, Point
+from tests.recipes.crash.tally import place
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, PAIRS, PAIRS_LORA, PPO, SAVES, Variant, write_config
 from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
 from torchtune_adaptive.rl.models import VALUE_FOLDER
@@ -262,73 +261,3 @@ def tune_run_plans() -> list[Plan]:
             for variant, manner in manners
         ),
     ]
-
-
-@dataclass
-class Session:
-    """What plans share: a folder, a seed, and the undisturbed runs. They may be followed in several threads."""
-
-    folder: Path
-    seed: int
-    deadline: float
-
-    def __post_init__(self) -> None:
-        self._scouts: dict[tuple[Variant, bool], Future[Scout]] = {}
-        self._lock = threading.Lock()
-
-    def scout(self, plan: Plan) -> Scout:
-        """Sent out by whoever asks first, while others wait."""
-        key, mine = (plan.variant, plan.tune_run), Future[Scout]()
-        with self._lock:
-            found = self._scouts.setdefault(key, mine)
-        if found is mine:
-            folder = self.folder_of(plan.variant) / f"undisturbed{'-tune' * plan.tune_run}"
-            try:
-                mine.set_result(scout(plan.variant, folder, tune_run=plan.tune_run))
-            except BaseException as error:
-                mine.set_exception(error)
-                raise
-        return found.result()
-
-    def reference(self, variant: Variant) -> Path:
-        """The folder of the undisturbed run."""
-        return self.scout(Plan("", variant, random_moments(0))).folder
-
-    def folder_of(self, variant: Variant) -> Path:
-        return self.folder / str(variant).replace("/", "-")
-
-    def draw(self, name: object) -> random.Random:
-        """Whatever else is followed, and in which order."""
-        return random.Random(f"{self.seed}/{name}")
-
-    def follow(self, plan: Plan) -> Tally:
-        """Runs of this plan, each struck until it is done, until all points have been met."""
-        tally, seen = Tally(), self.scout(plan)
-        left = Remaining(iter(plan.aim(seen, self.draw(plan))), self.deadline)
-        number = 0
-        while not left.over:
-            number += 1
-            folder = self.folder_of(plan.variant) / f"{plan.name.replace(' ', '-')}-{number}{'-tune' * plan.tune_run}"
-            arguments = tuple(write_config(plan.variant, folder))
-            start = Start(plan.variant, folder, arguments, plan.tune_run, plan.manner, plan.launched)
-            how = f'--only "{plan}" --seed {self.seed}, run {number}'
-            Chain(start, seen.folder, how, tally).run(left)
-        return tally
-
-
-class Remaining(Iterator[Point]):
-    """The points that are left, which are none once the time is over."""
-
-    def __init__(self, points: Iterator[Point], deadline: float) -> None:
-        self._points, self._deadline = points, deadline
-        self._next = next(points, None)
-
-    @property
-    def over(self) -> bool:
-        return self._next is None or time.monotonic() > self._deadline
-
-    def __next__(self) -> Point:
-        if self.over or self._next is None:
-            raise StopIteration
-        point, self._next = self._next, next(self._points, None)
-        return point

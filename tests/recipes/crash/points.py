@@ -1,5 +1,7 @@
 """Where a run is killed, as it is printed and can be given again on the command line."""
 
+from __future__ import annotations
+
 import json
 import os
 from dataclasses import asdict, dataclass, replace
@@ -73,19 +75,23 @@ class Order:
     """The folder for what the trap has seen, and for the process ids of the ranks."""
     after_step: int
     """The step after which `train` begins."""
+    restart: int = 0
+    """The attempt of the launcher that it is for."""
 
     @property
     def notes_folder(self) -> Path:
         return Path(self.notes)
 
 
-def write_order(order: Order) -> str:
-    return json.dumps(asdict(order))
+def write_orders(orders: list[Order]) -> str:
+    return json.dumps([asdict(order) for order in orders])
 
 
 def read_order() -> Order | None:
     """This process's, from its environment."""
-    if ORDERS not in os.environ:
-        return None
-    order = Order(**json.loads(os.environ[ORDERS]))
-    return replace(order, point=Point(**order.point) if isinstance(order.point, dict) else None)
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    orders = [Order(**fields) for fields in json.loads(os.environ.get(ORDERS, "[]"))]
+    for order in orders:
+        if order.restart == restart:
+            return replace(order, point=Point(**order.point) if isinstance(order.point, dict) else None)
+    return None

@@ -1,7 +1,14 @@
 """A little of what `make crash` does to runs; and that its trap strikes where it was told to."""
 
+from __future__ import annotations
+
 import os
+import random
+import shutil
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,15 +18,23 @@ from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.crash import trap
 from tests.recipes.crash.plans import (
     Plan,
-    Session,
+    Scout,
+    all_plans,
     one_of_each,
     random_operations,
 )
 from tests.recipes.crash.points import (
+    INT,
+    LAST_STEP,
+    PROBE,
     START,
+    STEP,
+    TERM,
+    TRAIN,
     Order,
     Point,
 )
+from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import ASYNC, FULL
 from tests.recipes.crash.victims import struck_at
 
@@ -40,7 +55,29 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     assert tally.killed >= least_killed, tally.summary()
 
 
+@dataclass(frozen=True)
+class Undisturbed(Scout):
+    """As long as any."""
+
+    def operations(self, stage: str) -> list[str]:
+        return [f"write {stage}_{number}" for number in range(40)]
+
+
+def cells(plan: Plan) -> Iterator[tuple[object, ...]]:
+    """Which signal comes to whom, of how many ranks, in what."""
+    for point in plan.aim(Undisturbed(Path(), 9000), random.Random(0)):
+        assert not point.launcher or (plan.tune_run and (plan.variant.ranks > 1 or plan.launched)), str(plan)
+        if point.asks:
+            yield point.blow, point.launcher, plan.variant.ranks, point.stage
+
+
+def test_signals_come_to_launcher_and_ranks_on_one_and_two_in_search_steps_saves_and_the_last_step() -> None:
+    wanted = set(product((TERM, INT), (True, False), (1, 2), (PROBE, STEP, TRAIN, LAST_STEP)))
+    assert wanted - {cell for plan in all_plans() for cell in cells(plan)} == set()
+
+
 def change_files(room: Path) -> None:
+    """One of each operation that a save may consist of."""
     torch.save({"weight": torch.ones(1000)}, room / "draft.pt")
     with (room / "draft.json").open("w") as file:
         file.write("0123456789")
@@ -48,31 +85,68 @@ def change_files(room: Path) -> None:
         os.fsync(file.fileno())
     os.replace(room / "draft.json", room / "manifest.json")
     (room / "latest").symlink_to("manifest.json")
+    (room / "old" / "inner").mkdir(parents=True)
+    shutil.rmtree(room / "old")
+    (room / "draft.pt").unlink()
 
 
-SAVE, WRITE, LINK = 1, 2, 5
-"""Which of the operations these are."""
+OPERATIONS = [
+    *("save room/draft.pt", "write room/draft.json", "fsync room/draft.json", "rename room/draft.json"),
+    *("link room/latest", "mkdir room/old/inner", "mkdir room/old", "mkdir room/old/inner"),
+    *("rmdir room/old/inner", "rmdir room/old", "unlink room/draft.pt"),
+]
 
 
 def trapped(order: Order) -> None:
     trap.install(order, 0)
-    change_files(Path(order.watched))
+    change_files(Path(order.watched) / "room")
 
 
-def spring(folder: Path, point: Point) -> Path:
-    room = folder / "room"
-    room.mkdir(parents=True)
-    with pytest.raises(RankFailed, match="died"):
-        run_on_ranks(1, trapped, Order(point, str(room), str(folder / "notes"), after_step=0), in_group=False)
-    assert struck_at(folder / "notes")
-    return room
+def spring(tmp_path: Path, point: Point | None) -> Path:
+    watched, notes = tmp_path / "watched", tmp_path / "notes"
+    (watched / "room").mkdir(parents=True)
+    order = Order(point, str(watched), str(notes), after_step=0)
+    if point is None:
+        run_on_ranks(1, trapped, order, in_group=False)
+    else:
+        with pytest.raises(RankFailed, match="died"):
+            run_on_ranks(1, trapped, order, in_group=False)
+        assert struck_at(notes)
+    return watched / "room"
 
 
-def test_the_trap_strikes_where_it_was_told_to(tmp_path: Path) -> None:
-    for at, name, whole in ((SAVE, "draft.pt", 4000), (WRITE, "draft.json", 10)):
-        torn = spring(tmp_path / name, Point(START, at, torn=True))
-        assert 0 < (torn / name).stat().st_size < whole
-    cut = spring(tmp_path / "cut", Point(START, LINK, cut=True))
-    assert sorted(path.name for path in cut.iterdir()) == ["draft.pt", "manifest.json"]
-    assert (cut / "draft.pt").stat().st_size == 0, "it was not synced"
-    assert (cut / "manifest.json").read_text() == "0123456789"
+def test_the_trap_counts_every_operation(tmp_path: Path) -> None:
+    spring(tmp_path, None)
+    lines = (tmp_path / "notes" / "operations0").read_text().splitlines()
+    assert lines == [f"start:{number} {label}" for number, label in enumerate(OPERATIONS, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("label", "left"),
+    [
+        ("save room/draft.pt", []),
+        ("rename room/draft.json", ["draft.json", "draft.pt"]),
+        ("link room/latest", ["draft.pt", "manifest.json"]),
+        ("rmdir room/old", ["draft.pt", "latest", "manifest.json", "old"]),
+    ],
+)
+def test_the_trap_kills_before_the_operation(label: str, left: list[str], tmp_path: Path) -> None:
+    room = spring(tmp_path, Point(START, OPERATIONS.index(label) + 1))
+    assert sorted(path.name for path in room.iterdir()) == left
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [("save room/draft.pt", "draft.pt"), ("write room/draft.json", "draft.json")]
+)
+def test_the_trap_kills_with_half_of_a_file_written(label: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = (spring(tmp_path / "whole", None) / "manifest.json").stat().st_size if name == "draft.json" else 4000
+    (tmp_path / "torn").mkdir()
+    room = spring(tmp_path / "torn", Point(START, OPERATIONS.index(label) + 1, torn=True))
+    assert 0 < (room / name).stat().st_size < whole
+
+
+def test_where_the_power_fails_what_was_not_synced_is_empty(tmp_path: Path) -> None:
+    room = spring(tmp_path, Point(START, OPERATIONS.index("mkdir room/old") + 1, cut=True))
+    assert (room / "draft.pt").stat().st_size == 0
+    assert (room / "manifest.json").read_text() == "0123456789"
