@@ -180,14 +180,19 @@ def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_pa
             "tokenizer=torchtune.models.llama3.llama3_tokenizer tokenizer.path=/nowhere/tokenizer.model",
             ["tokenizer could not be built", "/nowhere/tokenizer.model"],
         ),
-        (
-            "dataset=torchtune.datasets.instruct_dataset dataset.source=json dataset.data_files=/nowhere/rows.json",
-            ["dataset could not be built", "/nowhere/rows.json"],
-        ),
     ],
 )
 def test_a_component_that_cannot_be_built_is_named(message: Start, override: str, parts: list[str]) -> None:
     assert_says(message(FULL, *override.split(), SMALL), *parts)
+
+
+def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
+    data = (
+        "dataset=torchtune.datasets.instruct_dataset",
+        "dataset.source=json",
+        "dataset.data_files=/nowhere/rows.json",
+    )
+    assert_says(message(FULL, *data), "dataset could not be built", "/nowhere/rows.json")
 
 
 @pytest.mark.parametrize(
