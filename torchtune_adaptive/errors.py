@@ -110,6 +110,10 @@ class NotLearningError(AdaptiveError):
     """A run that goes on while nothing comes of it."""
 
 
+class EarlyExitError(AdaptiveError):
+    """Something in the run asked the process to end, with the status of success, before the run was done."""
+
+
 class RecoveryUnsupportedError(AdaptiveError):
     """A step that runs out of memory cannot be run again: the model communicates, or updates its weights, in a way that
     forbids it, or recovery is off."""

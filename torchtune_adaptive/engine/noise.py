@@ -51,12 +51,13 @@ class SquareMeter:
     def __init__(self, model: nn.Module, ledger: CollectiveLedger) -> None:
         self._model, self._ledger = model, ledger
         self._gradients: Tensor | float = 0.0
-        self._counts = [0, 0, 0]
+        self._microbatches: list[tuple[int, int]] = []
+        """Target tokens and samples of each."""
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Around an attempt: what an earlier one has added does not count."""
-        self._gradients, self._counts = 0.0, [0, 0, 0]
+        self._gradients, self._microbatches = 0.0, []
         hooks = []
         if fsdp.is_whole(self._model):
             hooks = [each.register_hook(self._add) for each in self._model.parameters() if each.requires_grad]
@@ -73,13 +74,13 @@ class SquareMeter:
 
     def count(self, target_tokens: int, samples: int) -> None:
         """After a microbatch."""
-        self._counts = [
-            have + more for have, more in zip(self._counts, (target_tokens**2, samples**2, samples), strict=True)
-        ]
+        self._microbatches.append((target_tokens, samples))
 
     def of_all_ranks(self, device: torch.device) -> Squares:
         """Collective. Waits for the device."""
-        mine = torch.tensor([0.0, *self._counts], dtype=torch.float64, device=device)
+        squares = (sum(count**2 for count in counts) for counts in zip(*self._microbatches, strict=True))
+        samples = sum(samples for _, samples in self._microbatches)
+        mine = torch.tensor([0.0, *squares, samples], dtype=torch.float64, device=device)
         mine[0] = self._gradients
         return Squares(*sum_over_ranks(mine).tolist())
 

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -27,6 +27,7 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
+    EarlyExitError,
     RanksPartedError,
     RecoveryUnsupportedError,
     Remedy,
@@ -72,7 +73,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, aloud=_rank() == 0)
     try:
-        with leaving_out_what_is_set(cfg):
+        with refusing_early_exits(), leaving_out_what_is_set(cfg):
             recipe = recipe_type(cfg)
             adaptive = recipe.run.settings.adaptive
             with (
@@ -137,8 +138,23 @@ def _ask(question: Command, keys: Collection[str]) -> None:
     path, overrides = config_and_overrides(sys.argv[1:])
     cfg = read_config(path, overrides)
     check_keys(cfg, keys, aloud=True)
-    with printing():
+    with printing(), refusing_early_exits():
         question(cfg, path, overrides)
+
+
+@contextmanager
+def refusing_early_exits() -> Iterator[None]:
+    """Makes `sys.exit(0)` an error: called in a loss, for example, it would report success for no training."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        called = traceback.extract_tb(error.__traceback__)[-1]
+        raise EarlyExitError(
+            f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
+            "raise an error there, or return"
+        ) from error
 
 
 def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:

@@ -21,7 +21,8 @@ from tests.recipes.running import Finished, demo_config, run_ours, start_here
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.errors import AdaptiveError, NotLearningError, SampleError, UnrecoverableError
+from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
+from torchtune_adaptive.life.launch import refusing_early_exits
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13
@@ -255,3 +256,11 @@ def test_a_sample_that_a_search_reads_is_named_too(tmp_path: Path, monkeypatch: 
     scanned = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
     with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has label -7"):
         start_here("full", "--config", "adaptive/demo/full", *SMALL, *scanned, *with_flaw("label"))
+
+
+@pytest.mark.parametrize(("status", "error"), [(None, EarlyExitError), (0, EarlyExitError), (3, SystemExit)])
+def test_leaving_with_success_from_inside_is_an_error_and_with_an_error_is_left_alone(
+    status: int | None, error: type[BaseException]
+) -> None:
+    with pytest.raises(error), refusing_early_exits():
+        sys.exit(status)

@@ -229,4 +229,3 @@ def test_losses_and_gradients_of_two_updates_are_those_of_trl(tmp_path: Path, lo
     for update in updates:
         assert update.loss == pytest.approx(update.expected, rel=1e-5, abs=1e-6)
         assert update.gradients_apart < 1e-5
-    print(updates)

@@ -150,10 +150,27 @@ def test_what_is_not_understood_ends_with_the_usage(words: list[str], capsys: py
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
-    words = ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
+    ended = shell(f"{command} | true; echo ${{PIPESTATUS[0]}}")
     assert ended.stderr == ""
     assert int(ended.stdout) in (0, NOBODY_READS)
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
+
+
+def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
+    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
+    ended = shell(f"{command} > /dev/full; echo $?")
+    assert ended.stderr == "error: cannot write the output: No space left on device; redirect it elsewhere\n"
+    assert ended.stdout == "1\n"
+
+
+def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path) -> None:
+    call = f'main(["cp", "adaptive/demo/full", "{tmp_path}/größe.yaml"])'
+    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; {call}'"
+    ended = shell(f"PYTHONIOENCODING=ascii {command}")
+    assert (ended.stdout.splitlines()[0], ended.stderr) == (f"copied to {tmp_path}/gr\\xf6\\xdfe.yaml", "")
 
 
 @pytest.mark.parametrize(
