@@ -25,6 +25,8 @@ Value = TypeVar("Value")
 
 ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups that no microbatch uses, but perhaps a thread that saves: their messages are not counted."""
+LATE_S = 2.0
+"""By how much a peer may be behind: on a null device no stream waits for what gloo still carries."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 """By the group of all ranks, one for tensors on the host; None is the training group."""
 
@@ -140,14 +142,20 @@ class EqualSteps:
         self._changed = False
         if torch.cuda.is_initialized():  # the host is ahead of what the GPU has communicated
             torch.cuda.synchronize()
+        until_s = time.monotonic() + LATE_S
+        while set(steps := self._steps()) != {self._own}:
+            if time.monotonic() > until_s:
+                raise UnrecoverableError(
+                    f"the ranks have different numbers of samples or microbatches in one step ({', '.join(steps)}, by "
+                    "rank), so they would wait for each other in different collectives: pass the same number and the "
+                    "same limit on every rank, or use a TokenLimit and a SampleKind with a filler"
+                )
+            time.sleep(0.01)
+
+    def _steps(self) -> list[str]:
+        """What every rank has written, in order of rank."""
         store, keys = _store(), [self._key(each) for each in range(world_size())]
-        steps = [store.get(key).decode() if store.check([key]) else "as many as before" for key in keys]
-        if set(steps) != {self._own}:
-            raise UnrecoverableError(
-                f"the ranks have different numbers of samples or microbatches in one step ({', '.join(steps)}, by "
-                "rank), so they would wait for each other in different collectives: pass the same number and the same "
-                "limit on every rank, or use a TokenLimit and a SampleKind with a filler"
-            )
+        return [store.get(key).decode() if store.check([key]) else "as many as before" for key in keys]
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{self._changes}/{rank}"

@@ -1,14 +1,17 @@
 """What ranks tell each other: positions, loads, sums of weights; and what they are told of a collective that failed."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.recipes.metering import profiled
+from torchtune_adaptive.engine import ranks
 from torchtune_adaptive.engine.plans import load_of
-from torchtune_adaptive.engine.ranks import checksum, explaining_failures
+from torchtune_adaptive.engine.ranks import EqualSteps, checksum, explaining_failures
 from torchtune_adaptive.engine.reports import Report, Reports
 from torchtune_adaptive.errors import UnrecoverableError
 
@@ -116,3 +119,21 @@ def test_the_order_of_parameters_counts_and_what_is_empty_does_not() -> None:
     one, other = torch.tensor([1.0]), torch.tensor([2.0])
     assert checksum([one, other]) != checksum([other, one])
     assert checksum([one, torch.zeros(0)]) == checksum([one])
+
+
+def test_a_peer_that_is_a_moment_behind_has_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a null device, where no stream waits for what gloo carries."""
+    store = dist.HashStore()
+    monkeypatch.setattr(ranks, "_store", lambda: store)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    steps = EqualSteps()
+    steps.announce("8 in 2")
+    late = threading.Timer(0.2, store.set, (steps._key(1), "8 in 2"))
+    late.start()
+    steps.check()
+    late.join()
+    steps.announce("4 in 2")
+    store.set(steps._key(1), "4 in 1")
+    with pytest.raises(UnrecoverableError, match=r"\(4 in 2, 4 in 1, by rank\)"):
+        steps.check()
