@@ -14,12 +14,12 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
-from tests.recipes.grpo.tiny import grpo_config
+from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.rl.stages import GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
+from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import place
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE, figures_of
@@ -31,7 +31,8 @@ ON_PAIRS = ("full_dpo", "lora_dpo")
 KINDS = {
     **dict.fromkeys(ON_PAIRS, (REFERENCE, POLICY)),
     "full_ppo": STAGES,
-    **dict.fromkeys(("full_grpo", "lora_grpo"), OF_GRPO),
+    "full_grpo": (*OF_GRPO, FIND_REWARDS),
+    "lora_grpo": OF_GRPO,
 }
 SIZES = ("num_layers=1", "embed_dim=32")
 GATHERED = ("fsdp_reshard_after_forward=False",)
@@ -149,7 +150,7 @@ class RecipeBench:
         overrides = case.overrides
         if case.kind.endswith("_grpo") and case.stage != TRAIN_POLICY:
             # two updates have a stage more, but where the second one fails, the first has run with other rows
-            overrides = (*overrides, "ppo_epochs=2")
+            overrides = (*overrides, "ppo_epochs=2", *(JUDGE if case.stage == FIND_REWARDS else ()))
         self.recipe, self._fresh = make(case.kind, overrides, case.layer_by_layer)
         self.stages = self.recipe.stages
         self.runners = runners_of(self.recipe)

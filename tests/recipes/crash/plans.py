@@ -13,7 +13,19 @@ from pathlib import Path
 from tests.recipes.crash.chain import FIRST_PRUNING
 from tests.recipes.crash.points import INT, LAST_SAVE, LAST_STEP, PROBE, START, STEP, TERM, TIME, TRAIN, Point
 from tests.recipes.crash.tally import place
-from tests.recipes.crash.variants import ASYNC, FULL, LORA, PAIRS, PAIRS_LORA, PPO, SAVES, Variant, write_config
+from tests.recipes.crash.variants import (
+    ASYNC,
+    FULL,
+    GRPO,
+    GRPO_LORA,
+    LORA,
+    PAIRS,
+    PAIRS_LORA,
+    PPO,
+    SAVES,
+    Variant,
+    write_config,
+)
 from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
 from torchtune_adaptive.rl.models import VALUE_FOLDER
 
@@ -27,6 +39,8 @@ class Scout:
 
     folder: Path
     milliseconds: int
+    stages: int
+    """Of a step."""
 
     def operations(self, stage: str) -> list[str]:
         """The most that it did in one life before its first step, or from one save to the next."""
@@ -42,7 +56,7 @@ def scout(variant: Variant, folder: Path, *, tune_run: bool = False) -> Scout:
     arguments = write_config(variant, folder)
     life = live(Start(variant, folder, tuple(arguments), tune_run), 0, None, 0)
     assert life.ended == FINISHED, f"{variant}: the undisturbed run {life.ended}\n{life.output}"
-    return Scout(folder, round(1000 * life.seconds))
+    return Scout(folder, round(1000 * life.seconds), variant.stages)
 
 
 Aim = Callable[[Scout, random.Random], Iterator[Point]]
@@ -98,7 +112,7 @@ def between_models(seen: Scout, _: random.Random) -> Iterator[Point]:
 
 def random_stages(count: int) -> Aim:
     """Before a stage of one of the first three steps of a life."""
-    return lambda _, draw: (Point(STEP, draw.randrange(1, 28), rank=number % 2) for number in range(count))
+    return lambda seen, draw: (replace(in_a_stage(seen, draw), rank=number % 2) for number in range(count))
 
 
 def can_be_torn(label: str) -> bool:
@@ -150,9 +164,9 @@ def in_a_step(_: Scout, draw: random.Random) -> Point:
     return Point(STEP, draw.randrange(1, 4))
 
 
-def in_a_stage(_: Scout, draw: random.Random) -> Point:
-    """Of one of the first three steps, which have nine."""
-    return Point(STEP, draw.randrange(1, 28))
+def in_a_stage(seen: Scout, draw: random.Random) -> Point:
+    """Of one of the first three steps."""
+    return Point(STEP, draw.randrange(1, 3 * seen.stages + 1))
 
 
 def in_the_search(_: Scout, draw: random.Random) -> Point:
@@ -209,8 +223,9 @@ def kill_plans() -> list[Plan]:
         *(Plan("moments", variant, random_moments(6, ranks=2)) for variant in (full, lora, PAIRS)),
         Plan("operations", PAIRS_LORA, random_operations(6)),
         Plan("between policy and value", PPO, between_models),
-        Plan("stages", PPO, random_stages(6)),
-        Plan("operations", PPO, random_operations(4, ranks=2)),
+        *(Plan("stages", variant, random_stages(6)) for variant in (PPO, GRPO)),
+        *(Plan("operations", variant, random_operations(4, ranks=2)) for variant in (PPO, GRPO)),
+        Plan("operations", GRPO_LORA, random_operations(6)),
     ]
 
 
@@ -241,7 +256,10 @@ def signal_plans() -> list[Plan]:
         Plan("asked", lora, asked((in_a_step, in_a_save), (RANK_1,))),
         Plan("asked", PAIRS, asked((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("asked", PAIRS_LORA, asked((in_a_step, at_the_start))),
-        Plan("asked", PPO, asked((in_a_stage, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
+        *(
+            Plan("asked", each, asked((in_a_stage, in_a_save, in_the_last_step), (RANK_0, RANK_1)))
+            for each in (PPO, GRPO)
+        ),
         Plan("asked", full_searched, asked((in_the_search, in_a_step), (RANK_0, RANK_1))),
         Plan("asked", lora_searched, asked((in_the_search, in_a_save))),
     ]
@@ -255,7 +273,7 @@ def tune_run_plans() -> list[Plan]:
         *(Plan("tune run, moments", variant, random_moments(4), tune_run=True) for variant in (FULL, LORA)),
         *(Plan("tune run", variant, random_operations(10, 2), tune_run=True) for variant in (full, ASYNC, lora)),
         *(Plan("tune run", variant, random_operations(6), tune_run=True) for variant in (FULL, LORA)),
-        Plan("tune run", PPO, random_operations(3, 2), tune_run=True),
+        *(Plan("tune run", variant, random_operations(3, 2), tune_run=True) for variant in (PPO, GRPO)),
         *(
             Plan(f"tune run, {manner}", variant, random_moments(5, 2), tune_run=True, manner=manner)
             for variant, manner in manners

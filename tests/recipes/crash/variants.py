@@ -7,9 +7,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from tests.recipes.grpo.tiny import grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import OURS, demo_config
-from torchtune_adaptive.rl.settings import PPO_KEYS
+from torchtune_adaptive.rl.settings import GRPO_KEYS, PPO_KEYS
 
 EPOCHS, STEPS_PER_EPOCH = 4, 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -18,7 +19,7 @@ SAVES = sorted({*range(SAVE_EVERY, STEPS, SAVE_EVERY), *range(STEPS_PER_EPOCH, S
 """The steps after which there is a checkpoint."""
 ROWS, MICROBATCHES = 2, 2
 UPDATES = 2
-"""Of an iteration of PPO."""
+"""Of an iteration of PPO or GRPO."""
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
 
 
@@ -44,12 +45,14 @@ class Variant:
     @property
     def stages(self) -> int:
         """How often a step goes through a StepRunner."""
+        if self.kind.endswith("_grpo"):
+            return 3 + UPDATES
         return 5 + 2 * UPDATES if self.kind == "full_ppo" else 2 if self.kind.endswith("_dpo") else 1
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Of the recipe's config, besides those of finetuning."""
-        return PPO_KEYS if self.kind == "full_ppo" else ()
+        return PPO_KEYS if self.kind == "full_ppo" else GRPO_KEYS if self.kind.endswith("_grpo") else ()
 
     def safe_after(self, step: int) -> int:
         """The step that has to be on disk by the time that this one is done, so that a kill costs only what follows it.
@@ -64,12 +67,12 @@ FULL, ASYNC, LORA = Variant("full", 1, budget=True), Variant("full", 2, asynchro
 """Those whose every operation is aimed at."""
 PAIRS, PAIRS_LORA = Variant("full_dpo", 2), Variant("lora_dpo", 1, budget=True)
 """Preference training, whose steps have two stages."""
-PPO = Variant("full_ppo", 2)
-"""A step is an iteration of it, an epoch one of its prompts."""
+PPO, GRPO, GRPO_LORA = Variant("full_ppo", 2), Variant("full_grpo", 2), Variant("lora_grpo", 1)
+"""A step is an iteration of theirs, an epoch one of their prompts."""
 VARIANTS = (
     *(FULL, ASYNC, LORA),
     *(Variant("full", 2), Variant("full", 1, budget=True, asynchronous=True), Variant("lora", 2, budget=True)),
-    *(PAIRS, PAIRS_LORA, PPO),
+    *(PAIRS, PAIRS_LORA, PPO, GRPO, GRPO_LORA),
     *(Variant("full", 2, searched=True), Variant("lora", 1, searched=True)),
 )
 
@@ -101,6 +104,14 @@ def _config(variant: Variant, folder: Path, *overrides: str) -> DictConfig:
             *(f"dataset.samples={answers}", f"num_steps={EPOCHS * answers}", "max_generated_tokens=4"),
             *(f"batch_size={ROWS}", f"ppo_batch_size={ROWS}", f"ppo_epochs={UPDATES}", "forward_batch_size=1"),
             *(f"gradient_accumulation_steps={ROWS}", "optimizer.momentum=0.9"),
+            *overrides,
+        )
+    if variant.kind.endswith("_grpo"):
+        return grpo_config(
+            variant.kind,
+            folder,
+            *(f"dataset.samples={STEPS_PER_EPOCH * ROWS * variant.ranks}", f"num_steps={STEPS}"),
+            *(f"batch_size={ROWS}", f"ppo_epochs={UPDATES}", "resample_groups=0", "optimizer.momentum=0.9"),
             *overrides,
         )
     samples = STEPS_PER_EPOCH * ROWS * MICROBATCHES * variant.ranks
