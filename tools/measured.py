@@ -90,6 +90,12 @@ def saves(rows: list[Row]) -> tuple[str, str]:
     return f"pause for a checkpoint in seconds (torchtune's in parentheses), 2 ranks, {size} MiB", ", ".join(cells)
 
 
+def large_saves(rows: list[Row]) -> tuple[str, str]:
+    stock, ours = rows
+    cells = [f"{what} {ours[f'{key} s']:.1f} ({stock[f'{key} s']:.1f})" for what, key in LARGE.items()]
+    return f"the same for one of {ours['GB']:.1f} GB, once", ", ".join(cells)
+
+
 def stages(rows: list[Row]) -> tuple[str, str]:
     return "DPO: CPU time with one limit for both stages, relative to a limit for each, 2 ranks", _over(rows)
 
@@ -115,8 +121,9 @@ def faults(rows: list[Row]) -> tuple[str, str]:
 
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Ours, then those of others, by how their names begin."""
+LARGE = {"pause": "pause", "resumed after": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
-LINES = (overhead, searches, recovery, saves, packing, dealing, stages, rollouts, faults)
+LINES = (overhead, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
 """Each is the name of a file, and what is said of its rows."""
 
 
