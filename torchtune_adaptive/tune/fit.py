@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -46,6 +47,8 @@ FOLDERS = {REFERENCE: "reference"}
 SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 LONGEST_SAMPLE = 2**20
 """The longest sample that is compared with a limit."""
+LOOKED_AT = 64
+"""Samples, spread over the dataset, that are looked at for the median length."""
 CUDA_BUDGET_GRAIN = 2**28
 """Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
 DEPENDS_ON = (
@@ -99,16 +102,31 @@ def rows_that_fit(
         say(f"batch search · {SKIPPED}")
         return None
     most = most_samples or trainer.data.loader.samples_per_rank
+    step = _worst_step(trainer, stage)
     found = rows(
         trainer.run,
-        _worst_step(trainer, stage),
+        step,
         memory,
         trainer.data.kind,
         most_rows=min(most, adaptive.max_batch_size or most),
         whole_step_rows=whole_step_rows,
         folder=FOLDERS.get(stage, ""),
     )
+    if found.rows < settings.samples_per_step and stage == trainer.stages.training.stage:
+        _tell_of_short_samples(trainer.data, step.length)
     return found.rows
+
+
+def _tell_of_short_samples(data: Data, measured: int) -> None:
+    """Says that rows leave memory unused where most samples are far shorter than the longest."""
+    dataset = data.dataset
+    lengths = [data.kind.length_of(dataset[at]) for at in range(0, len(dataset), -(-len(dataset) // LOOKED_AT))]
+    median = statistics.median_low(lengths)
+    if not data.packed and 2 * median <= measured:
+        say(
+            f"the median sample has {median} tokens{data.kind.length_suffix}, but rows were measured with {measured}: "
+            "adaptive.token_budget=auto use_maximum_batch_size=False would run more samples at once"
+        )
 
 
 def limits_by_length(trainer: Trainer, memory: MemorySource | None, most_rows: int) -> dict[str, Limit]:

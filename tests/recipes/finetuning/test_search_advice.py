@@ -38,6 +38,28 @@ def started(lengths: str, *overrides: str) -> list[str]:
     return lines
 
 
+@pytest.mark.parametrize(
+    ("lengths", "steps", "line"),
+    [
+        (
+            "[30,40,50,512]",
+            16,
+            "the median sample has 40 tokens, but rows were measured with 512: adaptive.token_budget=auto "
+            "use_maximum_batch_size=False would run more samples at once",
+        ),
+        ("[400,512]", 16, None),
+        ("[30,40,50,512]", 1, None),  # a step of two samples is one microbatch
+    ],
+)
+def test_one_line_says_that_most_samples_are_far_shorter_than_what_was_measured(
+    lengths: str, steps: int, line: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = ("adaptive.sequence_length=null", "adaptive.memory_limit=48MiB", "batch_size=2")
+    lines = started(lengths, *sizes, f"gradient_accumulation_steps={steps}")
+    assert [each for each in lines if each.startswith("the median sample")] == [line] * (line is not None)
+
+
 def test_samples_that_the_tokenizer_does_not_let_through_are_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
