@@ -56,6 +56,10 @@ class _Counted:
     """The argument that has the unsharded side."""
 
     def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter) -> None:
+        if isinstance(comm, _Counted):
+            raise ValueError(
+                "this model has a Recovery already: pass that one to each of its runners, or close it first"
+            )
         self._ledger, self._comm = ledger, comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

