@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ class _Counted:
     """The argument that has the unsharded side."""
 
     def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter) -> None:
-        if isinstance(comm, _Counted):
+        if isinstance(cast(object, comm), _Counted):
             raise ValueError(
                 "this model has a Recovery already: pass that one to each of its runners, or close it first"
             )

@@ -142,7 +142,6 @@ def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
         "scores_deviation": float(rewards.std(1).mean()),
         "groups_without_signal": len(groups) - len(kept) / size,
         "response_lengths": float(lengths.float().mean()),
-        "cut_off": float(counts.all(1).float().mean()),
     }
     if grpo.without_signal == "keep" or not kept:  # an iteration has its updates whatever came of it
         kept = [*everyone]

@@ -15,7 +15,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.rl.limits import LimitFinder, check_room
 from torchtune_adaptive.rl.rewards import Rewards
-from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, differ, gathered, groups_of
+from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, differ, gathered, groups_of, share_cut_off
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, RolloutStage, RolloutStages
 from torchtune_adaptive.text import count_of
@@ -125,7 +125,8 @@ class Iterations:
         everyone = gathered(mine)
         if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
             self.rewards.show(self.run.journal, everyone[:size], iteration)
-        self._figures = self.rewards.figures(everyone)
+        cut_off = share_cut_off(everyone, self.stages.policy.sampling.stop_tokens)
+        self._figures = {"cut_off": cut_off, **self.rewards.figures(everyone)}
         if self._rl.resample_groups:
             self._figures["groups_sampled_anew"] = sampled_anew
         return everyone

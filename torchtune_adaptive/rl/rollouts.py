@@ -145,6 +145,12 @@ def answer_tokens(rollouts: Sequence[Rollout]) -> int:
     return sum(rollout.length for rollout in rollouts if not rollout.fills)
 
 
+def share_cut_off(rollouts: Sequence[Rollout], stop_tokens: Sequence[int]) -> float:
+    """The share of answers that do not end by themselves."""
+    whole = [each.answer.tolist() for each in rollouts if each.length == len(each.answer)]
+    return sum(answer[-1] not in stop_tokens for answer in whole) / len(rollouts)
+
+
 Group: TypeAlias = tuple[Sample, list[Rollout]]
 """A prompt, with the columns that its dataset has for it, and the answers to it."""
 

@@ -211,10 +211,11 @@ def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -
         raise ConfigError("dataset is empty: check its source, split and filter")
     loader = StepLoader(dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle)
     if loader.samples_per_rank < settings.samples_per_step:
+        several = settings.gradient_accumulation_steps
+        accumulated = f"gradient_accumulation_steps {several} × " * (several > 1)
         raise ConfigError(
             f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "
-            f"batch_size {settings.batch_size} × gradient_accumulation_steps {settings.gradient_accumulation_steps} × "
-            f"{count_of(ranks, 'rank')}; lower one of them"
+            f"batch_size {settings.batch_size} × {accumulated}{count_of(ranks, 'rank')}; lower one of them"
         )
     return loader
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtune_adaptive.rl.grpo import advantages_of, prepared
 from torchtune_adaptive.rl.passes import policy_loss
-from torchtune_adaptive.rl.rollouts import ADVANTAGES, COUNTS, SCORE, WEIGHT, Rollout, results_of
+from torchtune_adaptive.rl.rollouts import ADVANTAGES, COUNTS, SCORE, WEIGHT, Rollout, results_of, share_cut_off
 from torchtune_adaptive.rl.settings import GRPOLoss, GRPOSettings
 
 MOST = 7
@@ -79,7 +79,13 @@ def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_counts(
     assert [each.number for each in step.rollouts] == kept
     assert step.divisor == (11 if without_signal == "drop" else 22)
     assert step.figures["groups_without_signal"] == 1
-    assert step.figures["cut_off"] == pytest.approx(1 / 6)
+
+
+def test_an_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:
+    everyone = answers([1, 0, 0], [3, MOST, MOST])
+    everyone[2].answer[-1] = 5
+    assert share_cut_off(everyone, [5, 6]) == pytest.approx(1 / 3)
+    assert share_cut_off(everyone, []) == pytest.approx(2 / 3)
 
 
 def test_where_no_group_has_a_signal_all_of_them_count() -> None:
