@@ -159,8 +159,9 @@ def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | N
 
 
 def check_what_saves_copy(section: DictConfig) -> None:
-    """Refuses files beside the weights that torchtune could not copy into a checkpoint, before anything is trained."""
-    if not finds_files_itself(section):
+    """Refuses files beside the weights that torchtune's checkpointers, and the demo's, could not copy into a
+    checkpoint, before anything is trained."""
+    if not str(section.get(COMPONENT)).startswith("torchtune"):
         return
     for root, folders, files in os.walk(str(section.checkpoint_dir)):
         folders[:] = [name for name in folders if not name.startswith(".")]

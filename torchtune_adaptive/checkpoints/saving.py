@@ -37,6 +37,7 @@ from torchtune.modules import peft
 from torchtune.training._distributed import _gather_nf4_tensor
 from torchtune.utils import get_logger
 
+from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.checkpoints import loading, store
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer, gather_state
@@ -62,6 +63,7 @@ RandomState = dict[str, Any]
 GATHERS_WITH_LESS = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 """What helps a save, in which no rows are run."""
 GONE = "the folder is gone"
+SMALL_WRITE_BYTES = 2**22
 
 
 class Contents(Protocol):
@@ -466,28 +468,47 @@ def copy_of(state: State) -> State:
 
 def cause(error: BaseException, directory: Path) -> str:
     """Why a checkpoint could not be written, in words that a user can act on."""
-    number = _errno(error)
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    number, file = _errno_and_file(error)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't start new thread" in str(error):
         return f"out of memory on the host of rank {dist.get_rank()}: free host memory"
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in GATHERS_WITH_LESS)}"
     if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
         return GONE
-    text = in_a_line(error) if number is None else os.strerror(number)
+    if number is None:
+        number = _errno_of_a_write(directory / store.SAVING)
+    if number is not None:
+        text = os.strerror(number) + f": {file}" * bool(file)
+    elif "inline_container" in str(error):
+        text = f"torch could not write a file in full ({error})"
+    else:
+        text = in_a_line(error)
     older = [checkpoint.name for checkpoint in find_checkpoints(directory) if checkpoint.manifest][1:]
     may_go = f"; {', '.join(older)} may be removed" if older and number in (errno.ENOSPC, errno.EDQUOT) else ""
     free = format_bytes(shutil.disk_usage(directory).free)
     return f"{text} ({free} free{may_go})"
 
 
-def _errno(error: BaseException | None) -> int | None:
-    """The number of the operating system's error at the bottom of this one."""
+def _errno_and_file(error: BaseException | None) -> tuple[int | None, str | None]:
+    """The number of the operating system's error at the bottom of this one, and the file that it is about."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, OSError) and error.errno is not None:
-            return error.errno
+            return error.errno, error.filename
         error = error.__cause__ or error.__context__
+    return None, None
+
+
+def _errno_of_a_write(folder: Path) -> int | None:
+    """What ends a small write into a folder: torch's writer does not say why its own failed."""
+    try:
+        replace_file(folder / "try", bytes(SMALL_WRITE_BYTES))
+        (folder / "try").unlink(missing_ok=True)
+    except OSError as error:
+        return error.errno
     return None
 
 

@@ -96,15 +96,17 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
 
 
 def _wrong_values(key: str, section: DictConfig) -> str:
-    """Texts and nulls where the component's signature, or its default, says a number."""
+    """Texts and nulls where the component's signature, or its default, says a number; lists of another length."""
     problems = []
     for one in (one for one in _parameters_of(section[COMPONENT]) or () if one.name in section):
         annotation = one.annotation if one.annotation is not one.empty else type(one.default)
         wanted, value = inspect.formatannotation(annotation).replace("torch.", ""), section[one.name]
         takes_it = {str: r"\bstr\b", NoneType: r"\bNone\b|\bOptional\b"}.get(type(value))
+        component = section[COMPONENT].rpartition(".")[2]
         if takes_it and re.search(r"\b(int|float)\b", wanted) and not re.search(takes_it, wanted):
-            component = section[COMPONENT].rpartition(".")[2]
             problems.append(f"{key}.{one.name} is {shown(value)}, but {component} takes {wanted}")
+        elif isinstance(one.default, tuple) and isinstance(value, ListConfig) and len(value) != len(one.default):
+            problems.append(f"{key}.{one.name} is {shown(value)}, but {component} takes {len(one.default)} values")
     return "; ".join(problems)
 
 

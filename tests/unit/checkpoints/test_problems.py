@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from concurrent.futures import Future
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit.checkpoints.making import save
-from torchtune_adaptive.checkpoints import loading, saving
+from torchtune_adaptive.checkpoints import loading, saving, store
 from torchtune_adaptive.checkpoints.saving import cause
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import CheckpointError, ConfigError
@@ -22,6 +23,32 @@ def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> N
     error = RuntimeError("basic_ios::clear: iostream error")
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert cause(error, tmp_path).startswith("No space left on device (")
+
+
+def test_a_file_that_is_in_the_way_is_named(tmp_path: Path) -> None:
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/tokenizer.json")
+    assert cause(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
+
+
+CUT = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
+
+
+@pytest.mark.parametrize("error", [CUT, CheckpointException("write", {1: (CUT, StackSummary())})])
+def test_where_torch_drops_the_reason_the_file_system_is_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    for step in (2, 4):
+        save(tmp_path, f"step_{step}", step)
+    assert cause(error, tmp_path).startswith(f"torch could not write a file in full ({CUT}) (")
+    assert not list((tmp_path / store.SAVING).iterdir())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving, "replace_file", full)
+    told = cause(error, tmp_path)
+    assert told.startswith("No space left on device (")
+    assert told.endswith(" free; step_2 may be removed)")
 
 
 def test_where_room_is_missing_it_says_which_checkpoints_may_go(
@@ -37,10 +64,11 @@ def test_where_room_is_missing_it_says_which_checkpoints_may_go(
         assert cause(short, tmp_path) == "out of memory on the host of rank 1: free host memory"
 
 
-def test_what_a_save_would_fail_to_copy_is_refused_before_training(tmp_path: Path) -> None:
-    section = OmegaConf.create(
-        {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(tmp_path)}
-    )
+@pytest.mark.parametrize(
+    "component", ["torchtune.training.FullModelHFCheckpointer", "torchtune_adaptive.demo.weights.demo_checkpointer"]
+)
+def test_what_a_save_would_fail_to_copy_is_refused_before_training(tmp_path: Path, component: str) -> None:
+    section = OmegaConf.create({"_component_": component, "checkpoint_dir": str(tmp_path)})
     (tmp_path / "model.safetensors").symlink_to("gone")  # a save does not copy weights
     (tmp_path / ".cache").symlink_to("gone")
     loading.check_what_saves_copy(section)

@@ -85,6 +85,7 @@ def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: di
         ("torch.optim.AdamW", "lr", "3e-3", "optimizer.lr is '3e-3', but AdamW takes float | Tensor"),
         ("torch.optim.AdamW", "lr", None, "optimizer.lr is null, but AdamW takes float | Tensor"),
         ("torch.optim.AdamW", "weight_decay", "abc", "optimizer.weight_decay is 'abc', but AdamW takes float"),
+        ("torch.optim.AdamW", "betas", [0.9], "optimizer.betas is [0.9], but AdamW takes 2 values"),
         ("torchao.optim.AdamW8bit", "lr", "3e-3", "optimizer.lr is '3e-3', but AdamW8bit takes float"),
     ],
 )
