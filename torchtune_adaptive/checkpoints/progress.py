@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
@@ -68,6 +69,12 @@ class Progress:
     """Samples of that epoch that all ranks together have trained on. Never those that were only read ahead."""
     step: int = 0
     """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
+    samples: int = 0
+    """Samples of a rank in these steps."""
+    target_tokens: int = 0
+    """Those of all ranks."""
+    loss: float | None = None
+    """Of late: each step counts a tenth."""
     limit: SavedLimits | None = None
     """None before the first epoch, and from torchtune's recipes."""
     noise: Sequence[float] = ()
@@ -90,13 +97,19 @@ class Progress:
         prefix = "dist_" if distributed else ""  # the name under which torchtune's recipes look for them
         return f"{prefix}epoch_{self.epochs_run - 1}"
 
-    def after_step(self, sizes: EpochSizes, ranks: int) -> Progress:
+    def after_step(self, sizes: EpochSizes, ranks: int, target_tokens: int, loss: float) -> Progress:
+        late = self.loss
+        if math.isfinite(loss):
+            late = loss if late is None else 0.9 * late + 0.1 * loss
         return replace(
             self,
             begun=sizes,
             steps_in_epoch=self.steps_in_epoch + 1,
             samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
             step=self.step + 1,
+            samples=self.samples + sizes.samples_per_step,
+            target_tokens=self.target_tokens + target_tokens,
+            loss=late,
         )
 
     def after_epoch(self, sizes: EpochSizes) -> Progress:

@@ -262,7 +262,10 @@ class Checkpoints:
         that draw is behind us."""
         if not progress.steps_in_epoch:
             self._restore_random_state()
+        rng = RngState.capture()
         yield
+        if progress.steps_in_epoch:
+            rng.restore()
         self._restore_random_state()
 
     def _restore_random_state(self) -> None:

@@ -162,6 +162,17 @@ def _sizes(value: Any, key: str) -> tuple[MemorySize, ...] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IncreaseEvery:
+    """The section `adaptive.increase_every`."""
+
+    samples: int = option(COUNT)
+
+
+def _increase_every(value: Any, key: str) -> int | None:
+    return None if value is None else read_section(IncreaseEvery, value, key).samples
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
     """The `adaptive:` section."""
 
@@ -208,6 +219,9 @@ class AdaptiveConfig:
     sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
     """tokens of the longest sample to measure with, at most `tokenizer.max_seq_len`. null: that, else the longest
     sample of the dataset, all of which is read for that"""
+    increase_every: int | None = option(SECTION, None, convert=_increase_every)
+    """`{samples: 10000}`: ask a `batch_increase_function` that takes `measured` after every so many samples of an epoch
+    too. null: only where an epoch begins"""
     accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
     """`rebalance`: keep the configured samples per step; grow the step only when one microbatch already holds more.
     `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples per step"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.engine.limits import RowLimit
@@ -18,7 +19,6 @@ from torchtune_adaptive.tune.schedule import (
     build_increase_function,
     end_of_begun_epoch,
     size_epochs,
-    steps_as_configured,
     total_steps,
     whole_step_rows,
 )
@@ -45,9 +45,11 @@ def plan_course(trainer: Trainer) -> None:
         progress = end_of_begun_epoch(before, rows, left, ranks)
         increase, samples = build_increase_function(settings.config), data.loader.samples_per_rank
 
-        def size(progress: Progress) -> tuple[EpochSizes, ...]:
+        def size(progress: Progress, *, again: bool = False) -> tuple[EpochSizes, ...]:
             """Collective: as rank 0 does, since a function of the user's may draw, or read a clock."""
-            return from_rank_0(size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase))
+            rest = data.loader.samples_left_per_rank(progress.samples_in_epoch) if again and progress.begun else None
+            sized = size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase, samples_left=rest)
+            return from_rank_0(sized)
 
         with nullcontext() if memory is None else memory.unlimited():
             epochs = size(progress)
@@ -64,15 +66,22 @@ def plan_course(trainer: Trainer) -> None:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
         run.checkpoints.make_room()
     looks_ahead = limit is not None and limit.by_length
-    resize = size if asks_what_was_measured(increase) else None
-    trainer.course = Course(epochs=epochs, limits=limits, dealer=dealer, looks_ahead=looks_ahead, resize=resize)
+    trainer.course = Course(
+        epochs=epochs,
+        limits=limits,
+        dealer=dealer,
+        looks_ahead=looks_ahead,
+        resize=partial(size, again=True) if asks_what_was_measured(increase) else None,
+        resize_every=settings.adaptive.increase_every,
+    )
     # torchtune's own checkpoints do not count steps
     step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
     latest = progress.begun or (progress.past[-1] if progress.past else None)
     whole, done = total_steps(epochs), float(step)
-    if resize is not None:  # how many steps there will be is not known: the schedule counts them as configured
+    if trainer.course.resize is not None:
+        # how many steps there will be is not known: the schedule counts them as configured
         of_an_epoch = min(samples // settings.samples_per_step, progress.max_steps_per_epoch or samples)
-        whole, done = progress.total_epochs * of_an_epoch, steps_as_configured(progress, settings)
+        whole, done = progress.total_epochs * of_an_epoch, progress.samples / settings.samples_per_step
     trainer.optimization.start_schedule(
         total_steps=whole, steps_done=done, lr_factor=latest.lr_factor if latest else 1.0
     )

@@ -84,9 +84,10 @@ class RunJournal:
             self.event(
                 Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
             )
-        if progress.steps_in_epoch == 0 and past and past[-1].samples_per_step != sizes.samples_per_step:
-            before, after = past[-1].samples_per_step * ranks, sizes.samples_per_step * ranks
-            reason = f"{epoch}: batch size {past[-1].batch_size} -> {sizes.batch_size}, samples a step {after}"
+        earlier = progress.begun or (past[-1] if past else sizes)
+        if earlier.samples_per_step != sizes.samples_per_step:
+            before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
+            reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"
             self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 An increase function is asked before the first step of every epoch, as `function(epoch, current_batch_size)` with epochs
 from 0, and returns the number of rows to add. The whole run is simulated before training starts, so that the
 learning-rate schedule knows the number of steps and a mistake shows at once. A function with a third argument,
-`measured`, is asked when an epoch begins; until then nothing is taken to grow, and the learning rate goes by samples.
+`measured`, is asked when an epoch begins, and within it every so many samples where `adaptive.increase_every` says so;
+until then nothing is taken to grow, and the learning rate goes by samples.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ from torchtune_adaptive.text import count_of, in_columns
 
 logger = logging.getLogger(__name__)
 
-KEY = "batch_increase_function"
+KEY, WITHIN = "batch_increase_function", "adaptive.increase_every"
 MEASURED = "measured"
 Increase = Callable[..., int]
 
 
 class Measured(NamedTuple):
-    """What a function of three arguments is told when an epoch begins."""
+    """What a function of three arguments is told."""
 
     noise: Interval | None
     """The noise scale in samples; None while too few steps have measured it."""
     samples_per_step: int
     """Samples of a step so far, on all ranks."""
+    target_tokens: int
+    """Those that the run has seen."""
+    loss: float | None
+    """The loss of late, a mean in which each step counts a tenth; None before the first."""
 
 
 def double_every(epochs: int) -> Increase:
@@ -87,8 +92,10 @@ def asks_what_was_measured(increase: Increase | None) -> bool:
 
 def build_increase_function(cfg: DictConfig) -> Increase | None:
     """`batch_increase_function`: a section with a _component_, or the dotted path of a function."""
-    section = cfg.get(KEY)
+    section, within = cfg.get(KEY), value_at(cfg, WITHIN) is not None
     if section is None:
+        if within:
+            raise ConfigError(f"{WITHIN} is set, but {KEY} is missing: set it, or remove {WITHIN}")
         return None
     if not isinstance(section, str):
         function: Any = components.build(KEY, cfg)
@@ -102,6 +109,11 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
             ) from error
     if not callable(function):
         raise ConfigError(f"{KEY} is {section!r}; it must be a callable (epoch, batch_size) -> int")
+    if within and not asks_what_was_measured(function):
+        raise ConfigError(
+            f"{WITHIN} is set, but {KEY} does not take `{MEASURED}`, so it would be told nothing new within an epoch: "
+            f"use one that does, such as follow_noise, or remove {WITHIN}"
+        )
     if asks_what_was_measured(function) and value_at(cfg, "adaptive.measure_noise") is None:
         raise ConfigError(
             f"{KEY} takes `{MEASURED}`, but adaptive.measure_noise is null: set it, for example to 10 (steps)"
@@ -116,16 +128,19 @@ def size_epochs(
     *,
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
+    samples_left: int | None = None,
 ) -> tuple[EpochSizes, ...]:
     """Every epoch of the run, in order. With a function the configured size is the start and what fits is the bound: an
     increase beyond it is skipped.
 
-    Neither is asked again for the epochs that a resumed run has begun: what fits today does not change them.
+    Neither is asked again for the epochs that a resumed run has begun: what fits today does not change them. Only where
+    `samples_left` of a rank are given, the function is asked about the rest of the epoch that is under way.
     """
     adaptive, accumulation = settings.adaptive, settings.gradient_accumulation_steps
     epochs, by_noise = _begun(progress)[: progress.total_epochs], asks_what_was_measured(increase)
-    first = len(epochs)
     batch_size = epochs[-1].batch_size if epochs else settings.batch_size
+    under_way = None if samples_left is None else epochs.pop()
+    first = len(epochs)
     for epoch in range(first, progress.total_epochs):
         wanted = batch_size
         if increase is not None:
@@ -133,7 +148,8 @@ def size_epochs(
             if not by_noise:
                 wanted = _wanted(increase, epoch, batch_size)
             elif epoch == first:
-                measured = Measured(NoiseScale(progress.noise).interval(), batch_size * accumulation * progress.ranks)
+                noise, samples = NoiseScale(progress.noise).interval(), batch_size * accumulation * progress.ranks
+                measured = Measured(noise, samples, progress.target_tokens, progress.loss)
                 wanted = _wanted(increase, epoch, batch_size, measured)
             if wanted <= max(batch_size, most):  # shrinking towards what fits is never refused
                 batch_size = wanted
@@ -142,7 +158,14 @@ def size_epochs(
         else:
             microbatches, rows, samples = steady_step(settings, rows_that_fit)
             batch_size = wanted = rows
-        steps = samples_per_rank // samples  # the last incomplete one is dropped, as torchtune's loaders do
+        done, available = 0, samples_per_rank
+        if under_way is not None and samples_left is not None and epoch == first:
+            done, available = progress.steps_in_epoch, samples_left
+            if samples > available:  # what is left of the epoch ends as it was to
+                epochs.append(under_way)
+                batch_size = under_way.batch_size
+                continue
+        steps = done + available // samples  # the last incomplete one is dropped, as torchtune's loaders do
         if steps == 0:
             raise ConfigError(
                 f"epoch {epoch}: a step takes {samples} samples, but a rank has only {samples_per_rank}; lower the "
@@ -209,14 +232,6 @@ def check_growth(settings: Settings) -> None:
         return
     progress = Progress(seed=0, epochs_run=0, total_epochs=settings.epochs, max_steps_per_epoch=1, ranks=1)
     size_epochs(settings, progress, sys.maxsize, increase=increase)
-
-
-def steps_as_configured(progress: Progress, settings: Settings) -> float:
-    """The steps so far, counted in steps of the configured samples."""
-    samples = sum(sizes.steps * sizes.samples_per_step for sizes in progress.past)
-    if progress.begun is not None:
-        samples += progress.steps_in_epoch * progress.begun.samples_per_step
-    return samples / settings.samples_per_step
 
 
 def total_steps(epochs: Sequence[EpochSizes]) -> int:

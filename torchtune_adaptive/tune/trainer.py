@@ -22,6 +22,7 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader, looking_ahead
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
@@ -85,7 +86,13 @@ class Course:
     looks_ahead: bool = False
     """Whether a step is told the samples of the next one."""
     resize: Callable[[Progress], tuple[EpochSizes, ...]] | None = None
-    """Sizes the epochs again when one begins; None: they are as they were planned."""
+    """Sizes the epochs again, and the rest of one that is under way; None: they are as they were planned."""
+    resize_every: int | None = None
+    """Samples of an epoch, on all ranks, after which that happens; None: only where an epoch begins."""
+
+    def resizes_between(self, before: int, after: int) -> bool:
+        """Whether that is due within an epoch, after the step between these samples."""
+        return self.resize_every is not None and after // self.resize_every > before // self.resize_every
 
     def limits_of(self, stages: Stages[Any], sizes: EpochSizes) -> dict[str, Limit]:
         return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
@@ -167,6 +174,7 @@ class Trainer:
     def _steps(self, called: str) -> Generator[Step]:
         run = self.run
         while run.progress.epochs_run < len(self.course.epochs):
+            self._resize_where_due()
             sizes = self._sizes = self.course.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.course.limits_of(self.stages, sizes))
             run.journal.epoch(sizes, self.stages.limits, run.progress, run.place.ranks)
@@ -175,22 +183,32 @@ class Trainer:
             with run.checkpoints.going_on_to_draw(run.progress):
                 steps = self.course.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
-                yield Step(run.progress.step + 1, samples, upcoming)
+                done = run.progress.samples_in_epoch
+                resizes = self.course.resizes_between(done, done + sizes.samples_per_step * run.place.ranks)
+                yield Step(run.progress.step + 1, samples, None if resizes else upcoming)
+                if resizes:
+                    break
+            if run.progress.steps_in_epoch < sizes.steps:
+                continue
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()
             run.checkpoints.end_if_asked(run.progress, self._stopping)
-            if self.course.resize is not None and not run.progress.finished:
-                self._resize(self.course.resize, sizes)
 
-    def _resize(self, resize: Callable[[Progress], tuple[EpochSizes, ...]], before: EpochSizes) -> None:
-        """Collective: sizes the next epoch by what was measured."""
+    def _resize_where_due(self) -> None:
+        """Collective: sizes what follows by what was measured."""
         progress = replace(self.run.progress, noise=self._noise.state())
-        self.course = replace(self.course, epochs=resize(progress))
+        if self.course.resize is None or not progress.step:
+            return
+        ranks, done, before = progress.ranks, progress.samples_in_epoch, progress.begun or progress.past[-1]
+        if done and not self.course.resizes_between(done - before.samples_per_step * ranks, done):
+            return
+        self.course = replace(self.course, epochs=self.course.resize(progress))
         following = self.course.epochs[progress.epochs_run]
         if following.samples_per_step != before.samples_per_step:
-            after, ranks = following.samples_per_step, progress.ranks
-            say(f"epoch {following.epoch}: {after * ranks} samples a step (before: {before.samples_per_step * ranks})")
+            where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
+            after = following.samples_per_step
+            say(f"{where}: {after * ranks} samples a step (before: {before.samples_per_step * ranks})")
 
     def done(
         self,
@@ -217,7 +235,7 @@ class Trainer:
         """Collective: after a step that is in the log. Counts it, ends a run that does not learn, saves where that is
         due, and ends the run if the ranks have agreed to stop."""
         run = self.run
-        run.progress = run.progress.after_step(self._sizes, run.place.ranks)
+        run.progress = run.progress.after_step(self._sizes, run.place.ranks, target_tokens, loss)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm)
         self._profiler.step()
         self._stopping = asked_to_stop

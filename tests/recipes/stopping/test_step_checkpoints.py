@@ -20,6 +20,7 @@ from torchtune_adaptive.errors import RunFinished
 from torchtune_adaptive.life.output_lock import LOCK_FILE
 from torchtune_adaptive.report.journal import read_timeline
 from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune.schedule import Measured
 
 EPOCHS, STEPS = 2, 4
 EVERY = 3
@@ -34,6 +35,15 @@ RUN = (
     "lr_scheduler.num_warmup_steps=2",
 )
 GROWING = ("batch_increase_function=tests.recipes.stopping.test_step_checkpoints.grow", "adaptive.max_batch_size=8")
+GROWING_WITHIN = (
+    "batch_increase_function=tests.recipes.stopping.test_step_checkpoints.grow_within",
+    "adaptive.increase_every.samples=24",
+    "adaptive.measure_noise=1",
+    "adaptive.max_batch_size=16",
+    "gradient_accumulation_steps=1",
+    "batch_size=2",
+)
+"""Steps of 4 samples on two ranks, of 8 from step 7 on, of 16 from step 10 on."""
 EIGHT_BIT = (
     "optimizer._component_=tests.recipes.stopping.test_step_checkpoints.eight_bit",
     "adaptive.memory_limit=64MiB",
@@ -43,16 +53,23 @@ KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
     "full-async-8-bit-2-ranks": ("full", 2, ("enable_async_checkpointing=True", *EIGHT_BIT)),
     "full-growing": ("full", 1, GROWING),
+    "full-growing-within": ("full", 2, ("model.attn_dropout=0.1", *GROWING_WITHIN)),
     "lora-tokens": ("lora", 1, ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
 }
 """Recipe, ranks, and what else."""
 SLOW = "full-async-8-bit-2-ranks"
-STOPS = (2, 4, 6)
-"""Steps before which the run ends, one after the other: before the first checkpoint, right after one, in an epoch."""
+STOPS = (2, 4, 6, 7)
+"""Steps before which the run ends, one after the other: before the first checkpoint, right after one, in an epoch, and
+right after one where the batch is to grow."""
 
 
 def grow(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch == 1 else 0
+
+
+def grow_within(epoch: int, current_batch_size: int, measured: Measured) -> int:
+    assert measured.samples_per_step == 2 * current_batch_size
+    return current_batch_size if measured.target_tokens else 0
 
 
 def eight_bit(parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool) -> torch.optim.Optimizer:
@@ -177,6 +194,22 @@ def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
         for line in path.read_text(encoding="utf-8").splitlines()
     ]
     return [(line["step"], line["numbers"]) for line in lines]
+
+
+@pytest.mark.parametrize("options", [(), ("adaptive.token_budget=512",)], ids=["rows", "dealt"])
+def test_a_batch_that_grows_within_an_epoch_trains_on_every_sample_once(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    grows = [each for each in GROWING_WITHIN if not (options and "max_batch_size" in each)]
+    run_on_ranks(2, train_numbered, tmp_path, None, (*grows, *options), timeout_s=120, in_group=False)
+    steps = Counter[int]()
+    order = sorted((step, numbers) for step, numbers in numbers(tmp_path, 2))
+    for step, found in order:
+        steps[step] += len(found)
+    assert list(steps.values())[:10] == [4] * 6 + [8] * 3 + [16]
+    everything = [number for _, found in order for number in found]
+    for epoch in (everything[:SAMPLES], everything[SAMPLES : 2 * SAMPLES]):
+        assert sorted(epoch) == list(range(SAMPLES))
 
 
 def finished_and_prolonged(folder: Path) -> dict[str, Any]:

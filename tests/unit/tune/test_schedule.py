@@ -16,6 +16,7 @@ from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.schedule import (
     Increase,
+    Measured,
     add_every,
     announce,
     asks_what_was_measured,
@@ -71,6 +72,45 @@ def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
     )
     sized = size_epochs(settings_of(2, 2, measure_noise=1), progress, 100_000, increase=follow_noise(0.5))
     assert [sizes.batch_size for sizes in sized] == expected
+
+
+@pytest.mark.parametrize(("left", "expected"), [(40, [(4, 3 + 5), (4, 12)]), (7, [(2, 5), (2, 25)])])
+def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left(
+    left: int, expected: list[tuple[int, int]]
+) -> None:
+    """Batch size and steps of both epochs; a step of batch size 4 has 8 samples."""
+    begun = plans_of(None, epochs=1, samples=20)[0]
+    assert begun.steps == 5
+    progress = Progress(
+        seed=0,
+        epochs_run=0,
+        total_epochs=2,
+        max_steps_per_epoch=None,
+        begun=begun,
+        steps_in_epoch=3,
+        target_tokens=70,
+        loss=1.5,
+        ranks=1,
+    )
+    asked = []
+
+    def increase(epoch: int, current: int, measured: Measured) -> int:
+        asked.append((epoch, current, measured))
+        return 2
+
+    settings = settings_of(2, 2, measure_noise=1)
+    sized = size_epochs(settings, progress, 100, increase=increase, samples_left=left)
+    assert [(sizes.batch_size, sizes.steps) for sizes in sized] == expected
+    assert asked == [(0, 2, Measured(None, 4, 70, 1.5))]
+    assert size_epochs(settings, progress, 100, increase=increase)[0] == begun
+
+
+@pytest.mark.parametrize("function", [None, "torchtune_adaptive.tune.schedule.double_every"])
+def test_within_an_epoch_only_a_function_of_what_is_measured_is_asked(function: str | None) -> None:
+    section = function and {"_component_": function, "epochs": 1}
+    cfg = OmegaConf.create({"batch_increase_function": section, "adaptive": {"increase_every": {"samples": 100}}})
+    with pytest.raises(ConfigError, match=r"^adaptive\.increase_every is set, but batch_increase_function "):
+        build_increase_function(cfg)
 
 
 def test_a_function_of_what_is_measured_needs_a_measurement() -> None:
