@@ -26,8 +26,8 @@ BENCHMARKS = (
     "scaling",
     "noise",
 )
-BY_NAME = ("learning", "plans", "large_saves")
-"""Run where they are asked for: PPO learns, forecasts of every config, checkpoints that need 20 GiB of memory."""
+BY_NAME = ("learning", "plans", "growth", "large_saves")
+"""Run where they are asked for: PPO learns, every config is forecast, batches grow, a save takes 20 GiB of memory."""
 
 
 def main() -> None:
