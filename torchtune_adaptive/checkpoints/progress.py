@@ -72,7 +72,7 @@ class Progress:
     samples: int = 0
     """Samples of a rank in these steps."""
     target_tokens: int = 0
-    """Those of all ranks."""
+    """Target tokens of all ranks in these steps."""
     loss: float | None = None
     """Of late: each step counts a tenth."""
     limit: SavedLimits | None = None

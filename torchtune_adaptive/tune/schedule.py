@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     samples_per_step: int
     """Samples of a step so far, on all ranks."""
     target_tokens: int
-    """Those that the run has seen."""
+    """Target tokens that the run has seen."""
     loss: float | None
     """The loss of late, a mean in which each step counts a tenth; None before the first."""
 
