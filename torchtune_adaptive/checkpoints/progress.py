@@ -74,7 +74,7 @@ class Progress:
     target_tokens: int = 0
     """Target tokens of all ranks in these steps."""
     loss: float | None = None
-    """Of late: each step counts a tenth."""
+    """The loss of late, where each step counts a tenth."""
     limit: SavedLimits | None = None
     """None before the first epoch, and from torchtune's recipes."""
     noise: Sequence[float] = ()
