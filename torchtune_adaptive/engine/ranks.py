@@ -27,6 +27,8 @@ ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups that no microbatch uses, but perhaps a thread that saves: their messages are not counted."""
 LATE_S = 2.0
 """By how much a peer may be behind: on a null device no stream waits for what gloo still carries."""
+SAME = "as many as before"
+"""What the step of a rank is that has written nothing, or not yet."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 """By the group of all ranks, one for tensors on the host; None is the training group."""
 
@@ -135,8 +137,8 @@ class EqualSteps:
             _store().set(self._key(rank()), step)
             _store().check([self._key(rank())])  # a TCPStore does not acknowledge `set`: a peer might not find it yet
 
-    def check(self) -> None:
-        """After a collective of that step, so that every rank has begun it."""
+    def check(self, *, waits: bool = False) -> None:
+        """After a collective of that step, so that every rank has begun it; or where this rank `waits` for them."""
         if not self._changed:
             return
         self._changed = False
@@ -144,7 +146,7 @@ class EqualSteps:
             torch.cuda.synchronize()
         until_s = time.monotonic() + LATE_S
         while set(steps := self._steps()) != {self._own}:
-            if time.monotonic() > until_s:
+            if time.monotonic() > until_s and not (waits and set(steps) <= {self._own, SAME}):
                 raise UnrecoverableError(
                     f"the ranks have different numbers of samples or microbatches in one step ({', '.join(steps)}, by "
                     "rank), so they would wait for each other in different collectives: pass the same number and the "
@@ -155,7 +157,7 @@ class EqualSteps:
     def _steps(self) -> list[str]:
         """What every rank has written, in order of rank."""
         store, keys = _store(), [self._key(each) for each in range(world_size())]
-        return [store.get(key).decode() if store.check([key]) else "as many as before" for key in keys]
+        return [store.get(key).decode() if store.check([key]) else SAME for key in keys]
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{self._changes}/{rank}"

@@ -367,6 +367,9 @@ class StepRunner(Generic[Sample]):
         plan = plan_step(lengths, limit, padded=padded)
         if not limit.by_length:
             return plan
+        if self._checks_steps:
+            self._equal_steps.announce("by length")
+            self._equal_steps.check(waits=True)
         most = exchange(self.recovery.agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
         return spread(plan, lengths, limit, most, padded=padded)
 

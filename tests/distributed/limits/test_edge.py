@@ -10,6 +10,7 @@ from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, runner_of, samples_of
 from tests.fake_memory import FakeMemory
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.step import Recovery
 
 
@@ -51,10 +52,10 @@ def test_with_different_budgets_the_fullest_rank_is_the_one_that_is_closest_to_i
     assert run_on_ranks(2, peak_of_the_fullest_rank) == [(400, 500)] * 2
 
 
-def uneven_samples(*counts: Sequence[int], rows: Sequence[int] = (2, 2)) -> None:
-    """Collective: a loop whose ranks have these numbers of samples, step by step, in microbatches of so many rows."""
+def uneven_samples(*counts: Sequence[int], limits: Sequence[Limit] = (RowLimit(2), RowLimit(2))) -> None:
+    """Collective: a loop whose ranks have these numbers of samples, step by step, under these limits."""
     model = build(ModelConfig(dropout=0.0))
-    runner = runner_of(model, rows[dist.get_rank()])
+    runner = runner_of(model, limit=limits[dist.get_rank()])
     for step, count in enumerate(counts[dist.get_rank()]):
         runner.run(samples_of(dist.get_rank(), count), step=step)
         model.zero_grad()
@@ -75,9 +76,15 @@ def test_different_numbers_of_samples_end_the_step_at_once_and_are_named(
         run_on_ranks(2, uneven_samples, first, second, timeout_s=30)
 
 
+def test_a_limit_by_length_on_some_ranks_ends_the_step_at_once_and_is_named() -> None:
+    limits = (RowLimit(2), TokenLimit(16))
+    with pytest.raises(RankFailed, match=r"microbatches in one step \(8 in 4, by length, by rank\)"):
+        run_on_ranks(2, partial(uneven_samples, limits=limits), [8], [8], timeout_s=10)
+
+
 def test_different_limits_end_the_step_at_once_and_are_named() -> None:
     with pytest.raises(RankFailed, match=r"microbatches in one step \(8 in 4, 8 in 2, by rank\)"):
-        run_on_ranks(2, partial(uneven_samples, rows=(2, 4)), [8], [8], timeout_s=30)
+        run_on_ranks(2, partial(uneven_samples, limits=(RowLimit(2), RowLimit(4))), [8], [8], timeout_s=30)
 
 
 def test_a_number_of_samples_that_changes_on_all_ranks_is_none_of_that() -> None:
