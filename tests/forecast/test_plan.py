@@ -14,8 +14,10 @@ from tests.null.processes import skip_without_null_device
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.demo.dataset import demo_dataset
 from torchtune_adaptive.demo.tokenizer import demo_tokenizer
-from torchtune_adaptive.forecast.measure import measure
-from torchtune_adaptive.forecast.question import read_question
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.forecast import advice
+from torchtune_adaptive.forecast.measure import Found, measure
+from torchtune_adaptive.forecast.question import Question, read_question
 
 GIB = 2**30
 SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -96,6 +98,28 @@ def test_what_the_recipe_refuses_is_refused(words: tuple[str, ...], says: str, t
     ended = asked(*DEMO, "memory_limit=h100", *words, cwd=tmp_path)
     assert ended.returncode == 1
     assert says in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("config", ["llama3_2/8B_to_1B_KD_lora_distributed", "llama3/8B_qat_full"])
+def test_a_config_of_a_recipe_that_is_not_known_is_refused(config: str) -> None:
+    with pytest.raises(ConfigError, match="so it would answer for another training"):
+        read_question(read_config(locate(config), ["memory_limit=h100"]), config, ())
+
+
+def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nothing_fits(candidate: Question) -> Found:
+        raise AdaptiveError(f"{candidate.batch_size} rows do not fit")
+
+    monkeypatch.setattr(advice, "measure", nothing_fits)
+    words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
+    cfg = read_config(locate("adaptive/demo/full"), words)
+    assert list(advice.advise(read_question(cfg, "", words))) == []
+    said = capsys.readouterr().err.splitlines()
+    fewer = "use_maximum_batch_size=True"
+    assert said[:2] == [f"trying {fewer}", f"{fewer}: None rows do not fit"]
+    assert sum("64 rows" in line for line in said) == len(said) // 2 - 1
 
 
 def test_lengths_may_be_those_of_the_configs_own_dataset() -> None:

@@ -1,5 +1,6 @@
 """The library is built once, by any number of processes, and says in one line where it cannot be."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtune_adaptive.null_cuda import environment
+from torchtune_adaptive.null_cuda.__main__ import main
 from torchtune_adaptive.null_cuda.build import LIBRARY, NullCudaError, build
 
 ASK = """
@@ -18,6 +21,9 @@ print(torch.cuda.is_available(), torch.cuda.device_count(), card.name, card.majo
 
 def test_processes_that_build_at_once_end_with_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    killed = tmp_path / "torchtune_adaptive" / "unfinished-killed"
+    killed.mkdir(parents=True)
+    os.utime(killed, (0, 0))
     command = [sys.executable, "-c", "from torchtune_adaptive.null_cuda import build; print(build())"]
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     printed = {builder.communicate(timeout=240)[0].strip() for builder in builders}
@@ -28,10 +34,26 @@ def test_processes_that_build_at_once_end_with_one_library(tmp_path: Path, monke
 
 
 def test_the_command_runs_a_program_on_the_cards_that_it_is_asked_for() -> None:
-    asked = ["--memory", "24GiB", "--devices", "3", "--capability", "8.6", "--name", "A card"]
+    asked = ["--memory", "24GiB", "--devices", "3", "--name", "A card"]
     command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", *asked, "--", sys.executable, "-c", ASK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    there = {**os.environ, "NULL_CUDA_CAPABILITY": "8.6", "NULL_CUDA_MEMORY": "80GB"}  # the latter is told otherwise
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=there)
     assert (done.returncode, done.stdout) == (0, f"True 3 A card 8 6 {24 * 2**30}\n"), done.stderr
+
+
+def test_a_card_is_called_by_its_capability_so_that_compilers_keep_apart_what_is_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library, name = ctypes.CDLL(str(build())), ctypes.create_string_buffer(256)
+    names = []
+    for version in ("7.5", "9.0"):
+        card = environment(memory="80GB", capability=version)
+        assert card["NULL_CUDA_MEMORY"] == str(80 * 10**9)
+        monkeypatch.setenv("NULL_CUDA_CAPABILITY", card["NULL_CUDA_CAPABILITY"])
+        library.null_cuda_read_environment()
+        library.cuDeviceGetName(name, 256, 0)
+        names.append(name.value)
+    assert names == [b"null device 7.5", b"null device 9.0"]
 
 
 def refused(tmp_path: Path, **environment: str) -> str:
@@ -85,6 +107,8 @@ def test_a_compiler_that_is_not_there_is_refused_and_one_with_arguments_is_taken
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "needs a C compiler" in refused(tmp_path, CC="/nope/gcc")
+    assert refused(tmp_path, CC="cc -DX='").startswith("error: CC is cc -DX=', which no shell would read")
+    assert "true has written nothing" in refused(tmp_path, CC="true")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "cc -O0")
     assert build().stat().st_size > 0
@@ -103,13 +127,20 @@ def test_a_damaged_library_is_built_anew(tmp_path: Path, monkeypatch: pytest.Mon
     ("option", "value", "says"),
     [
         ("--memory", "lots", "not an amount of memory: lots; for example 80GB or 24GiB"),
-        ("--memory", "0", "0 is out of range: above 0 and below 128TiB"),
-        ("--devices", "100", "invalid choice: 100"),
-        ("--capability", "banana", "banana is not a compute capability; for example 9.0"),
+        ("--memory", "80", "not an amount of memory: 80; for example 80GB or 24GiB"),
+        ("--devices", "100", "not a number of cards: 100; from 1 to 16"),
+        ("--capability", "banana", "not a compute capability: banana; for example 9.0"),
     ],
 )
-def test_a_wrong_value_is_refused(option: str, value: str, says: str) -> None:
-    command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", option, value, "--", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert says in done.stderr
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_wrong_value_is_refused(
+    option: str, value: str, says: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if by_variable:
+        monkeypatch.setenv(f"NULL_CUDA_{option[2:].upper()}", value)
+    monkeypatch.setattr(sys, "argv", ["null_cuda", *[option, value] * (not by_variable), "--", "true"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err

@@ -1,13 +1,16 @@
 """What `tune-adaptive rehearse` says about small scripts, beside what these measure themselves."""
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
+from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import Rehearse
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.rehearse.answer import Rehearsed
@@ -94,6 +97,46 @@ def test_a_sharded_model_is_one_rank_of_as_many_as_asked_and_launchers_are_seen_
     assert weights // 4 + 2 * whole <= answer.found["steps"][1]["allocated_bytes"] < 2 * weights
 
 
+ONE_STEP = """
+    import os, sys, torch, torch.distributed as dist
+
+    model = torch.nn.Linear(1024, 1024).cuda()
+    model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+    torch.optim.SGD(model.parameters()).step()
+    print("ranks", os.environ.get("WORLD_SIZE"), "cards", torch.cuda.device_count(), sys.path.count(os.getcwd()))
+"""
+ACCELERATE = """
+    compute_environment: LOCAL_MACHINE
+    distributed_type: MULTI_GPU
+    num_machines: 1
+    num_processes: 4
+    mixed_precision: 'no'
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ((), 1),
+        (("torchrun",), 4),
+        (("python", "-m", "torch.distributed.run", "--nproc-per", "4"), 4),
+        (("accelerate", "launch", "--config_file", "config.yaml"), 4),
+        (("accelerate", "launch", "--num_processes", "1"), 1),
+    ],
+    ids=["none", "by a variable", "a module", "by a file", "a single rank"],
+)
+def test_a_launcher_says_how_many_ranks_there_are_and_an_earlier_launch_does_not(
+    launcher: tuple[str, ...], ranks: int, rehearse: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text(dedent(ACCELERATE))
+    for name, value in {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "PET_NPROC_PER_NODE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    answer = rehearse(ONE_STEP, command=(*launcher, "train.py"))
+    assert (answer.status, answer.found["ranks"]) == (0, ranks), answer.printed
+    assert answer.found["overhead_bytes"] == (GIB if ranks == 1 else 3 * GIB)
+    assert f"ranks {ranks if ranks > 1 else None} cards {ranks} 1\n" in answer.printed
+
+
 def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
     answer = rehearse(SHARDED, "--ranks", "8", "--memory", "10GiB", command=("train.py", "100000"))
     held = answer.found["out_of_memory"]["held_bytes"]
@@ -116,13 +159,16 @@ def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehear
     assert not {"adaptive_run.json", "epoch_0", "latest"} & set(written)  # nothing that a run could resume from
 
 
-def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse) -> None:
+def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     script = """
         import torch, torch.distributed as dist
 
         dist.init_process_group("nccl")
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 1024).cuda(), device_ids=[0])
-        first, second = (torch.optim.SGD([each]) for each in model.parameters())
+        layers = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.BatchNorm1d(1024))
+        layers = torch.nn.SyncBatchNorm.convert_sync_batchnorm(layers)
+        model = torch.nn.parallel.DistributedDataParallel(layers.cuda(), device_ids=[0])
+        first, second = torch.optim.SGD(layers[0].parameters()), torch.optim.SGD(layers[1].parameters())
         for _ in range(3):
             model(torch.randn(8, 1024, device="cuda")).sum().backward()
             first.step()
@@ -163,16 +209,68 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("raise ValueError('no such data')", "no answer: the script failed in step 1: "
-         "ValueError: no such data"),
+        ("raise ValueError('no such data')", "no answer: the script failed in step 1: ValueError: no such data"),
         ("print(1)", "no answer: no optimizer took a step in the script's own process"),
         ("import os; os.kill(os.getpid(), 9)", "no answer: SIGKILL ended the script in step 1"),
+        ("import torch.distributed as dist; dist.broadcast_object_list([None])", "no answer: rank 3 waits for objects "
+         "of another one: rehearse rank 0, which has them"),
     ],
-    ids=["failed", "trains nothing", "killed"],
+    ids=["failed", "trains nothing", "killed", "waits for rank 0"],
 )  # fmt: skip
 def test_a_script_that_takes_no_step_gets_no_answer(rehearse: Rehearse, script: str, says: str) -> None:
-    answer = rehearse(script, json_format=False)
+    answer = rehearse(script, "--ranks", "4", "--rank", "3", json_format=False)
     assert (answer.status, answer.found) == (2, f"{says}\n")
+
+
+def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_or_not(rehearse: Rehearse) -> None:
+    script = (
+        ONE_STEP
+        + """
+    try:
+        torch.empty(2**40, device="cuda")
+    except torch.OutOfMemoryError:
+        pass
+    if os.fork() == 0:
+        import time
+        time.sleep(60)
+    sys.exit(0 if len(sys.argv) == 1 else "that is all")
+    """
+    )
+    start = time.monotonic()
+    answer = rehearse(script)
+    assert (answer.status, answer.found["fits"], len(answer.found["caught"])) == (2, False, 1)
+    assert answer.found["verdict"].startswith("no answer: the script caught an out-of-memory error in step 2")
+    answer = rehearse(script, command=("train.py", "text"))
+    assert answer.printed.endswith("that is all\n")
+    assert time.monotonic() - start < 50  # its child has ended with it
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "says"),
+    [
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, (), "only torch's own caching allocator can be rehearsed"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, (), "only torch's own caching allocator"),
+        ({}, ("--rank", "1"), "--rank is 1, but there is one rank, 0"),
+        ({}, ("--memory", "1GB"), "the card has 0.931 GiB, of which 1 GiB are not for tensors"),
+        ({}, ("--memory", "80"), "not an amount of memory: 80; for example 80GB or 24GiB"),
+        ({}, ("--ranks", "0"), "argument --ranks: 0 is no number from 1 on"),
+        ({}, ("--steps", "-1"), "argument --steps: -1 is no number from 0 on"),
+        ({}, ("--picture", "plan.exe"), "--picture is plan.exe"),
+        ({}, ("--picture", "nowhere/plan.png"), "--picture is nowhere/plan.png, which cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_script_runs(
+    variables: dict[str, str], words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text("raise ValueError")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as left:
+        main(["rehearse", *words, "--", str(tmp_path / "train.py")])
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_it_ends_after_the_steps_asked_for(rehearse: Rehearse) -> None:
@@ -230,13 +328,3 @@ def test_a_rehearsal_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert set(card.get_ydata()) == {4}
     assert list(flushed.get_xdata()) == [1, 3]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("name", ["plan.exe", "nowhere/plan.png"])
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_script_runs(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["rehearse", "--picture", name, "--", "train.py"])
-    assert left.value.code == 2
-    assert f"--picture is {name}" in capsys.readouterr().err

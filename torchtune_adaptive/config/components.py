@@ -119,7 +119,7 @@ def _parameters_of(component: Any) -> list[inspect.Parameter] | None:
 
 def in_a_line(error: BaseException) -> str:
     """Another library's error in one line, cut where nobody would read on."""
-    text = " ".join(str(error).split()).rstrip(".")
+    text = re.split(r"\. GPU \d+ has", " ".join(str(error).split()))[0].rstrip(".")  # out of memory goes on for long
     if len(text) > LONGEST_REASON:
         text = f"{text[:LONGEST_REASON]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -48,6 +48,7 @@ def advise(question: Question) -> Iterator[Tried]:
     for candidate, overrides in _candidates(question):
         if not _starts(candidate.cfg):
             continue
+        print(f"trying {' '.join(overrides)}", file=sys.stderr, flush=True)
         try:
             tried = Tried(overrides, measure(candidate))
         except AdaptiveError as error:
@@ -62,14 +63,15 @@ def advise(question: Question) -> Iterator[Tried]:
 
 def _candidates(question: Question) -> Iterator[tuple[Question, Overrides]]:
     """Single changes; then each with all that cost less, and more ranks."""
-    single = savers(question.cfg, question.ranks)
+    fewer: list[Overrides] = [("use_maximum_batch_size=True",)] * ((question.batch_size or 1) > 1)
+    single = [*fewer, *savers(question.cfg, question.ranks)]
     for overrides in single:
         yield question.changed(overrides), overrides
     if question.plan.advise:
         return
     together: Overrides = ()
     for overrides in single:
-        if "ac_mode=selective" in overrides:  # all layers are
+        if "ac_mode=selective" in overrides or overrides in fewer:  # all layers are; as many rows as are asked about
             continue
         by_key = {each.partition("=")[0]: each for each in (*together, *overrides)}  # of the same key, the last
         together = tuple(by_key.values())

@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import components
+from torchtune_adaptive.config.checks import SECTIONS
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, keys_of, read, value_at
 from torchtune_adaptive.errors import ConfigError
@@ -154,6 +155,13 @@ class Question:
 def read_question(cfg: DictConfig, config_name: str, given: Sequence[str]) -> Question:
     """Refuses what no card answers, and what the recipe would refuse."""
     question = Question(cfg, read(PlanSettings, cfg), config_name, given)
+    keys = {str(key) for key in cfg if value_at(cfg, f"{key!s}.{COMPONENT}") is not None}
+    if others := sorted(keys - {*SECTIONS, *PLAN_KEYS}):
+        raise ConfigError(
+            f"{', '.join(others)}: no recipe that adaptive_plan knows reads this, so it would answer for another "
+            f"training: rehearse the recipe itself, tune-adaptive rehearse --ranks {question.ranks} -- tune run RECIPE "
+            f"--config {config_name}"
+        )
     if not str(cfg.get("device", "cuda")).startswith("cuda"):
         raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
     optimizer = str(value_at(cfg, f"optimizer.{COMPONENT}"))

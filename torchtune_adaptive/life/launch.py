@@ -65,6 +65,8 @@ def main(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy
 
 def run_without_training(question: Command, keys: Collection[str]) -> None:
     """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
+    if not dist.is_torchelastic_launched():
+        os.environ.pop("RANK", None)  # another program's, which the shell still has
     if _rank() == 0:
         _ending_well(lambda: _ask(question, keys))
 

@@ -13,32 +13,52 @@ from typing import Any
 
 from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
-__all__ = ["NullCudaError", "build", "bytes_of", "environment", "set_memory", "used_memory"]
+__all__ = ["NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_memory"]
 
 _PINNED = 16  # as null.h has it
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def environment(
-    *, memory: int | None = None, devices: int | None = None, capability: str | None = None, name: str | None = None
+    *,
+    memory: int | str | None = None,
+    devices: int | str | None = None,
+    capability: str | None = None,
+    name: str | None = None,
 ) -> dict[str, str]:
     """The variables that put a child process on null devices; builds the library if need be.
 
-    Unless the environment says otherwise there is one card of 80 GiB and compute capability 9.0. `memory` is in bytes,
-    and every process has all of it: nothing is shared between processes.
+    What is not given is as NULL_CUDA_MEMORY, NULL_CUDA_DEVICES, NULL_CUDA_CAPABILITY and NULL_CUDA_NAME say, else one
+    card of 80 GiB and compute capability 9.0. Every process has all of its memory: nothing is shared between processes.
+    Raises ValueError for what is no card.
     """
+    given = {"MEMORY": memory, "DEVICES": devices, "CAPABILITY": capability, "NAME": name}
+    card = {f"NULL_CUDA_{key}": os.environ.get(f"NULL_CUDA_{key}") for key in given}
+    card |= {f"NULL_CUDA_{key}": str(value) for key, value in given.items() if value is not None}
+    if (size := card["NULL_CUDA_MEMORY"]) is not None:
+        card["NULL_CUDA_MEMORY"] = str(bytes_of(size))
+    count, version = card["NULL_CUDA_DEVICES"] or "1", card["NULL_CUDA_CAPABILITY"] or "9.0"
+    if not (count.isdecimal() and 1 <= int(count) <= _PINNED):
+        raise ValueError(f"not a number of cards: {count}; from 1 to {_PINNED}")
+    if not re.fullmatch(r"\d+\.\d", version):
+        raise ValueError(f"not a compute capability: {version}; for example 9.0")
     library = build()
-    card = {"MEMORY": memory, "DEVICES": devices, "CAPABILITY": capability, "NAME": name}
     return {
         "LD_PRELOAD": _before("LD_PRELOAD", str(library)),
         "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", str(library.parent)),
-        **{f"NULL_CUDA_{key}": str(value) for key, value in card.items() if value is not None},
+        **{variable: value for variable, value in card.items() if value is not None},
     }
 
 
 def _before(variable: str, path: str) -> str:
     rest = [each for each in os.environ.get(variable, "").split(":") if each and each != path]
     return ":".join([path, *rest])
+
+
+def set_card(*, memory: int, devices: int) -> None:
+    """This process and those that it starts have these from now on. torch must not have asked for any before."""
+    os.environ.update(NULL_CUDA_MEMORY=str(memory), NULL_CUDA_DEVICES=str(devices))
+    _function("null_cuda_read_environment")()
 
 
 def set_memory(memory: int, *, device: int = 0, pinned: bool = False) -> None:
@@ -62,10 +82,9 @@ def _function(name: str) -> Any:
 
 def bytes_of(size: str) -> int:
     """80GB, 24GiB, 85899345920."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", size)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", size)
+    if match is None or (amount := int(float(match[1]) * _UNITS[match[2] or "B"])) < 2**20:
         raise ValueError(f"not an amount of memory: {size}; for example 80GB or 24GiB")
-    amount = int(float(found[1]) * _UNITS[found[2] or "B"])
     if amount >= 2**47:
         raise ValueError(f"{size} is not below 128TiB")
     return amount

@@ -12,11 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 LIBRARY = "libcuda.so.1"
+UNFINISHED = "unfinished-"
 _NVIDIAS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
 """Names of functions of CUDA and its libraries. NVRTC's are left to NVRTC, a compiler that needs no GPU."""
 
@@ -77,7 +80,11 @@ def build() -> Path:
         shutil.rmtree(library.parent, ignore_errors=True)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="null_cuda-", dir=cache))
+        with suppress(FileNotFoundError):  # what builds that were killed have left; another process may tidy up as well
+            for left in cache.glob(f"{UNFINISHED}*"):
+                if time.time() - left.stat().st_mtime > 3600:
+                    shutil.rmtree(left)
+        folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=cache))
     except OSError as error:
         raise NullCudaError(f"cannot write to {cache} ({error.strerror}): set XDG_CACHE_HOME") from None
     try:
@@ -110,7 +117,11 @@ def _torch() -> tuple[Path, str, str]:
 
 
 def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
-    compiler = shlex.split(os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "")
+    given = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or ""
+    try:
+        compiler = shlex.split(given)
+    except ValueError as error:
+        raise NullCudaError(f"CC is {given}, which no shell would read ({error}): set it to a C compiler") from None
     nm = shutil.which("nm")
     if not compiler or not shutil.which(compiler[0]) or not nm:
         raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
@@ -129,6 +140,8 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         f"-I{Path(__file__).parent}", *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"),
         f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl",
     )  # fmt: skip
+    if not (folder / LIBRARY).exists():
+        raise NullCudaError(f"building the null device failed: {given} has written nothing; set CC to a C compiler")
     (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices by NVML, where it is installed
 
 
@@ -175,6 +188,6 @@ def _run(*command: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"status {result.returncode}"]
-        first = next((line for line in lines if "error" in line.lower()), lines[-1])
-        raise NullCudaError(f"building the null device failed: {first}")
+        first = next((line for line in lines if re.search("error|fail|No space", line)), lines[-1])
+        raise NullCudaError(f"building the null device failed: {first.strip()}")
     return result.stdout

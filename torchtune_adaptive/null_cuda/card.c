@@ -14,14 +14,14 @@ static const struct { int capability, multiprocessors, per_block, per_multiproce
     {90, 132, 232448, 233472}, {100, 148, 232448, 233472}, {120, 188, 101376, 102400},
 };
 
-static void read_environment(void) {
+API void null_cuda_read_environment(void) {
   const char *memory = getenv("NULL_CUDA_MEMORY"), *devices = getenv("NULL_CUDA_DEVICES");
   const char *capability = getenv("NULL_CUDA_CAPABILITY"), *name = getenv("NULL_CUDA_NAME");
   Card *c = &the_card;
   c->memory = memory ? strtoull(memory, 0, 10) : 80ull << 30;
   c->devices = devices ? atoi(devices) : 1;
   if (c->devices > MAX_DEVICES) c->devices = MAX_DEVICES;
-  c->major = 9;
+  c->major = 9, c->minor = 0;
   if (capability) sscanf(capability, "%d.%d", &c->major, &c->minor);
   for (size_t i = 0; i < sizeof generations / sizeof *generations; i++)
     if (i == 0 || generations[i].capability <= c->major * 10 + c->minor) {
@@ -29,12 +29,14 @@ static void read_environment(void) {
       c->shared_per_block = generations[i].per_block;
       c->shared_per_multiprocessor = generations[i].per_multiprocessor;
     }
-  snprintf(c->name, sizeof c->name, "%s", name ? name : "null device");
+  // torch keys what it has compiled by the name, and kernels for one capability are none for another
+  if (name) snprintf(c->name, sizeof c->name, "%s", name);
+  else snprintf(c->name, sizeof c->name, "null device %d.%d", c->major, c->minor);
 }
 
 const Card *card(void) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, read_environment);
+  pthread_once(&once, null_cuda_read_environment);
   return &the_card;
 }
 
@@ -57,6 +59,7 @@ API const char *cudaGetErrorString(int error) {
   case SUCCESS: return "no error";
   case OUT_OF_MEMORY: return "out of memory";
   case INVALID_DEVICE: return "invalid device ordinal";
+  case NO_ADDRESSES: return "this machine gives a null device no more addresses: is there a limit (ulimit -v)?";
   case NOT_SUPPORTED: return "a null device has no managed memory, and no memory shared between processes";
   default: return "invalid argument";
   }
@@ -66,6 +69,7 @@ API const char *cudaGetErrorName(int error) {
   case SUCCESS: return "cudaSuccess";
   case OUT_OF_MEMORY: return "cudaErrorMemoryAllocation";
   case INVALID_DEVICE: return "cudaErrorInvalidDevice";
+  case NO_ADDRESSES: return "cudaErrorOperatingSystem";
   case NOT_SUPPORTED: return "cudaErrorNotSupported";
   default: return "cudaErrorInvalidValue";
   }

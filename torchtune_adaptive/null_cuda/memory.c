@@ -44,7 +44,7 @@ static int take(int place, size_t bytes) {
 
 static int add_block(int place, size_t bytes, size_t counted, void **out) {
   char *start = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (start == MAP_FAILED) return OUT_OF_MEMORY;
+  if (start == MAP_FAILED) return NO_ADDRESSES;
   madvise(start, bytes, MADV_NOHUGEPAGE); // or one byte would take 2 MiB of this machine
   Block *block = malloc(sizeof *block);
   *block = (Block){start, bytes, counted, place, blocks};

@@ -33,8 +33,8 @@ class Rehearsed:
 
     @classmethod
     def read(cls, path: Path, **about: int) -> Rehearsed:
-        """`about`: what is not in the file."""
-        found: dict[str, list[dict[str, Any]]] = {"step": [], "first": [], "out_of_memory": [], "end": []}
+        """`about`: what is not in the file, or what was taken for likely before a launcher told."""
+        found: dict[str, list[dict[str, Any]]] = {"step": [], "first": [], "out_of_memory": [], "end": [], "share": []}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
@@ -42,15 +42,22 @@ class Rehearsed:
                 continue
             found[record.pop("kind")].append(record)
         found["step"] = found["step"] or found["first"]
+        about |= dict(*found["share"])
         return cls(**about, steps=found["step"], errors=found["out_of_memory"], rest=dict(*found["end"][:1]))
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
         """The error that ended training: the last one, if no step was finished after it, and nothing else failed."""
-        last, ended_by = self.errors[-1] if self.errors else None, str(self.rest.get("error") or "exit status")
-        if last is None or last["step"] <= len(self.steps) or (last["tried"] and not self.status):
+        ended_by = str(self.rest.get("error") or "exit status")
+        if not self.status or not ("memory" in ended_by.lower() or ended_by.startswith("exit status")):
             return None
-        return last if "memory" in ended_by.lower() or ended_by.startswith("exit status") else None
+        return next((error for error in self.errors[-1:] if error["step"] > len(self.steps)), None)
+
+    @property
+    def given_up(self) -> dict[str, Any] | None:
+        """An error that the script caught, and took no step after it: it may have looked for the most that fits."""
+        after = (error for error in self.errors[-1:] if error["step"] > len(self.steps) and not error["tried"])
+        return None if self.status else next(after, None)
 
     @property
     def caught(self) -> list[dict[str, Any]]:
@@ -59,7 +66,7 @@ class Rehearsed:
 
     @property
     def fits(self) -> bool:
-        return self.status == 0 and self.out_of_memory is None and any(each["reserved_bytes"] for each in self.steps)
+        return self.status == 0 and self.given_up is None and any(each["reserved_bytes"] for each in self.steps)
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -77,7 +84,14 @@ class Rehearsed:
             why = self.rest.get("error") or f"exit status {self.status}"
             if str(why).startswith("KeyboardInterrupt"):
                 return f"no answer: interrupted in step {len(self.steps) + 1}"
+            if str(why).startswith("CannotRehearse: "):
+                return f"no answer: {why.partition(': ')[2]}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}"
+        if self.given_up is not None:
+            return (
+                f"no answer: the script caught an out-of-memory error in step {self.given_up['step']}, took no step "
+                "after it, and ended with success"
+            )
         if not self.steps:
             return "no answer: no optimizer took a step in the script's own process"
         if not self.fits:
@@ -105,7 +119,7 @@ class Rehearsed:
             ]
             left_out = len(self.steps) - len(self._shown())
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
-        if (error := self.out_of_memory) is not None:
+        if (error := self.out_of_memory or self.given_up) is not None:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
                 "",

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from torchtune_adaptive.null_cuda import NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse.launchers import check, ranks_of
-from torchtune_adaptive.rehearse.process import overhead_of, rehearse
+from torchtune_adaptive.rehearse.launchers import check
+from torchtune_adaptive.rehearse.process import rehearse
 
 STEPS = 10
 GPU = "h100"
@@ -24,8 +25,10 @@ _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to rehearse (default: 0)")
+    parser.add_argument(
+        "--ranks", type=_from(1), metavar="N", help="number of ranks (default: as the command says, else 1)"
+    )
+    parser.add_argument("--rank", type=_from(0), default=0, metavar="R", help="which of them to rehearse (default: 0)")
     parser.add_argument(
         "--gpu",
         type=str.lower,
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--steps",
-        type=int,
+        type=_from(0),
         default=STEPS,
         help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
         metavar="N",
@@ -55,40 +58,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
-    if options.picture is not None:
-        _check_picture(options)
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
     try:
         check(command)
-        ranks = ranks_of(command) if options.ranks is None else options.ranks
     except (OSError, ValueError) as error:
         options.refuse(str(error))
-    if ranks < 1 or options.steps < 0:
-        options.refuse("--ranks has to be at least 1, and --steps at least 0")
-    if not 0 <= options.rank < ranks:
-        options.refuse(f"--rank is {options.rank}, but there are {ranks} ranks: they are 0 to {ranks - 1}")
+    if options.picture is not None:
+        _check_picture(options)
     card = GPUS[options.gpu]
     if options.memory is not None:
         card = card._replace(memory=options.memory)
-    overhead = overhead_of(ranks) if options.memory_overhead is None else options.memory_overhead
-    if card.memory <= overhead:
-        options.refuse(
-            f"the card has {card.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
-            "(--memory-overhead): raise --memory, for example to 24GiB"
-        )
     try:
-        found = rehearse(command, card, ranks=ranks, rank=options.rank, overhead_bytes=overhead, steps=options.steps)
+        found = rehearse(
+            command, card, ranks=options.ranks, rank=options.rank, overhead_bytes=options.memory_overhead,
+            steps=options.steps,
+        )  # fmt: skip
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return _NO_ANSWER
     if options.picture is not None:
         from torchtune_adaptive.rehearse.picture import draw
 
-        try:
-            draw(found, options.picture)
-        except OSError as error:
-            print(f"error: {options.picture} cannot be written ({error.strerror})", file=sys.stderr)
+        draw(found, options.picture)
     print(found.as_json() if options.format == "json" else found.as_text())
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else _NO_ANSWER
 
@@ -97,14 +89,25 @@ def _check_picture(options: argparse.Namespace) -> None:
     """Before a script runs for nothing."""
     if options.picture.suffix not in (".png", ".svg", ".pdf"):
         options.refuse(f"--picture is {options.picture}: give it a name that ends in .png, .svg or .pdf")
-    if not options.picture.absolute().parent.is_dir():
-        options.refuse(f"--picture is {options.picture}, but there is no folder {options.picture.absolute().parent}")
     if find_spec("matplotlib") is None:
         options.refuse("--picture needs matplotlib: pip install matplotlib")
+    try:
+        options.picture.open("ab").close()
+    except OSError as error:
+        options.refuse(f"--picture is {options.picture}, which cannot be written ({error.strerror})")
+
+
+def _from(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is no number from {least} on")
+        return int(text)
+
+    return number
 
 
 def _bytes(text: str) -> int:
     try:
-        return bytes_of(text)
+        return 0 if text == "0" else bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

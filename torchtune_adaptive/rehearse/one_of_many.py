@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.distributed.run
 from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hook
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
+from torchtune_adaptive.rehearse.launchers import ONE_MACHINE, CannotRehearse
 
 
 def become(rank: int, ranks: int) -> None:
@@ -29,10 +30,16 @@ def become(rank: int, ranks: int) -> None:
     )  # fmt: skip
 
 
-def send_nothing(rank: int, ranks: int, run: Callable[[Sequence[str]], None]) -> None:
-    """Others are taken to send what this rank does. What a launcher would start is given to `run`."""
+def send_nothing(
+    rank: int, given: int | None, run: Callable[[Sequence[str]], None], launch: Callable[[int], None]
+) -> None:
+    """Others are taken to send what this rank does. What a launcher would start is given to `run`.
+
+    Of how many ranks this is one, the launcher says where nobody has given the number: `launch` is told.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    ranks = given or 1
     joined, made = dist.init_process_group, dist.new_group
 
     def init_process_group(*_: Any, **__: Any) -> None:
@@ -42,8 +49,10 @@ def send_nothing(rank: int, ranks: int, run: Callable[[Sequence[str]], None]) ->
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
         return made(ranks, backend="fake", use_local_synchronization=use_local_synchronization)
 
-    def broadcast_object_list(*_: Any, **__: Any) -> None:
+    def broadcast_object_list(objects: Sequence[Any], *_: Any, **__: Any) -> None:
         """What rank 0 would say is what this rank has."""
+        if rank and all(each is None for each in objects):
+            raise CannotRehearse(f"rank {rank} waits for objects of another one: rehearse rank 0, which has them")
 
     def rendezvous(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
         yield HashStore(), rank, ranks
@@ -63,17 +72,46 @@ def send_nothing(rank: int, ranks: int, run: Callable[[Sequence[str]], None]) ->
 
     DistributedDataParallel.__init__ = parallel  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
+    # a fake group cannot gather these layers' statistics, which are a few numbers
+    torch.nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
+
+    def launched(told: int) -> None:
+        nonlocal ranks
+        if given is None:
+            ranks = told
+            launch(ranks)
+        become(rank, ranks)
 
     def run_here(args: Namespace) -> None:
-        become(rank, ranks)
+        launched(given or _ranks_of(args))
         run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
 
-    def spawn(function: Any, args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
-        become(rank, ranks)
+    def spawn(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        launched(nprocs)
         function(rank % min(ranks, ONE_MACHINE), *args)
 
     replace(torch.distributed.run.run, run_here)
     replace(torch.multiprocessing.spawn, spawn)  # type: ignore[attr-defined]
+
+
+def start_here(run: Callable[[Sequence[str]], None]) -> None:
+    """The same for a single rank, which accelerate starts without torchrun's code."""
+    from accelerate.commands import launch
+
+    def simple_launcher(args: Namespace) -> None:
+        command, variables = launch.prepare_simple_launcher_cmd_env(args)
+        os.environ.update(variables)
+        run(command)
+
+    launch.simple_launcher = simple_launcher
+
+
+def _ranks_of(args: Namespace) -> int:
+    """As torchrun has read them; of machines that come and go, the most."""
+    machines, each = str(args.nnodes).rpartition(":")[2], str(args.nproc_per_node)
+    if not (machines.isdecimal() and each.isdecimal()):
+        raise CannotRehearse(f"--nproc_per_node {each}: give the number of ranks as --ranks, before the command")
+    return int(machines) * int(each)
 
 
 def _save_alone() -> None:

@@ -3,68 +3,115 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
+from torchtune_adaptive.rehearse.launchers import LAUNCHERS, ONE_MACHINE, CannotRehearse, launched
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_LEFT_OVER = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)"
+    r"|TORCH_DISTRIBUTED_DEBUG"  # wraps a process group in another that the fake one cannot be
+)
+"""Variables of another launch and of other cards, which a shell may still have."""
 
 
 def overhead_of(ranks: int) -> int:
     return CONTEXT_AND_NCCL_BYTES if ranks > 1 else CONTEXT_BYTES
 
 
+class RankSettings(NamedTuple):
+    """What a rehearsed process is told."""
+
+    rank: int
+    ranks: int | None
+    """None: as many as the launcher in the command starts."""
+    memory: int
+    """The whole card's."""
+    overhead_bytes: int | None
+    steps: int
+
+    def share(self, ranks: int) -> dict[str, int]:
+        """What one of so many ranks has of its card."""
+        overhead = overhead_of(ranks) if self.overhead_bytes is None else self.overhead_bytes
+        if self.rank >= ranks:
+            of_all = f"there are {ranks} ranks: they are 0 to {ranks - 1}" if ranks > 1 else "there is one rank, 0"
+            raise CannotRehearse(f"--rank is {self.rank}, but {of_all}")
+        if self.memory <= overhead:
+            raise CannotRehearse(
+                f"the card has {self.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
+                "(--memory-overhead): raise --memory, for example to 24GiB"
+            )
+        return {"usable_bytes": self.memory - overhead, "overhead_bytes": overhead, "ranks": ranks}
+
+
 def rehearse(
     command: Sequence[str],
     gpu: Gpu,
     *,
-    ranks: int = 1,
+    ranks: int | None = None,
     rank: int = 0,
-    overhead_bytes: int,
+    overhead_bytes: int | None = None,
     steps: int,
     output: IO[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Rehearsed:
-    """Runs a command as one rank of many; raises NullCudaError where there is no null device.
+    """Runs a command as one rank of many; raises NullCudaError where there is no null device, and CannotRehearse.
 
     What the command prints goes to `output`, by default to standard error.
     """
-    usable_bytes = gpu.memory - overhead_bytes
-    card = environment(memory=usable_bytes, devices=min(ranks, ONE_MACHINE), capability=gpu.capability)
+    settings = RankSettings(rank, ranks, gpu.memory, overhead_bytes, steps)
+    likely = ranks or (rank + 1 if launched(command) in LAUNCHERS else 1)
+    share = settings.share(likely)
+    card = environment(memory=share["usable_bytes"], devices=min(likely, ONE_MACHINE), capability=gpu.capability)
+    there = _checked({**os.environ, **card, **(variables or {})})
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         record = Path(folder) / "steps.jsonl"
-        stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
-        asked = [str(each) for each in (record, rank, ranks, steps)]
+        stage = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.stage"]  # the script finds its own folder
         with _leaving_nothing():
             script = subprocess.Popen(
-                [*stage, *asked, *command],
-                env={**os.environ, **card, **(variables or {})},
+                [*stage, str(record), json.dumps(settings._asdict()), *command],
+                env=there,
+                stdin=subprocess.DEVNULL,
                 stdout=output or sys.stderr,
                 stderr=output,
                 preexec_fn=partial(ctypes.CDLL(None).prctl, _END_WITH_PARENT, signal.SIGKILL),
+                process_group=0,
             )
             try:
                 status = _ended(script)
             finally:
-                script.kill()
+                with suppress(ProcessLookupError):  # and what the script has started
+                    os.killpg(script.pid, signal.SIGKILL)
                 script.wait()
-        about = {"usable_bytes": usable_bytes, "overhead_bytes": overhead_bytes, "rank": rank, "ranks": ranks}
-        return Rehearsed.read(record, **about, status=status)
+        return Rehearsed.read(record, **share, rank=rank, status=status)
+
+
+def _checked(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without those that a rehearsed process must not see."""
+    settings = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables or "cudaMallocAsync" in settings:
+        raise CannotRehearse(
+            "only torch's own caching allocator can be rehearsed: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and take "
+            "backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
+        )
+    return {name: value for name, value in variables.items() if not _LEFT_OVER.fullmatch(name)}
 
 
 def _ended(script: subprocess.Popen[bytes]) -> int:
@@ -72,7 +119,7 @@ def _ended(script: subprocess.Popen[bytes]) -> int:
     try:
         return script.wait()
     except KeyboardInterrupt:
-        script.send_signal(signal.SIGINT)
+        os.killpg(script.pid, signal.SIGINT)
     try:
         return script.wait()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Runs a script as one rank of many: python -m torchtune_adaptive.rehearse.stage RECORD RANK RANKS STEPS script args
+"""Runs a script as one rank of many: python -P -m torchtune_adaptive.rehearse.stage RECORD SETTINGS script args
 
 torchrun, `tune run` and `accelerate launch` are seen through: what they would start runs here, as that rank.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import linecache
 import os
 import runpy
@@ -14,15 +15,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
+from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal import REHEARSAL
-from torchtune_adaptive.rehearse.launchers import is_python, script_of
-from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing
+from torchtune_adaptive.rehearse.launchers import LAUNCHERS, ONE_MACHINE, CannotRehearse, is_python, launched, script_of
+from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing, start_here
+from torchtune_adaptive.rehearse.process import RankSettings
 from torchtune_adaptive.rehearse.step_writer import StepWriter, flush
 
 LARGE = 2**20
@@ -30,11 +34,21 @@ LARGE = 2**20
 _ALL = "_is_so_of_all"
 
 
-def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
+def main(record: str, asked: str, *command: str) -> None:
+    settings = RankSettings(**json.loads(asked))
+    writer = StepWriter(Path(record), most_steps=settings.steps)
+
+    def launch(ranks: int) -> None:
+        share = settings.share(ranks)
+        set_card(memory=share["usable_bytes"], devices=min(ranks, ONE_MACHINE))
+        writer.write("share", share)
+
     REHEARSAL.on = True
-    if int(ranks) > 1:
-        become(int(rank), int(ranks))
-    send_nothing(int(rank), int(ranks), run)
+    if settings.ranks is not None and settings.ranks > 1:
+        become(settings.rank, settings.ranks)
+    send_nothing(settings.rank, settings.ranks, run, launch)
+    if launched(command).startswith("accelerate"):
+        start_here(run)
     _take_first_choices()
     _draw_no_weights()
     library = torch.library.Library("aten", "IMPL")
@@ -44,11 +58,14 @@ def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
     _read_zeros()
     status = 0
     try:
-        with StepWriter(Path(record), most_steps=int(steps)):
+        with writer:
             run(command)
+    except CannotRehearse:  # the answer says so
+        status = 1
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
-        print(*[left.code] * isinstance(left.code, str), end="", file=sys.stderr)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         status = 1
@@ -167,6 +184,9 @@ def run(command: Sequence[str]) -> None:
         command = command[1:]
     if command[0] == "-m":
         sys.argv = list(command[1:])
+        if command[1] in LAUNCHERS:  # run as a script, it would be a copy of what `send_nothing` has changed
+            import_module(command[1]).main()
+            return
         sys.path.insert(0, os.getcwd())
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return

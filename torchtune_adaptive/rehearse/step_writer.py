@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import os
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -64,7 +65,7 @@ class StepWriter:
         if self._stepped:
             self._step_is_over()
         self._reading.add(self._peaks.read())
-        self._write("end", {**self._reading.figures(), "error": _error(error), "replays": self._replays})
+        self.write("end", {**self._reading.figures(), "error": _error(error), "replays": self._replays})
 
     def _tried(self) -> None:
         """What a script only tried counts for no step."""
@@ -81,16 +82,16 @@ class StepWriter:
         self._reading.add(reading)
         self._stepped = self._stepped | {updates}
         if self._all is None and not self._steps:  # if the script is killed before another step tells
-            self._write("first", {"step": 1, **self._reading.figures()})
+            self.write("first", {"step": 1, **self._reading.figures()})
         if self._stepped == self._all:
             self._step_is_over()
 
     def _step_is_over(self) -> None:
         self._steps += 1
-        self._write("step", {"step": self._steps, **self._reading.figures()})
+        self.write("step", {"step": self._steps, **self._reading.figures()})
         self._reading, self._stepped = Usage(), set()
         if self._steps == self._most_steps:
-            self._write("end", {**Usage().figures(), "error": None, "replays": self._replays})
+            self.write("end", {**Usage().figures(), "error": None, "replays": self._replays})
             flush()
             os._exit(0)  # nothing that the script catches, or does at its end
 
@@ -100,7 +101,7 @@ class StepWriter:
         node = torch._C._current_autograd_node()
         where = next((each for each in frames if not each[0].startswith(_TORCH)), frames[-1])
         stats = torch.cuda.memory_stats(device)
-        self._write(
+        self.write(
             "out_of_memory",
             {
                 "step": self._steps + 1 + (self._all is None and bool(self._stepped)),
@@ -117,7 +118,7 @@ class StepWriter:
             },
         )
 
-    def _write(self, kind: str, figures: Mapping[str, Any]) -> None:
+    def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         if os.getpid() == self._process:  # and not one that the script has forked
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
@@ -144,6 +145,7 @@ def _error(error: BaseException | None) -> str | None:
     """What ended the script; None where it ended well."""
     if isinstance(error, SystemExit):
         return None if error.code in (None, 0) else f"exit status {error.code}"
-    if isinstance(error, torch.OutOfMemoryError):  # its message is of one line, and long
-        return f"OutOfMemoryError: {str(error).partition('. GPU')[0]}"
-    return None if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+    if error is None:
+        return None
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return re.split(r"\. GPU \d+ has", said)[0]  # torch's out of memory goes on for long

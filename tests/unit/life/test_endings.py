@@ -105,9 +105,10 @@ def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     launch.run_without_training(question, [])
-    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # without a launcher, RANK is what another program has left
     with pytest.raises(SystemExit):
         launch.run_without_training(question, [])
     assert "AssertionError: asked" in capsys.readouterr().err
