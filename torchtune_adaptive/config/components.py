@@ -57,6 +57,8 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         component = section.get(COMPONENT) if isinstance(section, DictConfig) else None
         described = component or f"{section} (a section with a _component_ is needed)"
         message = f"{key} could not be built from {described}: {in_a_line(error)}"
+        if (below := error.__cause__) and str(below) not in str(error):  # what a library has wrapped says why
+            message += f" ({in_a_line(below)})"
         if component and isinstance(section, DictConfig):
             message = misfit(key, section, args, kwargs) or _wrong_values(key, section) or message
         raise ConfigError(message) from error

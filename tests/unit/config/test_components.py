@@ -27,6 +27,13 @@ def fails(lr: float) -> None:
     raise TypeError(f"{lr} is no number")
 
 
+def fails_below(lr: float) -> None:
+    try:
+        fails(lr)
+    except TypeError as error:
+        raise RuntimeError("An error occurred") from error
+
+
 bound = partial(optimizer, betas=3)
 
 
@@ -69,6 +76,7 @@ def test_a_key_that_does_not_fit_the_components_signature_is_named(name: str, ke
     ("name", "keys", "says"),
     [
         ("fails", {"lr": 3}, "TypeError: 3 is no number"),
+        ("fails_below", {"lr": 3}, "RuntimeError: An error occurred (TypeError: 3 is no number)"),
         ("anything", {"lr": 3, "lrr": 4}, "unexpected keyword argument 'lrr'"),
         ("builtins.range", {"lr": 3}, "TypeError"),
     ],
