@@ -44,6 +44,16 @@ def overhead(rows: list[Row]) -> tuple[str, str]:
     return what, f"{', '.join(cells)} (medians; single pairs {spread})"
 
 
+def trainer(rows: list[Row]) -> tuple[str, str]:
+    cells = [
+        f"{row['ratio']:.2f} {row['placement']}" + " accumulating" * (row["ranks"] > 1 and row["microbatches"] > 1)
+        for row in rows
+    ]
+    spread = f"{min(row['lowest'] for row in rows):.2f} to {max(row['highest'] for row in rows):.2f}"
+    what = "the same relative to transformers' Trainer"
+    return what, f"{', '.join(cells)} (medians; single pairs {spread})"
+
+
 def searches(rows: list[Row]) -> tuple[str, str]:
     ours, *others = ([row for row in rows if row["search"].startswith(name)] for name in SEARCHES)
     rounded = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in ours)
@@ -123,7 +133,7 @@ SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Ours, then those of others, by how their names begin."""
 LARGE = {"pause": "pause", "resumed after": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
-LINES = (overhead, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
+LINES = (overhead, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
 """Each is the name of a file, and what is said of its rows."""
 
 

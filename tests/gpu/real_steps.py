@@ -27,7 +27,7 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
-from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
@@ -38,7 +38,7 @@ from torchtune_adaptive.tune.finetuning import ForwardBackward, build_loss
 from torchtune_adaptive.tune.fit import training_step
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
-from torchtune_adaptive.tune.place import Place, mesh_of, resident_tensors, start_clean
+from torchtune_adaptive.tune.place import Place, mesh_of, start_clean
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 Memory: TypeAlias = CudaMemory | MemoryMeter

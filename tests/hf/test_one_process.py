@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,11 +16,19 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForTokenClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
-from tests.hf.trainers import Counting, Run, arguments, collate, difference, tiny_llama, train
+from tests.hf.trainers import LONGEST, Counting, Run, arguments, collate, difference, tiny_llama, train
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, OneRowDoesNotFitError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
@@ -73,19 +82,32 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_microbatches(fold
     assert difference(ours, stock(folder)) < 1e-6
 
 
+class Named(Counting):
+    """With a column that no model takes."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "name": "a text"}
+
+
+def collate_without_names(samples: Any) -> Any:
+    assert not any("name" in sample for sample in samples)
+    return collate(samples)
+
+
 def test_a_search_finds_rows_within_the_memory_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adaptive = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
     options = {**ONE_BY_ONE, "max_steps": 2}
-    ours = train(folder, adaptive, arguments=arguments(folder, **options))
+    data = {"train_dataset": Named(), "data_collator": collate_without_names}
+    ours = train(folder, adaptive, **data, arguments=arguments(folder, **options))
     assert "4      3.1 MiB     63 %" in capsys.readouterr().out
     assert ours.column("microbatch_rows") == [4] * len(ours.log)
     assert difference(ours, stock(folder, **options)) < 1e-6
 
 
-def test_a_measured_token_budget_trains_what_stock_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_token_budget_trains_what_stock_trains(folder: Path) -> None:
     adaptive = AdaptiveArguments(token_budget="auto", memory_limit="5MiB")
     ours = train(folder, adaptive, arguments=arguments(folder, max_steps=2))
-    assert "tokens fit at any length" in capsys.readouterr().out
+    assert 4 * LONGEST < ours.column("microbatch_tokens")[0] < 8 * LONGEST
     assert ours.column("oom_recoveries") == [0, 0]
     assert difference(ours, stock(folder, max_steps=2)) < 1e-6
 
@@ -127,18 +149,61 @@ def test_an_error_of_the_engine_advises_arguments_of_the_trainer(folder: Path) -
     assert "checkpoint" not in str(refused.value)
 
 
-def test_what_a_loss_adds_up_to_is_tried_out(folder: Path) -> None:
+class Means(Trainer):
     """The model's loss is a sum over the step; without `num_items_in_batch` it is a mean over tokens."""
 
-    class Means(Trainer):
-        def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-            self.model_accepts_loss_kwargs = False
-            return super().compute_loss(*args, **kwargs)
+    def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        self.model_accepts_loss_kwargs = False
+        return super().compute_loss(*args, **kwargs)
 
-    with_one_batch = arguments(folder, per_device_train_batch_size=12, gradient_accumulation_steps=1)
-    theirs = train(folder, base=Means, arguments=with_one_batch)
-    ours = train(folder, AdaptiveArguments(token_budget=100), base=Means, arguments=with_one_batch)
+
+class PartlyTargets(Counting):
+    """The loss of every third sample is on no token."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        sample = super().__getitem__(index)
+        return sample if index % 3 else {**sample, "labels": [-100] * len(sample["labels"])}
+
+
+@pytest.mark.parametrize("dataset", [Counting, PartlyTargets])
+def test_what_a_loss_adds_up_to_is_tried_out(folder: Path, dataset: type) -> None:
+    options = {
+        "base": Means,
+        "train_dataset": dataset(),
+        "arguments": arguments(folder, per_device_train_batch_size=12, gradient_accumulation_steps=1),
+    }
+    theirs = train(folder, **options)
+    ours = train(folder, AdaptiveArguments(token_budget=50), **options)
     assert difference(ours, theirs) < 1e-6
+
+
+def test_labels_that_are_no_tokens_stay_labels(folder: Path) -> None:
+    class Tags(PartlyTargets):
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            sample = super().__getitem__(index)
+            return {**sample, "labels": [label if label < 0 else label % 3 for label in sample["labels"]]}
+
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_labels": 3}
+    config = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0, classifier_dropout=0.0)
+
+    def options() -> dict[str, Any]:
+        set_seed(1)
+        model = LlamaForTokenClassification(config)
+        with_one_batch = arguments(folder, per_device_train_batch_size=12, gradient_accumulation_steps=1, max_steps=2)
+        return {"model": model, "train_dataset": Tags(), "arguments": with_one_batch}
+
+    theirs = train(folder, **options())
+    for adaptive in AdaptiveArguments(token_budget=50), AdaptiveArguments(token_budget="auto", memory_limit="5MiB"):
+        assert difference(train(folder, adaptive, **options()), theirs) < 1e-6
+
+
+def test_a_forward_may_draw_from_any_generator(folder: Path) -> None:
+    class Noisy(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) * (1 + random.random() + np.random.random() + torch.rand(()))
+
+    theirs = train(folder, base=Noisy, arguments=arguments(folder))
+    assert difference(train(folder, AS_IT_IS, base=Noisy, arguments=arguments(folder)), theirs) == 0.0
 
 
 def test_a_loss_that_does_not_add_up_is_refused(folder: Path) -> None:
@@ -157,6 +222,12 @@ def test_a_collator_that_draws_at_random_is_refused(folder: Path) -> None:
 
     with pytest.raises(ConfigError, match="returns another batch when it collates the same samples again"):
         train(folder, AS_IT_IS, data_collator=masked, arguments=arguments(folder))
+
+
+def test_a_compiled_model_trains_what_stock_trains(folder: Path) -> None:
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    ours = train(folder, AdaptiveArguments(token_budget=100), arguments=arguments(folder, **compiled))
+    assert difference(ours, stock(folder)) < 1e-6
 
 
 def test_a_streamed_dataset_trains_what_stock_trains(folder: Path) -> None:
@@ -180,6 +251,7 @@ def test_evaluations_between_steps_change_nothing(folder: Path) -> None:
     [
         ({"auto_find_batch_size": True}, "auto_find_batch_size, which restarts training"),
         ({"torch_compile_mode": "reduce-overhead"}, "CUDA graphs"),
+        ({"optim": "lomo"}, "updates weights in the backward"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(folder: Path, options: dict[str, Any], message: str) -> None:
@@ -196,7 +268,7 @@ def test_several_gpus_in_one_process_are_refused(folder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("flag", "message"),
-    [("is_deepspeed_enabled", "DeepSpeed is not supported"), ("is_fsdp_enabled", "FSDP1 is not supported")],
+    [("is_deepspeed_enabled", "does not support DeepSpeed"), ("is_fsdp_enabled", "does not support FSDP1")],
 )
 def test_other_ways_to_shard_are_refused(folder: Path, flag: str, message: str) -> None:
     class Sharded(Trainer):
@@ -209,6 +281,20 @@ def test_other_ways_to_shard_are_refused(folder: Path, flag: str, message: str) 
 
     with pytest.raises(ConfigError, match=message):
         Adaptive(model=torch.nn.Linear(1, 1), args=arguments(folder))
+
+
+def test_the_mixin_goes_before_the_trainer(folder: Path) -> None:
+    with pytest.raises(TypeError, match="AdaptiveMixin goes before the Trainer"):
+        type("Late", (Trainer, AdaptiveMixin), {})
+
+
+def test_a_training_step_that_passes_trainers_own_by_is_refused(folder: Path) -> None:
+    class Own(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            return model(**inputs).loss.detach()
+
+    with pytest.raises(ConfigError, match="training_step of Adaptive does not call Trainer's"):
+        train(folder, AS_IT_IS, base=Own, arguments=arguments(folder))
 
 
 def test_a_training_step_called_by_hand_is_that_of_stock(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,34 +26,37 @@ class Found(NamedTuple):
     rows: list[float]
 
 
-def train_both(sharded: bool) -> Found:
-    """Collective: with the same microbatches, by tokens, after a failure of rank 1, and after a search."""
-    from tests.hf.trainers import arguments, difference, train, use_fsdp2
+def train_both(sharded: bool, here: Path) -> Found:
+    """Collective: as it is, compiled, by tokens, after a search, after a failure of rank 1 with evaluations and
+    a checkpoint on the way, and resumed from that."""
+    from tests.hf.trainers import Counting, arguments, difference, train, use_fsdp2
     from torchtune_adaptive.hf import AdaptiveArguments
 
     if sharded:
         use_fsdp2()
-    with tempfile.TemporaryDirectory() as folder:
-        here = Path(folder)
-        stock = train(here, arguments=arguments(here, max_steps=3))
-        fitting = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
-        ways: dict[str, tuple[AdaptiveArguments, dict[str, Any]]] = {
-            "same": (AdaptiveArguments(), {}),
-            "tokens": (AdaptiveArguments(token_budget=100), {}),
-            "failed": (AdaptiveArguments(), {"faults": [(2, 40)], "failing_rank": 1}),
-            "searched": (fitting, {}),
-        }
-        runs = {
-            name: train(here, adaptive, arguments=arguments(here, max_steps=3), **options)
-            for name, (adaptive, options) in ways.items()
-        }
+    stock = train(here, arguments=arguments(here, max_steps=3))
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    failing = {"faults": [(2, 40)], "failing_rank": 1, "eval_dataset": Counting(8)}
+    ways: dict[str, tuple[AdaptiveArguments, dict[str, Any], dict[str, Any]]] = {
+        "same": (AdaptiveArguments(), {}, {}),
+        "compiled": (AdaptiveArguments(), compiled, {}),
+        "tokens": (AdaptiveArguments(token_budget=100), {}, {}),
+        "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB"), {}, {}),
+        "failed": (AdaptiveArguments(), saving, failing),
+        "resumed": (AdaptiveArguments(), {}, {"resume": str(here / "checkpoint-2")}),
+    }
+    runs = {
+        name: train(here, adaptive, arguments=arguments(here, max_steps=3, **set_so), **given)
+        for name, (adaptive, set_so, given) in ways.items()
+    }
     differences = {name: difference(run, stock) for name, run in runs.items()}
-    return Found(differences, runs["failed"].column("oom_recoveries"), runs["failed"].column("microbatch_rows"))
+    return Found(differences, runs["failed"].column("oom_recoveries"), runs["resumed"].column("microbatch_rows"))
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-def test_two_ranks_have_the_figures_of_stock_whatever_happens_to_a_microbatch(sharded: bool) -> None:
-    found, same = run_on_ranks(2, train_both, sharded, in_group=False, timeout_s=100)
+def test_two_ranks_have_the_figures_of_stock_whatever_happens_to_a_microbatch(sharded: bool, tmp_path: Path) -> None:
+    found, same = run_on_ranks(2, train_both, sharded, tmp_path, in_group=False, timeout_s=100)
     assert found == same
     assert max(found.differences.values()) < 1e-6, found.differences
     assert (found.recoveries, found.rows) == ([0, 1, 1], [4, 2, 2])

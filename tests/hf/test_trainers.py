@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.ranks import run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 
 pytestmark = pytest.mark.timeout(600)
 RANKS = {"one process": 1, "DDP": 2, "FSDP2": 2}
@@ -64,8 +65,13 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def compare(trainer: str, lora: bool, placement: str) -> dict[str, Compared]:
-    """Collective: 20 steps as they are, by tokens, and after two failures."""
+def even_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that answers of one prompt differ in."""
+    return [sum(word % 2 == 0 for word in words) / len(words) for words in completion_ids]
+
+
+def compare(trainer: str, lora: bool, placement: str, **config_options: Any) -> dict[str, Compared]:
+    """Collective: 20 steps as they are, by tokens, after two failures, and after a search."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
     from tests.hf.trainers import arguments, difference, tiny_llama, train, use_fsdp2
@@ -73,7 +79,7 @@ def compare(trainer: str, lora: bool, placement: str) -> dict[str, Compared]:
 
     if placement == "FSDP2":
         use_fsdp2()
-    also: list[str] = []
+    generates, also = trainer in ("GRPOTrainer", "RLOOTrainer"), list[str]()
 
     def options(folder: Path) -> dict[str, Any]:
         """Made anew for each run."""
@@ -89,15 +95,21 @@ def compare(trainer: str, lora: bool, placement: str) -> dict[str, Compared]:
             return {"arguments": arguments(folder, max_steps=STEPS), **adapted}
         import trl
 
-        columns = ["prompt", "completion"] if trainer == "SFTTrainer" else ["prompt", "chosen", "rejected"]
+        columns = {
+            "SFTTrainer": ["prompt", "completion"],
+            "DPOTrainer": ["prompt", "chosen", "rejected"],
+        }.get(trainer, ["prompt"])
         config = getattr(trl, trainer.replace("Trainer", "Config"))
         if trainer == "DPOTrainer" and not lora:
             adapted = {"ref_model": tiny_llama()}
-        also[:] = ["num_tokens"]  # what was counted is counted once, though two steps were run again
+        if generates:
+            adapted |= {"reward_funcs": even_words}
+        else:
+            also[:] = ["num_tokens"]  # what was counted is counted once, though two steps were run again
         return {
             "base": getattr(trl, trainer),
             "arguments": arguments(
-                folder, config, max_steps=STEPS, max_length=64, gradient_checkpointing=False, bf16=False
+                folder, config, max_steps=STEPS, gradient_checkpointing=False, bf16=False, **config_options
             ),
             "data_collator": None,
             "processing_class": tokenizer(),
@@ -111,6 +123,8 @@ def compare(trainer: str, lora: bool, placement: str) -> dict[str, Compared]:
         "failed": (AdaptiveArguments(), [(2, 60), (5, 300)]),
         "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="32MiB"), []),
     }
+    if generates:
+        del ways["searched"]
     last = RANKS[placement] - 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -119,7 +133,11 @@ def compare(trainer: str, lora: bool, placement: str) -> dict[str, Compared]:
             way: train(folder, adaptive, faults=faults, failing_rank=last, **options(folder))
             for way, (adaptive, faults) in ways.items()
         }
-    return {way: Compared(difference(run, stock, *also), run.column("oom_recoveries")[-1]) for way, run in runs.items()}
+    least = 1.0 if generates else 1e-12  # advantages of 1 or so, which add up to next to nothing
+    return {
+        way: Compared(difference(run, stock, *also, least=least), run.column("oom_recoveries")[-1])
+        for way, run in runs.items()
+    }
 
 
 @pytest.mark.parametrize("placement", RANKS)
@@ -132,7 +150,39 @@ def test_twenty_steps_have_the_figures_of_stock_whatever_happens_to_a_microbatch
         pytest.importorskip("trl")
     if lora and not peft_works():
         pytest.skip("no PEFT, or one that refuses torchao")
-    for compared in run_on_ranks(RANKS[placement], compare, trainer, lora, placement, in_group=False, timeout_s=100):
+    options = {} if trainer == "Trainer" else {"max_length": 64}
+    function = partial(compare, **options)
+    for compared in run_on_ranks(RANKS[placement], function, trainer, lora, placement, in_group=False, timeout_s=100):
         assert max(way.difference for way in compared.values()) < 1e-6, compared
         assert [way.recoveries for way in compared.values()] == [0, 0, 2, 0]
         assert placement != "one process" or compared["same"].difference == 0.0
+
+
+GENERATING: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "placement"),
+    [
+        *(("GRPOTrainer", {"loss_type": "grpo"}, placement) for placement in RANKS),
+        ("GRPOTrainer", {"loss_type": "dr_grpo", "num_iterations": 2}, "one process"),
+        ("GRPOTrainer", {"loss_type": "dapo", "steps_per_generation": 6}, "DDP"),
+        ("RLOOTrainer", {"beta": 0.0}, "FSDP2"),
+    ],
+)
+def test_twenty_steps_on_generated_answers_have_the_figures_of_stock(
+    trainer: str, options: dict[str, Any], placement: str
+) -> None:
+    pytest.importorskip("trl")
+    function = partial(compare, **GENERATING, **options)
+    ranks = RANKS[placement]
+    for compared in run_on_ranks(ranks, function, trainer, False, placement, in_group=False, timeout_s=200):
+        assert max(way.difference for way in compared.values()) < 1e-6, compared
+        assert [way.recoveries for way in compared.values()] == [0, 0, 2]
+
+
+def test_a_loss_of_generated_answers_that_does_not_add_up_is_refused() -> None:
+    pytest.importorskip("trl")
+    function = partial(compare, **GENERATING, loss_type="bnpo")
+    with pytest.raises(RankFailed, match="neither their sum nor their mean"):
+        run_on_ranks(1, function, "GRPOTrainer", False, "one process", in_group=False, timeout_s=100)

@@ -127,21 +127,23 @@ def train(
     trainer.train(resume_from_checkpoint=resume)
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     weights = {
-        name: (each.full_tensor() if hasattr(each := parameter.detach(), "full_tensor") else each).clone()
+        name.replace("_orig_mod.", ""): (
+            each.full_tensor() if hasattr(each := parameter.detach(), "full_tensor") else each
+        ).clone()
         for name, parameter in trainer.model.named_parameters()
     }
     return Run(log, weights)
 
 
-def difference(run: Run, stock: Run, *names: str) -> float:
-    """The largest of losses, gradient norms, weights and what else is named, relative to stock's."""
+def difference(run: Run, stock: Run, *names: str, least: float = 1e-12) -> float:
+    """The largest of losses, gradient norms, weights and what else is named, relative to stock's, or to `least`."""
     assert len(run.log) == len(stock.log) > 0
     pairs = [
         pair
         for name in ("loss", "grad_norm", *names)
         for pair in zip(run.column(name), stock.column(name), strict=True)
     ]
-    columns = max(abs(ours - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs)
+    columns = max(abs(ours - theirs) / max(abs(theirs), least) for ours, theirs in pairs)
     weights = max(
         ((run.weights[name] - theirs).abs().max() / theirs.abs().max()).item() for name, theirs in stock.weights.items()
     )
@@ -156,7 +158,7 @@ def use_fsdp2() -> None:
         FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
         FSDP_TRANSFORMER_CLS_TO_WRAP="LlamaDecoderLayer",
         FSDP_CPU_RAM_EFFICIENT_LOADING="false",
-        FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
+        FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
         FSDP_RESHARD_AFTER_FORWARD="true",
     )
     own = AcceleratorState.__init__

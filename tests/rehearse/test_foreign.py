@@ -107,3 +107,36 @@ def test_a_checkpoint_takes_no_room_on_the_disk(tmp_path: Path) -> None:
     files = [path.stat() for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(file.st_size for file in files) > 2 * 2**26
     assert sum(file.st_blocks * 512 for file in files) < 10 * 2**20
+
+
+BY_NAME = """
+os.environ |= {"HF_HUB_CACHE": "cache", "HF_HUB_OFFLINE": "1"}
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+for name in "org/llama", "folder":
+    for kind in AutoModelForCausalLM, LlamaForCausalLM:
+        model = kind.from_pretrained(name, dtype="bfloat16", device_map="cuda", use_cache=False)
+        assert type(model) is LlamaForCausalLM and not model.training and not model.config.use_cache
+        assert model.dtype is torch.bfloat16 and model.device.type == "cuda"
+assert kind.from_pretrained("org/llama").dtype is torch.float32
+optimizer = torch.optim.AdamW(model.parameters())
+model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="cuda")).logits.sum().backward()
+optimizer.step()
+"""
+
+
+def save_config(folder: Path) -> None:
+    """In a folder, and as the hub's cache has it."""
+    sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 1}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **sizes}
+    cached = folder / "cache" / "models--org--llama"
+    for where in folder / "folder", cached / "snapshots" / ("0" * 40):
+        where.mkdir(parents=True)
+        (where / "config.json").write_text(json.dumps(config))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+
+
+def test_a_model_at_hand_by_name_only_is_built_from_its_config(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_config(tmp_path)
+    assert "no weights of org/llama on this machine; it is built from its config" in rehearsed(tmp_path, BY_NAME)

@@ -6,6 +6,7 @@ searching and recovering work, and can be tested, on a laptop.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
+from torchtune_adaptive.engine.memory import CudaMemory, MemorySource, plain_tensors, wraps_tensors
 from torchtune_adaptive.errors import ConfigError, Remedy
+from torchtune_adaptive.text import MemorySize
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -168,3 +171,31 @@ def _effect_of(func: OpOverload) -> _Effect:
     if any(alias is None for alias in aliases):
         return _Effect.ALLOCATES
     return _Effect.CHANGES_SIZE if any(alias is not None and alias.is_write for alias in aliases) else _Effect.NONE
+
+
+@contextmanager
+def limited_memory(
+    limit: MemorySize | None, device: torch.device, resident: Iterable[Tensor]
+) -> Iterator[MemorySource | None]:
+    """Enforces this rank's limit while it is open: on CUDA through the allocator, on a CPU through a meter.
+
+    `resident` is what lives on the device already. None where nothing limits memory and nothing measures it: on a CPU
+    without a limit.
+    """
+    if device.type == "cuda":
+        yield CudaMemory(limit, device)
+    elif limit is None:
+        yield None
+    else:
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Under a dispatch mode nothing is compiled, and what insists on it fails: torchao's optimizers, for example.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with eagerly, MemoryMeter(limit.bytes_of(machine_bytes)) as meter:
+            meter.count(resident)
+            yield meter
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """What lives on the device between two steps."""
+    states = [leaf for optimizer in optimizers for leaf in tree_iter(dict(optimizer.state))]
+    return [*model.parameters(), *model.buffers(), *(leaf for leaf in states if isinstance(leaf, Tensor))]

@@ -32,8 +32,8 @@ class AdaptiveArguments:
     def __post_init__(self) -> None:
         if isinstance(self.token_budget, str) and self.token_budget.isdecimal():
             self.token_budget = int(self.token_budget)
-        wrong = self.token_budget < 1 if isinstance(self.token_budget, int) else self.token_budget not in (None, "auto")
-        if wrong:
+        number = type(self.token_budget) is int and self.token_budget > 0
+        if not number and self.token_budget not in (None, "auto"):
             raise ConfigError(f"token_budget: {self.token_budget!r} is neither a number of tokens nor 'auto'")
         if self.token_budget is not None and self.use_maximum_batch_size:
             raise ConfigError("use_maximum_batch_size counts rows and token_budget counts tokens: set one of them")

@@ -1,4 +1,4 @@
-"""The samples of a step, as datasets and collators of transformers and TRL have them."""
+"""The samples of a step: what a dataset of transformers or TRL returns, or what a trainer generates."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from torchtune_adaptive.engine.step import SampleKind
 from torchtune_adaptive.errors import ConfigError
 
 KEPT = "adaptive_samples"
 """The key under which a batch carries its samples until the Trainer has it."""
 IGNORED = -100
 """The label of a token that does not count in the loss."""
-ANSWERS = ("chosen_ids", "rejected_ids")
-"""In TRL, preference training has these two rows in a sample, each behind its `prompt_ids`."""
+ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
+"""In TRL, a sample has a row for each of these, behind its `prompt_ids`."""
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 
 
@@ -26,58 +26,57 @@ class RawSample:
     """What the dataset returned, before it is collated."""
 
     features: Any
-    counts: bool = True
-    """False for a filler, which leaves nothing in the gradients."""
 
     @property
     def row_lengths(self) -> list[int]:
         """The tokens of each row; 1 where the sample has no tokens yet, such as an image."""
         features = self.features if isinstance(self.features, Mapping) else {}
         if answers := [features[name] for name in ANSWERS if name in features]:
-            prompt = len(features.get("prompt_ids", ()))
-            return [prompt + len(answer) for answer in answers]
-        return [len(features["input_ids"])] if "input_ids" in features else [1]
+            return [_tokens(features.get("prompt_ids", ())) + _tokens(answer) for answer in answers]
+        return [_tokens(features["input_ids"])] if "input_ids" in features else [1]
 
     @property
     def length(self) -> int:
         return max(self.row_lengths)
 
-    def cut(self, length: int) -> RawSample:
-        """The sample in so many tokens: lists that run along with the tokens are cut too."""
-        if not isinstance(self.features, Mapping):
-            return self
-        features, now = dict(self.features), self.length
-        prompt = min(len(features.get("prompt_ids", ())), length - 1)
-        lengths = {"prompt_ids": prompt, **dict.fromkeys(ANSWERS, length - prompt)}
-        for name, value in features.items():
-            if name in lengths:
-                features[name] = value[: lengths[name]]
-            elif name == "seq_lengths":  # of the samples that are packed into this row
-                features[name] = [length]
-            elif not isinstance(value, str) and hasattr(value, "__len__") and len(value) == now:
-                features[name] = value[:length]
-        return replace(self, features=features)
-
     def as_targets(self) -> RawSample:
         """The same, with a loss on every token."""
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
-        features = dict(self.features)
-        if "labels" in features and len(features["labels"]) == len(features["input_ids"]):
-            features["labels"] = features["input_ids"]
+        features, labels = dict(self.features), self.features.get("labels", 0)
+        if hasattr(labels, "__len__") and len(labels) == len(features["input_ids"]):
+            known = next((label for label in labels if label != IGNORED), 0)
+            filled = [known if label == IGNORED else label for label in labels]
+            features["labels"] = labels.new_tensor(filled) if isinstance(labels, Tensor) else filled
         masks = {name: [1] * len(features[name]) for name in TARGET_MASKS if name in features}
         return replace(self, features={**features, **masks})
 
 
-def sample_kind(*, padded: bool) -> SampleKind[RawSample]:
-    """What the engine asks about samples."""
-    return SampleKind(
-        length_of=lambda sample: sample.length,
-        row_lengths_of=lambda sample: sample.row_lengths,
-        stand_in=lambda sample: sample.cut(2),
-        filler=lambda sample: replace(sample.cut(2), counts=False),
-        padded=padded,
-    )
+class GeneratedRow(RawSample):
+    """A row of what a trainer such as TRL's GRPOTrainer has generated and scored.
+
+    Its features are tensors of one row each, and those without rows, which all rows of a step share.
+    """
+
+    @staticmethod
+    def all_of(inputs: Mapping[str, Tensor | None]) -> list[GeneratedRow]:
+        """The rows of a batch as such a trainer prepares it."""
+        given = {name: value for name, value in inputs.items() if value is not None}
+        rows = len(given["completion_ids"]) if "completion_ids" in given else 0
+        for name, value in given.items():
+            if not isinstance(value, Tensor) or (value.dim() and len(value) != rows):
+                raise ConfigError(f"{name!r} of a prepared batch cannot be split: it has no row for each completion")
+        return [
+            GeneratedRow({name: value[row : row + 1] if value.dim() else value for name, value in given.items()})
+            for row in range(rows)
+        ]
+
+    def scored(self, advantage: float, targets: int) -> RawSample:
+        """With another score, and a loss on so many tokens."""
+        mask, advantages = self.features["completion_mask"].clone(), self.features["advantages"]
+        mask[:, :targets], mask[:, targets:] = 1, 0
+        score = {"completion_mask": mask, "advantages": torch.full_like(advantages, advantage)}
+        return replace(self, features={**self.features, **score})
 
 
 @dataclass
@@ -87,16 +86,24 @@ class CollatedBatch:
     Not a tuple, dict or tensor: accelerate and torch's pin_memory leave it in the inputs as it is.
     """
 
-    samples: tuple[RawSample, ...]
+    samples: Sequence[RawSample]
     targets: int
     """Tokens that count in the loss; rows, where labels are not by token."""
     inputs: Any = None
 
     @staticmethod
-    def from_loader(inputs: Any) -> CollatedBatch:
-        """Takes the batch out of what a data loader returned."""
+    def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
+        """Any samples of a step, by the collator of its data loader."""
+        features = [copy(sample.features) for sample in samples]
+        if isinstance(samples[0], GeneratedRow):
+            rows = {
+                name: torch.cat([row[name] for row in features]) if value.dim() else value
+                for name, value in features[0].items()
+            }
+            return CollatedBatch(samples, len(samples), rows)
+        inputs = collate(features)
         batch: CollatedBatch = inputs.pop(KEPT)
-        return replace(batch, inputs=inputs)
+        return replace(batch, samples=samples, inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -104,22 +111,19 @@ class KeepSamples:
     """A collator that leaves in the inputs what they were made of."""
 
     collate: Callable[[list[Any]], Any]
+    shifted: bool
+    """Whether the first label of a row counts in no loss, as in causal language models."""
 
     def __call__(self, features: list[Any]) -> Any:
-        samples = tuple(RawSample(copy(each)) for each in features)  # some collators take parts out of them
+        samples = [RawSample(copy(each)) for each in features]  # some collators take parts out of them
         inputs = self.collate(features)
-        if not isinstance(inputs, MutableMapping):
-            raise ConfigError(
-                f"the data collator returned {type(inputs).__name__}, and AdaptiveMixin needs a dict of tensors; "
-                "trainers that generate during training (GRPO, RLOO) are not supported"
-            )
-        labels, targets = inputs.get("labels"), len(samples)
-        if isinstance(labels, Tensor) and labels.dim() > 1:
-            targets = int((labels[..., 1:] != IGNORED).sum())
-        inputs[KEPT] = CollatedBatch(samples, targets)
+        if isinstance(inputs, MutableMapping):
+            labels, targets = inputs.get("labels"), len(samples)
+            if isinstance(labels, Tensor) and labels.dim() > 1:
+                targets = int((labels[..., int(self.shifted) :] != IGNORED).sum())
+            inputs[KEPT] = CollatedBatch(samples, targets)
         return inputs
 
 
-def collated(collate: Callable[[list[Any]], Any], samples: Sequence[RawSample]) -> CollatedBatch:
-    """Any samples as a batch."""
-    return CollatedBatch.from_loader(KeepSamples(collate)([copy(sample.features) for sample in samples]))
+def _tokens(ids: Any) -> int:
+    return ids.shape[-1] if isinstance(ids, Tensor) else len(ids)

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
 
 from torchtune_adaptive.engine.fsdp import FSDPModule
-from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
-from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
-from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
+from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
+from torchtune_adaptive.engine.memory import MemorySource, RngState
+from torchtune_adaptive.engine.meter import limited_memory, resident_tensors
+from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.engine.search import SearchResult
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.hf.samples import CollatedBatch, RawSample, collated, sample_kind
-from torchtune_adaptive.report.tables import profile_table, search_table
+from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, RawSample
+from torchtune_adaptive.report.tables import search_table
 from torchtune_adaptive.text import parse_size
 
+TRAINING_STEP = Trainer.training_step
+"""Forward and backward of a batch. AdaptiveMixin takes its place; what it has split runs here."""
 STATE = "adaptive"
 """The key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 COUNTED = ("_metrics", "_total_train_tokens")
@@ -41,153 +49,182 @@ class OptimizerSteps:
         self,
         trainer: Any,
         model: nn.Module,
-        microbatch: Callable[..., Tensor],
         batches: Sequence[CollatedBatch],
         num_items: Any,
+        while_training: ExitStack,
     ) -> None:
-        """Collective: after the model is prepared and a checkpoint is loaded. `microbatch` is the Trainer's own
-        `training_step`."""
-        self.trainer, self.microbatch = trainer, microbatch
-        # Inside DDP, whose hooks would average in every backward: the runner does so once the step has succeeded.
-        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        """Collective: after the model is prepared and a checkpoint is loaded."""
+        self.trainer, adaptive = trainer, trainer.adaptive
+        self.model = _inside_ddp(model, trainer.accelerator)
+        self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's
+        self._frozen_head = _frozen_head(self.model)
         self._begin(batches, num_items)
-        self.adds_up, padded = self._how_losses_add_up(batches)
-        frozen = self._models_beside()
-        adaptive, before = trainer.adaptive, self._counted()
+        self._adds_up, padded = self._how_losses_add_up(batches)
+        budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
+        models = [self.model, *self._models_beside()]
         self.runner = StepRunner(
             self.model,
             self._forward_backward,
-            kind=sample_kind(padded=padded),
-            limit=self._configured_limit(),
+            kind=SampleKind(
+                length_of=attrgetter("length"),
+                row_lengths_of=attrgetter("row_lengths"),
+                stand_in=lambda _: self._filler,
+                filler=lambda _: self._filler,
+                padded=padded,
+            ),
+            limit=TokenLimit(budget, rows_per_sample)
+            if isinstance(budget, int)
+            else RowLimit(trainer.args.per_device_train_batch_size),
             recovery=Recovery(
-                self.model,
-                *frozen,
+                *models,
                 enabled=adaptive.recover_from_oom,
                 regrow_after=adaptive.regrow_after,
-                on_attempt=lambda *_: self._count_again(),
+                on_attempt=lambda *_: self._restore(),
             ),
         )
-        self.memory = self._memory_with(self.model, *frozen)
-        if adaptive.use_maximum_batch_size or adaptive.token_budget == "auto":
-            with self._metering():
-                self.runner.use_limit(self._measured_limit())
-            self._count_again(before)
-        self.runner.watch(self.memory)
+        while_training.callback(self.runner.close)
+        size = None if adaptive.memory_limit is None else parse_size(adaptive.memory_limit, "memory_limit")
+        resident = [tensor for each in models for tensor in resident_tensors(each, [self.optimizer])]
+        memory = while_training.enter_context(limited_memory(size, trainer.args.device, resident))
+        if adaptive.use_maximum_batch_size or budget == "auto":
+            found, longest = self._search(memory)
+            self.runner.use_limit(
+                TokenLimit(int(found.fits_rows * longest) * rows_per_sample, rows_per_sample)
+                if budget == "auto"
+                else RowLimit(found.rows)
+            )
+            self._restore()
+        self.runner.watch(memory)
         if state := trainer.state.stateful_callbacks.get(STATE):
             self.runner.load_state_dict(state)
 
     def run(self, batches: Sequence[CollatedBatch], num_items: Any) -> Tensor:
         """Collective: the loss of a step, whose gradients are complete."""
         self._begin(batches, num_items)
-        with self._metering():
-            result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
+        result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
         self.trainer.state.stateful_callbacks[STATE] = self.runner.state_dict()
         return result.loss_sum / world_size()  # Trainer logs the mean over ranks
 
     def metrics(self) -> dict[str, float]:
-        """Collective: what to log beside the loss. Brings what TRL has counted on each rank to the mean over ranks."""
-        counted = getattr(self.trainer, "_metrics", {}).get("train", {})
-        means = from_all_ranks({name: sum(values) / len(values) for name, values in counted.items() if values})
-        for name in counted:
-            held = [each[name] for each in means if name in each]
-            counted[name] = [sum(held) / len(held)] if held else []
+        """Collective: what to log beside the loss. TRL, which has counted on each rank, averages over all of them."""
+        if "train" in getattr(self.trainer, "_metrics", ()):
+            counted = self.trainer._metrics["train"]
+            everywhere = from_all_ranks(dict(counted))
+            for name in counted:
+                values = [value for each in everywhere for value in each.get(name, ()) if not math.isnan(value)]
+                counted[name] = values or [math.nan]
         limit = self.runner.limit
         return {"oom_recoveries": self.runner.recoveries, f"microbatch_{limit.unit}": limit.size}
 
     def _begin(self, batches: Sequence[CollatedBatch], num_items: Any) -> None:
-        self._samples = [sample for batch in batches for sample in batch.samples]
+        self._samples: list[Any] = [sample for batch in batches for sample in batch.samples]
         # A microbatch that is just one of them is run as the data loader has collated it.
         self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
+        self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).as_targets())
         self._targets, self._num_items = sum(batch.targets for batch in batches), num_items
-        self._before = self._counted()
+        self._restore = self._snapshot()
+
+    def _snapshot(self) -> Callable[[], None]:
+        """What puts back what TRL has counted, and random generators: a step that is repeated draws the same."""
+        trainer, python, numpy, torchs = self.trainer, random.getstate(), np.random.get_state(), RngState.capture()
+        counted = {name: copy.deepcopy(getattr(trainer, name)) for name in COUNTED if hasattr(trainer, name)}
+
+        def restore() -> None:
+            vars(trainer).update(copy.deepcopy(counted))
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torchs.restore()
+
+        return restore
 
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """One microbatch, by the Trainer's own training_step."""
-        batch = self._batches.get(tuple(map(id, samples))) or collated(self.trainer.data_collator, samples)
-        counts, backward = samples[0].counts, self.trainer.accelerator.backward
-        weight = self._weight(len(samples), batch.targets) if counts else 0.0
+        batch = self._batches.get(tuple(map(id, samples))) or self._collated(samples)
+        rows, targets = (0, 0) if samples[0] is self._filler else (len(samples), batch.targets)
+        # Trainer adds up the losses of its batches, and divides by their number where these are means.
+        batches = self.trainer.current_gradient_accumulation_steps
+        weight = {
+            "sum": float(rows > 0),
+            "mean of rows": batches * rows / len(self._samples),
+            "mean of tokens": batches * targets / max(1, self._targets),
+        }[self._adds_up]
+        if not weight:  # a mean over no target is no number, not even times 0
+            batch = self._collated([self._filler])
+        backward = self.trainer.accelerator.backward
 
         def weighted_backward(loss: Tensor, **kwargs: Any) -> None:
             backward(loss * weight, **kwargs)
 
         with self._alone(), patch.object(self.trainer.accelerator, "backward", weighted_backward):
-            loss = self.microbatch(self.model, batch.inputs, self._num_items)
-        return Totals(loss * weight, batch.targets if counts else 0)
+            loss = TRAINING_STEP(self.trainer, self.model, batch.inputs, self._num_items)
+        return Totals(loss * weight, targets)
 
-    def _weight(self, rows: int, targets: int) -> float:
-        """What a mean over a microbatch is multiplied by, so that those of a step add up to what Trainer makes of its
-        batches: their sum, which it divides by their number."""
-        batches: int = self.trainer.current_gradient_accumulation_steps
-        if self.adds_up == "mean of rows":
-            return batches * rows / len(self._samples)
-        return batches * targets / max(1, self._targets) if self.adds_up == "mean of tokens" else 1.0
+    def _collated(self, samples: Sequence[RawSample]) -> CollatedBatch:
+        return CollatedBatch.of(samples, self.trainer.keeps_samples)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keeps what TRL communicates besides FSDP out of a microbatch, since a rank that has failed cannot take part.
+        """Keeps what TRL generates, and what it communicates besides FSDP, out of a microbatch: a rank that has failed
+        cannot take part.
 
-        Its compute_loss gathers metrics: every rank takes the others' for its own, and `metrics` has the mean. Its head
-        reads a weight past FSDP's hooks: one that is frozen in a group of its own is gathered before.
+        Its compute_loss gathers metrics: every rank takes the others' for its own, and `metrics` brings them together.
+        Its head reads a weight past FSDP's hooks: one that is frozen in a group of its own is gathered before.
         """
-        if world_size() == 1:
+        with ExitStack() as patches:
+            if isinstance(self._samples[0], GeneratedRow):  # prepared already
+                patches.enter_context(patch.object(self.trainer, "_prepare_inputs", lambda inputs: inputs))
+            if world_size() > 1:
+                mine: dict[str, Any] = {"gather": _repeated, "gather_for_metrics": _repeated}
+                mine["reduce"] = lambda value, *_, **__: value  # of sums that TRL divides by each other
+                patches.enter_context(patch.multiple(self.trainer.accelerator, **mine))
+            if self._frozen_head is not None:
+                self._frozen_head.unshard()
             yield
-            return
-        accelerator, head = self.trainer.accelerator, self._head()
-
-        def repeated(value: Any, *_: Any, **__: Any) -> Any:
-            return recursively_apply(lambda tensor: torch.cat([torch.atleast_1d(tensor)] * world_size()), value)
-
-        if head is not None:
-            head.unshard()
-        with patch.multiple(accelerator, gather=repeated, gather_for_metrics=repeated):
-            yield
-        if head is not None:
-            head.reshard()
-
-    def _head(self) -> FSDPModule | None:
-        model = self.trainer.accelerator.unwrap_model(self.model)
-        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        frozen = head is not None and not head.weight.requires_grad
-        return head if frozen and isinstance(head, FSDPModule) else None
+            if self._frozen_head is not None:
+                self._frozen_head.reshard()
 
     def _how_losses_add_up(self, batches: Sequence[CollatedBatch]) -> tuple[str, bool]:
         """Collective: how the loss of two samples follows from those of each, and whether rows are padded.
 
         It is tried out, since Trainer cannot know: a model may take `num_items_in_batch` and ignore it.
         """
-        first, collate = batches[0], self.trainer.data_collator
-        same = _same(first.inputs, collated(collate, first.samples).inputs)
-        ordered = sorted(self._samples, key=lambda sample: sample.length)
-        one = ordered[0]
-        other = next((each for each in ordered if each.length > one.length), ordered[-1])
-        tried = [collated(collate, some) for some in ([one, other], [one], [other])]
-        padded = "input_ids" not in tried[0].inputs or len(tried[0].inputs["input_ids"]) > 1
-        both, *parts = map(self._loss_of, tried)
-        targets = [batch.targets for batch in tried[1:]]
-        sums = {
-            "sum": sum(parts),
-            "mean of tokens": sum(map(float.__mul__, parts, map(float, targets))) / max(1, sum(targets)),
-            "mean of rows": sum(parts) / 2,
-        }
-        told = from_all_ranks((same, both, {name: abs(value - both) for name, value in sums.items()}))
-        if not all(same for same, *_ in told):
+        again = self._collated(batches[0].samples).inputs
+        tensors = {name: value.cpu() for name, value in batches[0].inputs.items() if isinstance(value, Tensor)}
+        if not all(from_all_ranks(all(torch.equal(value, again[name].cpu()) for name, value in tensors.items()))):
             raise ConfigError(
                 "the data collator returns another batch when it collates the same samples again (for example, masks "
                 "drawn at random), so a step cannot be split anew; draw them in the dataset"
             )
-        errors = {name: max(error[name] / (abs(loss) or 1.0) for _, loss, error in told) for name in sums}
-        how = min(errors, key=lambda name: errors[name])
-        if errors[how] > NEXT_TO_NOTHING:
+        ordered = sorted(self._samples, key=attrgetter("length"))
+        one = ordered[0]
+        if isinstance(one, GeneratedRow):  # all scores may be 0, and all answers of one length
+            pair = [one.scored(1.0, targets=1), one.scored(2.0, targets=one.length)]
+        else:
+            other = next((each for each in ordered if each.length > one.length), ordered[-1])
+            pair = [one.as_targets(), other.as_targets()]
+        tried = [self._collated(samples) for samples in (pair, pair[:1], pair[1:])]
+        both, first, second = map(self._loss_of, tried)
+        shares = [batch.targets / max(1, tried[1].targets + tried[2].targets) for batch in tried[1:]]
+        expected = {
+            "sum": first + second,
+            "mean of tokens": first * shares[0] + second * shares[1],
+            "mean of rows": (first + second) / 2,
+        }
+        misses = from_all_ranks({name: abs(value - both) / (abs(both) or 1.0) for name, value in expected.items()})
+        worst = {name: max(miss[name] for miss in misses) for name in expected}
+        adds_up = min(worst, key=lambda name: worst[name])
+        if worst[adds_up] > NEXT_TO_NOTHING:
             raise ConfigError(
-                f"the loss of two samples is {both:.4g}, that of each {parts[0]:.4g} and {parts[1]:.4g}: neither their "
-                "sum nor their mean, so a step cannot be split; use a loss that is a sum or a mean over rows or tokens"
+                f"the loss of two samples is {both:.4g}, that of each {first:.4g} and {second:.4g}: neither their sum "
+                "nor their mean, so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, "
+                "without random numbers for each row"
             )
-        return how, padded
+        return adds_up, "input_ids" not in tried[0].inputs or len(tried[0].inputs["input_ids"]) > 1
 
     def _loss_of(self, batch: CollatedBatch) -> float:
         """Collective: without a backward, and without a trace."""
-        trainer, training, before = self.trainer, self.model.training, self._counted()
+        trainer, training, restore = self.trainer, self.model.training, self._snapshot()
         self.model.eval()
         try:
             with torch.no_grad(), self._alone(), trainer.compute_loss_context_manager():
@@ -195,11 +232,11 @@ class OptimizerSteps:
                 return float(trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items))
         finally:
             self.model.train(training)
-            self._count_again(before)
+            restore()
 
     def _models_beside(self) -> list[nn.Module]:
         """Models that the Trainer runs and never trains, such as the reference of DPO. TRL leaves them unfrozen."""
-        trained = {id(each) for group in self.trainer.optimizer.param_groups for each in group["params"]}
+        trained = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         modules = [each for each in vars(self.trainer).values() if isinstance(each, nn.Module)]
         return [
             each.requires_grad_(False)
@@ -207,83 +244,52 @@ class OptimizerSteps:
             if not any(id(parameter) in trained for parameter in each.parameters())
         ]
 
-    def _counted(self) -> dict[str, Any]:
-        return {name: copy.deepcopy(getattr(self.trainer, name)) for name in COUNTED if hasattr(self.trainer, name)}
-
-    def _count_again(self, before: dict[str, Any] | None = None) -> None:
-        vars(self.trainer).update(copy.deepcopy(self._before if before is None else before))
-
-    def _configured_limit(self) -> Limit:
-        budget = self.trainer.adaptive.token_budget
-        if isinstance(budget, int):
-            return TokenLimit(budget, rows_per_sample=len(self._samples[0].row_lengths))
-        return RowLimit(self.trainer.args.per_device_train_batch_size)
-
-    def _measured_limit(self) -> Limit:
-        """Collective: what fits of the longest sample, measured in steps that leave no trace."""
-        if self.memory is None:
+    def _search(self, memory: MemorySource | None) -> tuple[SearchResult, int]:
+        """Collective: how many rows of the longest sample fit, and its tokens. The steps leave no trace."""
+        if memory is None:
             raise ConfigError("a CPU has no memory limit to search within; set memory_limit, for example 4GiB")
-        most_rows, max_norm = len(self._samples), self.trainer.args.max_grad_norm or float("inf")
-
-        def update(_: object) -> None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-            self._optimizer.step()
-
-        step = TrainingStep(
-            runner=self.runner,
-            sample=self._longest_sample().as_targets(),
-            cut=RawSample.cut,
-            shortest=4,
-            update=update,
-            optimizers=[self._optimizer],
+        samples, loader, length = self._samples, self.trainer.callback_handler.train_dataloader, attrgetter("length")
+        if isinstance(samples[0], GeneratedRow):
+            raise ConfigError("the longest sample is not known before it is generated: set per_device_train_batch_size")
+        if hasattr(loader.dataset, "__len__"):
+            dataset = (loader.dataset[index] for index in range(len(loader.dataset)))
+            whole = max(dataset, key=lambda features: RawSample(features).length)
+            (longest,) = loader.collate_fn([whole])[KEPT].samples  # less the columns that the model does not take
+        else:  # only iterated over
+            longest = max(from_all_ranks(max(samples, key=length)), key=length)
+        found = find_max_batch_size(
+            TrainingStep(
+                runner=self.runner,
+                sample=longest.as_targets(),
+                update=lambda _: self.optimizer.step(),
+                optimizers=[self.optimizer],
+            ),
+            memory=memory,
+            samples_per_step=len(samples),
+            whole_step_rows=len(samples),
+            max_rows=len(samples),
         )
-        limit: Limit
-        if self.trainer.adaptive.token_budget == "auto":
-            profile = profile_memory(step, memory=self.memory, most_rows=most_rows)
-            table, limit = profile_table(profile), profile.limit
-        else:
-            found = find_max_batch_size(
-                step, memory=self.memory, samples_per_step=most_rows, whole_step_rows=most_rows, max_rows=most_rows
-            )
-            table, limit = search_table(found, step.length), RowLimit(found.rows)
         if rank() == 0:
-            print(table, flush=True)
-        return limit
-
-    def _longest_sample(self) -> RawSample:
-        """Collective: that of the dataset; of one that is only iterated over, that of the first step."""
-        dataset, by_length = self.trainer.callback_handler.train_dataloader.dataset, attrgetter("length")
-        if hasattr(dataset, "__len__"):
-            return max((RawSample(dataset[index]) for index in range(len(dataset))), key=by_length)
-        return max(from_all_ranks(max(self._samples, key=by_length)), key=by_length)
-
-    def _memory_with(self, *models: nn.Module) -> MemorySource | None:
-        limit = self.trainer.adaptive.memory_limit
-        size = None if limit is None else parse_size(limit, "memory_limit")
-        if self.trainer.args.device.type == "cuda":
-            return CudaMemory(size)
-        if size is None:
-            return None
-        if size.is_fraction:
-            raise ConfigError(f"memory_limit: {limit} is a share of a GPU; on a CPU give an amount, for example 4GiB")
-        meter = MemoryMeter(int(size.amount))
-        meter.count(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-        return meter
-
-    def _metering(self) -> AbstractContextManager[object]:
-        """On a CPU, the limit is in force during a step, beside the optimizer's state."""
-        if not isinstance(self.memory, MemoryMeter):
-            return nullcontext()
-        states = self._optimizer.state.values()
-        self.memory.count(value for state in states for value in state.values() if isinstance(value, Tensor))
-        return self.memory
-
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside accelerate's."""
-        optimizer: torch.optim.Optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
-        return optimizer
+            print(search_table(found, longest.length), flush=True)
+        return found, longest.length
 
 
-def _same(inputs: Any, again: Any) -> bool:
-    return all(torch.equal(value.cpu(), again[name]) for name, value in inputs.items() if isinstance(value, Tensor))
+def _inside_ddp(model: Any, accelerator: Any) -> Any:
+    """The model without DDP, whose hooks would average in every backward: the runner does so once a step."""
+    wrapped = getattr(model, "_orig_mod", model)  # accelerate compiles what DDP has wrapped
+    if not isinstance(wrapped, DistributedDataParallel):
+        return model
+    inside = wrapped.module
+    return inside if wrapped is model else torch.compile(inside, **accelerator.state.dynamo_plugin.to_kwargs())
+
+
+def _frozen_head(model: Any) -> FSDPModule | None:
+    """The head, if it is frozen and FSDP has it in a group of its own."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    return head if isinstance(head, FSDPModule) and weight is not None and not weight.requires_grad else None
+
+
+def _repeated(value: Any, *_: Any, **__: Any) -> Any:
+    """What a rank takes to be gathered from all."""
+    return recursively_apply(lambda tensor: torch.cat([torch.atleast_1d(tensor)] * world_size()), value)

@@ -1,11 +1,15 @@
 """`class T(AdaptiveMixin, SFTTrainer)`: any Trainer, with its optimizer steps run by the engine.
 
-Trainer's loop stays as it is. Two of its methods are overridden: `get_batch_samples`, which reads the batches of a
-step, keeps their samples; `training_step`, called for each batch, does nothing until the last, and then runs them all.
+Trainer's loop stays as it is. `training_step`, called for each batch, takes the samples out of it, which the data
+collator has left there, and does nothing until the last batch of a step; then it runs them all. A trainer that
+generates has its samples from `_prepare_inputs`.
 """
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -16,8 +20,8 @@ from transformers import Trainer
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
-from torchtune_adaptive.hf.samples import CollatedBatch, KeepSamples
-from torchtune_adaptive.hf.steps import OptimizerSteps
+from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples
+from torchtune_adaptive.hf.steps import TRAINING_STEP, OptimizerSteps
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -32,30 +36,36 @@ class AdaptiveMixin(Base):
     depends on what fits: `per_device_train_batch_size` is only where that begins.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Trainer in cls.__mro__[: cls.__mro__.index(AdaptiveMixin)]:
+            raise TypeError(f"AdaptiveMixin goes before the Trainer: class {cls.__name__}(AdaptiveMixin, ...)")
+
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
         self.adaptive = adaptive or AdaptiveArguments()
         self._steps: OptimizerSteps | None = None
-        self._batches: list[CollatedBatch] = []
+        self._batches: list[CollatedBatch] | None = None
+        """The batches of the step so far; None outside of train()."""
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Collective: as Trainer's."""
-        try:
-            return super().train(*args, **kwargs)
-        except AdaptiveError as error:
-            if self.args.gradient_checkpointing:
-                error.remedies = without_backward(error.remedies)
-            error.fact, error.remedies = error.in_words(IN_ARGUMENTS), ()
-            raise
-        finally:
-            steps, self._steps = self._steps, None
-            if steps is not None:
-                steps.runner.close()
+        with ExitStack() as self._while_training:
+            try:
+                return super().train(*args, **kwargs)
+            except AdaptiveError as error:
+                if self.args.gradient_checkpointing:
+                    error.remedies = without_backward(error.remedies)
+                error.fact, error.remedies = error.in_words(IN_ARGUMENTS), ()
+                raise
+            finally:
+                self._steps = self._batches = None
 
     def get_train_dataloader(self) -> Any:
         """As Trainer's, with the samples beside each batch."""
-        with patch.object(self, "data_collator", KeepSamples(self.data_collator)):
+        self.keeps_samples = KeepSamples(self.data_collator, getattr(self, "_loss_shifts_labels", True))
+        with patch.object(self, "data_collator", self.keeps_samples):
             loader = super().get_train_dataloader()
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(
@@ -65,20 +75,41 @@ class AdaptiveMixin(Base):
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Collective: the batches of one optimizer step, whose samples are kept."""
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._batches = [CollatedBatch.from_loader(batch) for batch in batches]
-        return batches, num_items
+        """As Trainer's: the batches of one optimizer step."""
+        self._batches = []
+        return super().get_batch_samples(*args, **kwargs)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collective: with the last batch, forward and backward over the whole step; before it, nothing."""
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Collective: with the last batch of a step, forward and backward over all of them; before it, nothing.
+
+        What a trainer between this and Trainer does with a batch, it does as ever: only Trainer's own step is replaced.
+        """
+        with patch.object(Trainer, "training_step", AdaptiveMixin._take):
+            loss = super().training_step(*args, **kwargs)
+        if self._batches == []:
+            raise ConfigError(f"training_step of {type(self).__name__} does not call Trainer's, so it cannot be split")
+        return loss
+
+    def _take(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Collective, in place of Trainer's training_step."""
+        if self._batches is None:  # called by hand, outside of train()
+            return TRAINING_STEP(self, model, inputs, num_items_in_batch)
+        if isinstance(inputs, MutableMapping) and KEPT in inputs:
+            self._batches.append(replace(inputs.pop(KEPT), inputs=inputs))
+        elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            rows = GeneratedRow.all_of(inputs)
+            self._batches.append(CollatedBatch(rows, len(rows), inputs))
+        else:
+            raise ConfigError(
+                f"AdaptiveMixin needs a data collator that returns a dict of tensors, and got {type(inputs).__name__}"
+            )
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        if not self._batches:  # called by hand, outside of train()
-            return super().training_step(model, inputs, num_items_in_batch)
+        batches, self._batches = self._batches, None
         if self._steps is None:
-            self._steps = OptimizerSteps(self, model, super().training_step, self._batches, num_items_in_batch)
-        batches, self._batches = self._batches, []
+            self._steps = OptimizerSteps(self, model, batches, num_items_in_batch, self._while_training)
         return self._steps.run(batches, num_items_in_batch)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -93,18 +124,25 @@ class AdaptiveTrainer(AdaptiveMixin, Trainer):
 
 
 def _refuse_unsupported(trainer: Trainer) -> None:
-    args = trainer.args
-    graphs = args.torch_compile_mode in ("reduce-overhead", "max-autotune")
-    for unsupported, what, instead in (
-        (args.auto_find_batch_size, "auto_find_batch_size, which restarts training with a smaller batch,", "remove it"),
-        (
-            args.n_gpu > 1,
-            f"nn.DataParallel ({args.n_gpu} GPUs in one process)",
-            "start one process per GPU with accelerate launch or torchrun",
+    args, batches = trainer.args, trainer.args.gradient_accumulation_steps
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    refused = {
+        "auto_find_batch_size, which restarts training with a smaller batch; remove it": args.auto_find_batch_size,
+        "nn.DataParallel; start one process per GPU with accelerate launch or torchrun": args.n_gpu > 1,
+        "DeepSpeed; use FSDP2 (`fsdp_version: 2`) or DDP": trainer.is_deepspeed_enabled,
+        "FSDP1; set `fsdp_version: 2`": trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2,
+        f"torch_compile_mode {args.torch_compile_mode!r} (CUDA graphs); remove it": (
+            args.torch_compile_mode in ("reduce-overhead", "max-autotune")
         ),
-        (trainer.is_deepspeed_enabled, "DeepSpeed", "use FSDP2 (`fsdp_version: 2`) or DDP"),
-        (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2, "FSDP1", "set `fsdp_version: 2`"),
-        (graphs, f"torch_compile_mode {args.torch_compile_mode!r} (CUDA graphs)", "remove it"),
-    ):
-        if unsupported:
-            raise ConfigError(f"{what} is not supported by AdaptiveMixin; {instead}")
+        f"optim={optimizer!r}, which updates weights in the backward; use another optimizer": (
+            "lomo" in optimizer or "layerwise" in optimizer
+        ),
+        "a step with answers of several generations; make steps_per_generation a multiple of "
+        f"gradient_accumulation_steps ({batches})": (getattr(args, "steps_per_generation", None) or batches) % batches,
+        "an entropy bonus, which does not add up over microbatches; set entropy_coef=0": (
+            getattr(trainer, "_entropy_bonus_enabled", False)
+        ),
+    }
+    for what, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"AdaptiveMixin does not support {what}")

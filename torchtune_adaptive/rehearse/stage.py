@@ -24,6 +24,7 @@ import torch
 
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearse.hub import ModelsNeedNoWeights
 from torchtune_adaptive.rehearse.launchers import LAUNCHERS, ONE_MACHINE, CannotRehearse, is_python, launched, script_of
 from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing, start_here
 from torchtune_adaptive.rehearse.process import RankSettings
@@ -51,6 +52,7 @@ def main(record: str, asked: str, *command: str) -> None:
         start_here(run)
     _take_first_choices()
     _draw_no_weights()
+    sys.meta_path.insert(0, ModelsNeedNoWeights())
     library = torch.library.Library("aten", "IMPL")
     library.impl("_local_scalar_dense", _number, "CUDA")
     library.impl("nonzero", _all_of_them, "CUDA")

@@ -8,29 +8,24 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
-from torch.utils._pytree import tree_iter
 from torchtune import training, utils
 
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings, on_gpu
-from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
-from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.errors import ConfigError, RanksPartedError
 from torchtune_adaptive.rehearsal import REHEARSAL
-from torchtune_adaptive.text import MemorySize, ranks_named, shown, size_for_rank
+from torchtune_adaptive.text import ranks_named, shown
 
 logger = logging.getLogger(__name__)
 
@@ -244,34 +239,3 @@ def start_clean(device: torch.device) -> None:
         gc.collect()
     else:
         training.cleanup_before_training()
-
-
-@contextmanager
-def limited_memory(
-    limits: Sequence[MemorySize] | None, device: torch.device, resident: Iterable[torch.Tensor]
-) -> Iterator[MemorySource | None]:
-    """Enforces this rank's limit while it is open: on CUDA through the allocator, on a CPU through a meter.
-
-    `resident` is what lives on the device already. None where nothing limits memory and nothing measures it: on a CPU
-    without a limit.
-    """
-    limit = None
-    if limits is not None:
-        limit = size_for_rank(limits, dist.get_rank(), dist.get_world_size(), "adaptive.memory_limit")
-    if device.type == "cuda":
-        yield CudaMemory(limit, device)
-    elif limit is None:
-        yield None
-    else:
-        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # Under a dispatch mode nothing is compiled, and what insists on it fails: torchao's optimizers, for example.
-        eagerly = torch.compiler.set_stance("force_eager")
-        with eagerly, MemoryMeter(limit.bytes_of(machine_bytes)) as meter:
-            meter.count(resident)
-            yield meter
-
-
-def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """What lives on the device between two steps."""
-    states = [leaf for optimizer in optimizers for leaf in tree_iter(dict(optimizer.state))]
-    return [*model.parameters(), *model.buffers(), *(leaf for leaf in states if isinstance(leaf, torch.Tensor))]

@@ -19,16 +19,18 @@ from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.meter import limited_memory, resident_tensors
+from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.text import count_of, size_for_rank
 from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader, looking_ahead
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
 from torchtune_adaptive.tune.metrics import LossWatch, Metrics, NoiseWatch, RunJournal, StepProfiler
 from torchtune_adaptive.tune.optimizer import Optimization
-from torchtune_adaptive.tune.place import join, leave, limited_memory, prepare, resident_tensors, start_clean
+from torchtune_adaptive.tune.place import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.samples import Sample
 
 Samples = tuple[list[Sample], list[Sample] | None]
@@ -156,7 +158,10 @@ class Trainer:
         """The memory that this rank may use, which the models of all stages and the optimizers live in."""
         models = nn.ModuleList(model for runner in self.stages.values() for model in runner.recovery.models)
         resident = resident_tensors(models, self.optimization.optimizers)
-        return limited_memory(self.run.settings.adaptive.memory_limit, self.run.place.device, resident)
+        limit, limits = None, self.run.settings.adaptive.memory_limit
+        if limits is not None:
+            limit = size_for_rank(limits, rank(), world_size(), "adaptive.memory_limit")
+        return limited_memory(limit, self.run.place.device, resident)
 
     @contextmanager
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
