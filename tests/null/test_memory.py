@@ -1,11 +1,13 @@
 """Memory is counted to the byte, and runs out where a card's would."""
 
 import os
+import resource
 
 import pytest
 import torch
 
 from tests.null.processes import OnNull
+from tests.ranks import RankFailed
 from torchtune_adaptive.null_cuda import set_memory
 
 MIB, GIB = 2**20, 2**30
@@ -65,6 +67,17 @@ def test_the_allocator_raises_its_own_error_at_the_limit_of_the_card(on_null: On
     assert (blocks, allocated, errors) == (80, 80 * GIB, 1)
     assert retries == 1
     assert "Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of 80.00 GiB of which 0 bytes is free." in text
+
+
+def without_addresses() -> None:
+    take(MIB)
+    resource.setrlimit(resource.RLIMIT_AS, (30 * GIB, resource.RLIM_INFINITY))
+    take(40 * GIB)
+
+
+def test_a_limit_of_this_machine_is_not_told_as_the_cards(on_null: OnNull) -> None:
+    with pytest.raises(RankFailed, match=r"this machine gives a null device no more addresses"):
+        on_null(without_addresses)
 
 
 def flushed() -> tuple[int, int, int]:

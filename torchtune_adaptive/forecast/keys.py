@@ -49,8 +49,7 @@ class PlanSettings:
     expandable_segments: bool | None = option(BOOL | NULL, None)
     """setting of CUDA's caching allocator; null: as in `PYTORCH_CUDA_ALLOC_CONF`, else False"""
     format: str = option(one_of("table", "json"), "table")
-    """output format; `json` has everything, including the commands that measure it and the error of the check
-    (`largest_error`)"""
+    """output format; `json` has everything, including settings that were tried and steps over time"""
     advise: bool | None = option(BOOL | NULL, None)
     """`True`: try other settings too. null: only if not even one row fits. `False`: never"""
 

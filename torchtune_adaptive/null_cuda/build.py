@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import runpy
-import shlex
 import shutil
 import subprocess
 import sys
@@ -117,11 +116,7 @@ def _torch() -> tuple[Path, str, str]:
 
 
 def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
-    given = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or ""
-    try:
-        compiler = shlex.split(given)
-    except ValueError as error:
-        raise NullCudaError(f"CC is {given}, which no shell would read ({error}): set it to a C compiler") from None
+    compiler = (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "").split()
     nm = shutil.which("nm")
     if not compiler or not shutil.which(compiler[0]) or not nm:
         raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
@@ -141,7 +136,9 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl",
     )  # fmt: skip
     if not (folder / LIBRARY).exists():
-        raise NullCudaError(f"building the null device failed: {given} has written nothing; set CC to a C compiler")
+        raise NullCudaError(
+            f"building the null device failed: {compiler[0]} has written nothing; set CC to a C compiler"
+        )
     (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices by NVML, where it is installed
 
 

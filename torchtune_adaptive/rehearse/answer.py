@@ -42,22 +42,25 @@ class Rehearsed:
                 continue
             found[record.pop("kind")].append(record)
         found["step"] = found["step"] or found["first"]
-        about |= dict(*found["share"])
+        about |= dict(*found["share"][-1:])
         return cls(**about, steps=found["step"], errors=found["out_of_memory"], rest=dict(*found["end"][:1]))
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
         """The error that ended training: the last one, if no step was finished after it, and nothing else failed."""
         ended_by = str(self.rest.get("error") or "exit status")
-        if not self.status or not ("memory" in ended_by.lower() or ended_by.startswith("exit status")):
-            return None
-        return next((error for error in self.errors[-1:] if error["step"] > len(self.steps)), None)
+        by_memory = "memory" in ended_by.lower() or ended_by.startswith("exit status")
+        return self._unfinished if self.status and by_memory else None
 
     @property
     def given_up(self) -> dict[str, Any] | None:
         """An error that the script caught, and took no step after it: it may have looked for the most that fits."""
-        after = (error for error in self.errors[-1:] if error["step"] > len(self.steps) and not error["tried"])
-        return None if self.status else next(after, None)
+        return None if self.status or self._unfinished is None or self._unfinished["tried"] else self._unfinished
+
+    @property
+    def _unfinished(self) -> dict[str, Any] | None:
+        """The last error, if no step was finished after it."""
+        return self.errors[-1] if self.errors and self.errors[-1]["step"] > len(self.steps) else None
 
     @property
     def caught(self) -> list[dict[str, Any]]:

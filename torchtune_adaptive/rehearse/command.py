@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,10 +24,8 @@ _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks", type=_from(1), metavar="N", help="number of ranks (default: as the command says, else 1)"
-    )
-    parser.add_argument("--rank", type=_from(0), default=0, metavar="R", help="which of them to rehearse (default: 0)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to rehearse (default: 0)")
     parser.add_argument(
         "--gpu",
         type=str.lower,
@@ -46,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--steps",
-        type=_from(0),
+        type=int,
         default=STEPS,
         help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
         metavar="N",
@@ -60,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
+    for name, least in {"ranks": 1, "rank": 0, "steps": 0}.items():
+        if (number := getattr(options, name)) is not None and number < least:
+            options.refuse(f"--{name} is {number}: the least is {least}")
     try:
         check(command)
     except (OSError, ValueError) as error:
@@ -95,15 +95,6 @@ def _check_picture(options: argparse.Namespace) -> None:
         options.picture.open("ab").close()
     except OSError as error:
         options.refuse(f"--picture is {options.picture}, which cannot be written ({error.strerror})")
-
-
-def _from(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is no number from {least} on")
-        return int(text)
-
-    return number
 
 
 def _bytes(text: str) -> int:

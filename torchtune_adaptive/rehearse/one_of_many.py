@@ -31,12 +31,10 @@ def become(rank: int, ranks: int) -> None:
 
 
 def send_nothing(
-    rank: int, given: int | None, run: Callable[[Sequence[str]], None], launch: Callable[[int], None]
+    rank: int, given: int | None, run: Callable[[Sequence[str]], None], learn: Callable[[int], None]
 ) -> None:
-    """Others are taken to send what this rank does. What a launcher would start is given to `run`.
-
-    Of how many ranks this is one, the launcher says where nobody has given the number: `launch` is told.
-    """
+    """Others are taken to send what this rank does. What a launcher would start is given to `run`, and if nobody has
+    given the number of ranks, the launcher's to `learn`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ranks = given or 1
@@ -79,7 +77,7 @@ def send_nothing(
         nonlocal ranks
         if given is None:
             ranks = told
-            launch(ranks)
+            learn(ranks)
         become(rank, ranks)
 
     def run_here(args: Namespace) -> None:
@@ -107,11 +105,10 @@ def start_here(run: Callable[[Sequence[str]], None]) -> None:
 
 
 def _ranks_of(args: Namespace) -> int:
-    """As torchrun has read them; of machines that come and go, the most."""
-    machines, each = str(args.nnodes).rpartition(":")[2], str(args.nproc_per_node)
-    if not (machines.isdecimal() and each.isdecimal()):
+    each = str(args.nproc_per_node)
+    if not each.isdecimal():
         raise CannotRehearse(f"--nproc_per_node {each}: give the number of ranks as --ranks, before the command")
-    return int(machines) * int(each)
+    return int(each) * int(str(args.nnodes).rpartition(":")[2])  # of machines that come and go, the most
 
 
 def _save_alone() -> None:

@@ -39,7 +39,7 @@ def main(record: str, asked: str, *command: str) -> None:
     settings = RankSettings(**json.loads(asked))
     writer = StepWriter(Path(record), most_steps=settings.steps)
 
-    def launch(ranks: int) -> None:
+    def learn(ranks: int) -> None:
         share = settings.share(ranks)
         set_card(memory=share["usable_bytes"], devices=min(ranks, ONE_MACHINE))
         writer.write("share", share)
@@ -47,7 +47,7 @@ def main(record: str, asked: str, *command: str) -> None:
     REHEARSAL.on = True
     if settings.ranks is not None and settings.ranks > 1:
         become(settings.rank, settings.ranks)
-    send_nothing(settings.rank, settings.ranks, run, launch)
+    send_nothing(settings.rank, settings.ranks, run, learn)
     if launched(command).startswith("accelerate"):
         start_here(run)
     _take_first_choices()
