@@ -15,7 +15,7 @@ from tests.recipes.crash.victims import FAILED, FINISHED, KILLED, Start, live
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.weights import WEIGHTS_FILE, ensure_made
 
-SMALL, LARGE = {FULL: "12m", LORA: "4m"}, "128m"
+SMALL, LARGE = {FULL: "12m", LORA: "5m"}, "128m"
 """Room for two checkpoints, and for all."""
 SMALL_FILES_BYTES = 2**20
 """Less than the weights need."""
