@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.13.0 2.14.1
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-null published lint faults versions soak crash bench bench-gpu docs dist clean
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-hf test-null published lint faults versions soak crash bench bench-gpu docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -68,6 +68,17 @@ coverage: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
 
+# TRL's trainers and LoRA beside stock; without torchtune, whose torchao PEFT refuses
+test-hf: $(VENV)/hf/ready
+	$(VENV)/hf/bin/python -m $(PYTEST) --dist load tests/hf/test_trainers.py
+
+$(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		torch accelerate transformers trl==1.16.0 peft==0.21.2 pytest pytest-timeout pytest-xdist
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 # torch's own CUDA code over a device that computes nothing; needs a CUDA build of torch and a C compiler, no GPU
 test-null: $(READY)
 	$(BIN)/python -m pytest tests/null tests/rehearse tests/forecast
@@ -84,6 +95,7 @@ lint: $(READY)
 # every point at which a rank can run out of memory, one after the other
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
+	$(BIN)/torchrun --nproc_per_node 2 -m tests.hf.faults
 
 # tests of the engine, of ranks and of promises.txt beside every supported torch; writes the table of docs/versions.md
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)

@@ -1,6 +1,6 @@
 """Runs out of memory inside `Trainer.train()`, at one operation of a step after the other, beside stock.
 
-torchrun --nproc_per_node 2 -m tests.hf.faults [EVERY]        every operation, or every so many
+torchrun --nproc_per_node 2 -m tests.hf.faults [EVERY [FIRST]]        every operation, or every so many from the first
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Swept(NamedTuple):
 class Sweeping(AdaptiveMixin):
     """Fails once a step, on the ranks in turn, and begins every step with the limit of the first."""
 
-    every = 1
+    every = first = 1
     operations = injected = 0
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         step = self.state.global_step + 1
         if self._steps is None or not self.accelerator.sync_gradients:
             return super().training_step(model, *args, **kwargs)
-        runner, operation = self._steps.runner, 1 + self.every * (step - COUNTED - 1)
+        runner, operation = self._steps.runner, self.first + self.every * (step - COUNTED - 1)
         with FaultInjector(runner) as faults:
             if step == COUNTED:
                 self._limit = runner.state_dict()
@@ -57,7 +57,7 @@ class Sweeping(AdaptiveMixin):
         return loss
 
 
-def sweep(every: int, steps: int) -> Swept:
+def sweep(every: int, steps: int, first: int = 1) -> Swept:
     """Collective."""
     use_fsdp2()
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def sweep(every: int, steps: int) -> Swept:
         class Kept(Sweeping, Trainer):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
-                self.every = every
+                self.every, self.first = every, first
                 trainers.append(self)
 
         ours = train(Path(folder), AdaptiveArguments(regrow_after=0), base=Kept, **options)
@@ -82,6 +82,5 @@ def sweep(every: int, steps: int) -> Swept:
 
 
 if __name__ == "__main__":
-    _, *words = sys.argv
-    every = int(words[0]) if words else 1
-    print(sweep(every, COUNTED + 1 + 1700 // every))
+    every, first = [*map(int, sys.argv[1:]), 1, 1][:2]
+    print(sweep(every, COUNTED + 1 + 1700 // every, first))

@@ -19,47 +19,51 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 
 
-class Found(NamedTuple):
-    differences: dict[str, float]
-    """From stock, by what was done."""
-    recoveries: list[float]
-    rows: list[float]
+class Ended(NamedTuple):
+    """What a run has come to."""
+
+    difference: float
+    """From stock."""
+    recoveries: float
+    rows: float | None
+    """Of a microbatch."""
 
 
-def train_both(sharded: bool, here: Path) -> Found:
-    """Collective: as it is, compiled, by tokens, after a search, after a failure of rank 1 with evaluations and
-    a checkpoint on the way, and resumed from that."""
+def train_all(sharded: bool, here: Path) -> dict[str, Ended]:
+    """Collective: as it is, by tokens, after a search, after a failure of rank 1, the same with activations
+    checkpointed, evaluations and a save, and resumed from that. DDP's model is compiled where it fails."""
     from tests.hf.trainers import Counting, arguments, difference, train, use_fsdp2
     from torchtune_adaptive.hf import AdaptiveArguments
 
     if sharded:
         use_fsdp2()
     stock = train(here, arguments=arguments(here, max_steps=3))
+    fails: dict[str, Any] = {"faults": [(2, 40)], "failing_rank": 1}
+    saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    failing = {"faults": [(2, 40)], "failing_rank": 1, "eval_dataset": Counting(8)}
+    checkpointed = {"gradient_checkpointing": True, **saves}
     ways: dict[str, tuple[AdaptiveArguments, dict[str, Any], dict[str, Any]]] = {
         "same": (AdaptiveArguments(), {}, {}),
-        "compiled": (AdaptiveArguments(), compiled, {}),
         "tokens": (AdaptiveArguments(token_budget=100), {}, {}),
         "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB"), {}, {}),
-        "failed": (AdaptiveArguments(), saving, failing),
+        "failed": (AdaptiveArguments(), {} if sharded else compiled, fails),
+        "saved": (AdaptiveArguments(), checkpointed, {**fails, "eval_dataset": Counting(8)}),
         "resumed": (AdaptiveArguments(), {}, {"resume": str(here / "checkpoint-2")}),
     }
-    runs = {
-        name: train(here, adaptive, arguments=arguments(here, max_steps=3, **set_so), **given)
-        for name, (adaptive, set_so, given) in ways.items()
-    }
-    differences = {name: difference(run, stock) for name, run in runs.items()}
-    return Found(differences, runs["failed"].column("oom_recoveries"), runs["resumed"].column("microbatch_rows"))
+    ended = {}
+    for way, (adaptive, settings, options) in ways.items():
+        run = train(here, adaptive, arguments=arguments(here, max_steps=3, **settings), **options)
+        last = run.log[-1]
+        ended[way] = Ended(difference(run, stock), last["oom_recoveries"], last.get("microbatch_rows"))
+    return ended
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
 def test_two_ranks_have_the_figures_of_stock_whatever_happens_to_a_microbatch(sharded: bool, tmp_path: Path) -> None:
-    found, same = run_on_ranks(2, train_both, sharded, tmp_path, in_group=False, timeout_s=100)
-    assert found == same
-    assert max(found.differences.values()) < 1e-6, found.differences
-    assert (found.recoveries, found.rows) == ([0, 1, 1], [4, 2, 2])
+    ended, same = run_on_ranks(2, train_all, sharded, tmp_path, in_group=False, timeout_s=100)
+    assert ended == same
+    assert max(run.difference for run in ended.values()) < 1e-6, ended
+    assert [way for way, run in ended.items() if (run.recoveries, run.rows) == (1, 2)] == ["failed", "saved", "resumed"]
 
 
 def test_a_failure_at_any_operation_of_a_step_changes_no_figure() -> None:

@@ -140,45 +140,39 @@ def compare(trainer: str, lora: bool, placement: str, **config_options: Any) -> 
     }
 
 
-@pytest.mark.parametrize("placement", RANKS)
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "LoRA"])
-@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer", "DPOTrainer"])
+GENERATING: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "temperature": 1.0}
+GRPO, SFT = {**GENERATING, "loss_type": "grpo"}, {"max_length": 64}
+CELLS: list[tuple[str, bool, dict[str, Any], str]] = [
+    *(
+        (trainer, lora, options, placement)
+        for trainer, options in {"Trainer": {}, "SFTTrainer": SFT, "DPOTrainer": SFT, "GRPOTrainer": GRPO}.items()
+        for lora in (False, True)
+        for placement in RANKS
+    ),
+    ("SFTTrainer", False, {**SFT, "packing": True}, "FSDP2"),
+    ("GRPOTrainer", False, {**GENERATING, "loss_type": "dr_grpo", "num_iterations": 2}, "one process"),
+    ("GRPOTrainer", False, {**GENERATING, "loss_type": "dapo", "steps_per_generation": 6}, "DDP"),
+    ("RLOOTrainer", False, {**GENERATING, "beta": 0.0}, "FSDP2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "lora", "options", "placement"),
+    CELLS,
+    ids=[f"{trainer}-{'LoRA' if lora else 'whole'}-{placement}" for trainer, lora, _, placement in CELLS],
+)
 def test_twenty_steps_have_the_figures_of_stock_whatever_happens_to_a_microbatch(
-    trainer: str, lora: bool, placement: str
+    trainer: str, lora: bool, options: dict[str, Any], placement: str
 ) -> None:
     if trainer != "Trainer":
         pytest.importorskip("trl")
     if lora and not peft_works():
         pytest.skip("no PEFT, or one that refuses torchao")
-    options = {} if trainer == "Trainer" else {"max_length": 64}
     function = partial(compare, **options)
-    for compared in run_on_ranks(RANKS[placement], function, trainer, lora, placement, in_group=False, timeout_s=100):
+    for compared in run_on_ranks(RANKS[placement], function, trainer, lora, placement, in_group=False, timeout_s=200):
         assert max(way.difference for way in compared.values()) < 1e-6, compared
-        assert [way.recoveries for way in compared.values()] == [0, 0, 2, 0]
-        assert placement != "one process" or compared["same"].difference == 0.0
-
-
-GENERATING: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "temperature": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("trainer", "options", "placement"),
-    [
-        *(("GRPOTrainer", {"loss_type": "grpo"}, placement) for placement in RANKS),
-        ("GRPOTrainer", {"loss_type": "dr_grpo", "num_iterations": 2}, "one process"),
-        ("GRPOTrainer", {"loss_type": "dapo", "steps_per_generation": 6}, "DDP"),
-        ("RLOOTrainer", {"beta": 0.0}, "FSDP2"),
-    ],
-)
-def test_twenty_steps_on_generated_answers_have_the_figures_of_stock(
-    trainer: str, options: dict[str, Any], placement: str
-) -> None:
-    pytest.importorskip("trl")
-    function = partial(compare, **GENERATING, **options)
-    ranks = RANKS[placement]
-    for compared in run_on_ranks(ranks, function, trainer, False, placement, in_group=False, timeout_s=200):
-        assert max(way.difference for way in compared.values()) < 1e-6, compared
-        assert [way.recoveries for way in compared.values()] == [0, 0, 2]
+        assert {way: run.recoveries for way, run in compared.items() if run.recoveries} == {"failed": 2}
+        assert placement != "one process" or trainer == "GRPOTrainer" or compared["same"].difference == 0.0
 
 
 def test_a_loss_of_generated_answers_that_does_not_add_up_is_refused() -> None:
