@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -112,6 +113,12 @@ def test_a_compiler_that_is_not_there_is_refused_and_one_with_arguments_is_taken
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "cc -O0")
     assert build().stat().st_size > 0
+
+
+def test_an_interrupted_build_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["null_cuda", "--", "true"])
+    with mock.patch("torchtune_adaptive.null_cuda.__main__.environment", side_effect=KeyboardInterrupt):
+        assert main() == 130
 
 
 def test_a_damaged_library_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

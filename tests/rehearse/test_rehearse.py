@@ -1,7 +1,6 @@
 """What `tune-adaptive rehearse` says about small scripts, beside what these measure themselves."""
 
 import json
-import time
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -31,7 +30,8 @@ TRAINS = """
         peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         optimizer.zero_grad()
-        print(f"[{rows}, {peaks[0]}, {peaks[1]}, {retries}, {loss.item()}]")
+        state = torch.tensor([7.0], device="cuda")
+        print(f"[{rows}, {peaks[0]}, {peaks[1]}, {retries}, {loss.item()}, {state.tolist()}]")
 """
 WEIGHTS = 4 * 4096 * 4096 * 4
 SHARDED = """
@@ -69,7 +69,7 @@ def test_each_step_has_the_peaks_and_flushes_that_the_script_measures(rehearse: 
     flushes = [each[3] for each in measured]
     assert [each["flushes"] for each in steps] == [now - before for before, now in pairwise([0, *flushes])]
     assert flushes[-1] > 0
-    assert [each[4] for each in measured] == [0] * len(rows)
+    assert [each[4:] for each in measured] == [[0, [0]]] * len(rows)
 
 
 def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(rehearse: Rehearse) -> None:
@@ -232,17 +232,15 @@ def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_o
         pass
     if os.fork() == 0:
         import time
-        time.sleep(60)
+        time.sleep(600)  # if it were not ended, whoever reads what it prints would wait as long
     sys.exit(0 if len(sys.argv) == 1 else "that is all")
     """
     )
-    start = time.monotonic()
     answer = rehearse(script)
     assert (answer.status, answer.found["fits"], len(answer.found["caught"])) == (2, False, 1)
     assert answer.found["verdict"].startswith("no answer: the script caught an out-of-memory error in step 2")
     answer = rehearse(script, command=("train.py", "text"))
     assert answer.printed.endswith("that is all\n")
-    assert time.monotonic() - start < 50  # its child has ended with it
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,8 @@ def _read_zeros() -> None:
             return found
 
         setattr(torch.Tensor, name, read)
+    listed = torch.Tensor.tolist
+    torch.Tensor.tolist = lambda tensor: listed(tensor.cpu())  # type: ignore[method-assign,assignment]
     finite = torch.isfinite
 
     def is_finite(tensor: torch.Tensor) -> torch.Tensor:
