@@ -248,7 +248,7 @@ def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_o
     [
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, (), "only torch's own caching allocator can be rehearsed"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, (), "only torch's own caching allocator"),
-        ({}, ("--rank", "1"), "--rank is 1, but there is one rank, 0"),
+        ({}, ("--rank", "1"), "--rank is 1, but the last of 1 is 0"),
         ({}, ("--memory", "1GB"), "the card has 0.931 GiB, of which 1 GiB are not for tensors"),
         ({}, ("--memory", "80"), "not an amount of memory: 80; for example 80GB or 24GiB"),
         ({}, ("--ranks", "0"), "--ranks is 0: the least is 1"),

@@ -51,8 +51,7 @@ class RankSettings(NamedTuple):
         """What one of so many ranks has of its card."""
         overhead = overhead_of(ranks) if self.overhead_bytes is None else self.overhead_bytes
         if self.rank >= ranks:
-            of_all = f"there are {ranks} ranks: they are 0 to {ranks - 1}" if ranks > 1 else "there is one rank, 0"
-            raise CannotRehearse(f"--rank is {self.rank}, but {of_all}")
+            raise CannotRehearse(f"--rank is {self.rank}, but the last of {ranks} is {ranks - 1}")
         if self.memory <= overhead:
             raise CannotRehearse(
                 f"the card has {self.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
@@ -97,8 +96,7 @@ def rehearse(
             try:
                 status = _ended(script)
             finally:
-                with suppress(ProcessLookupError):  # and what the script has started
-                    os.killpg(script.pid, signal.SIGKILL)
+                _signal(script, signal.SIGKILL)
                 script.wait()
         return Rehearsed.read(record, **share, rank=rank, status=status)
 
@@ -119,12 +117,18 @@ def _ended(script: subprocess.Popen[bytes]) -> int:
     try:
         return script.wait()
     except KeyboardInterrupt:
-        os.killpg(script.pid, signal.SIGINT)
+        _signal(script, signal.SIGINT)
     try:
         return script.wait()
     except KeyboardInterrupt:
-        script.kill()
+        _signal(script, signal.SIGKILL)
         return script.wait()
+
+
+def _signal(script: subprocess.Popen[bytes], number: int) -> None:
+    """To the script and to what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(script.pid, number)
 
 
 @contextmanager
