@@ -266,6 +266,14 @@ def test_several_gpus_in_one_process_are_refused(folder: Path, monkeypatch: pyte
         AdaptiveTrainer(model=torch.nn.Linear(1, 1), args=arguments(folder))
 
 
+def test_batches_that_rank_0_collates_for_all_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = arguments(folder, accelerator_config={"dispatch_batches": True})
+    trainer = AdaptiveTrainer(model=tiny_llama(), args=options, train_dataset=Counting(), data_collator=collate)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ConfigError, match="'dispatch_batches': False"):
+        trainer.get_train_dataloader()
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [("is_deepspeed_enabled", "does not support DeepSpeed"), ("is_fsdp_enabled", "does not support FSDP1")],
