@@ -133,7 +133,8 @@ class Budgeted(NamedTuple):
 def budgeted(layers: int, memory: int, steps: int, expandable: bool) -> Budgeted:
     set_memory(memory)
     with at_size(layers, expandable) as step:
-        found = profile_memory(step.to_search(TOKENS), most_rows=512)
+        found = profile_memory(searched := step.to_search(TOKENS), most_rows=512)
+        searched.runner.close()
         runner = step.runner(1)
         runner.use_limit(found.limit)
         release()

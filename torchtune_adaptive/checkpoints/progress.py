@@ -70,7 +70,7 @@ class Progress:
     step: int = 0
     """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
     samples: int = 0
-    """Samples of a rank in these steps."""
+    """Samples of all ranks in these steps."""
     target_tokens: int = 0
     """Target tokens of all ranks in these steps."""
     loss: float | None = None
@@ -107,7 +107,7 @@ class Progress:
             steps_in_epoch=self.steps_in_epoch + 1,
             samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
             step=self.step + 1,
-            samples=self.samples + sizes.samples_per_step,
+            samples=self.samples + sizes.samples_per_step * ranks,
             target_tokens=self.target_tokens + target_tokens,
             loss=late,
         )

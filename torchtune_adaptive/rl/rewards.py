@@ -62,17 +62,20 @@ class RewardFunction:
             return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
 
         answers: list[str] = lists["completions"]
+        own = {name: list(values) for name, values in lists.items()}  # which a function may change
         try:
-            returned = within(self.timeout_s, partial(self.function, **lists))
+            returned = within(self.timeout_s, partial(self.function, **own))
         except TimeoutError:
             raise error(f"has not returned within {self.timeout_s:g} s (reward_timeout)") from None
-        except Exception as cause:
+        except (Exception, SystemExit) as cause:
             raise error(f"failed: {in_a_line(cause)}") from cause
         try:
             rewards = [0.0 if reward is None else float(reward) for reward in returned]
         except (TypeError, ValueError):
             raise error(f"returned {shown(returned)} in place of a list of numbers") from None
-        if len(rewards) != len(answers) or not all(map(math.isfinite, rewards)):
+        if isinstance(returned, str | Mapping):
+            raise error(f"returned {shown(returned)} in place of a list of numbers")
+        if len(rewards) != len(answers) or not torch.tensor(rewards).isfinite().all():  # in single precision
             raise error(f"returned {shown(rewards)} in place of {count_of(len(answers), 'finite number')}")
         return rewards
 
@@ -82,12 +85,12 @@ def within(seconds: float | None, function: Callable[[], Any]) -> Any:
     if seconds is None:
         return function()
     returned: list[Any] = []
-    failed: list[Exception] = []
+    failed: list[BaseException] = []
 
     def run() -> None:
         try:
             returned.append(function())
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             failed.append(error)
 
     # nothing can end a function from outside: the thread is left behind, and ends with the process
@@ -129,7 +132,10 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
     except Exception as error:
         raise ConfigError(f"{key}._component_ is {path}, which cannot be imported: {in_a_line(error)}") from error
     if inspect.isclass(component):
-        component, options = component(**options), {}
+        try:
+            component, options = component(**options), {}
+        except Exception as error:
+            raise ConfigError(f"{key} could not be built from {path}: {in_a_line(error)}") from error
     if not callable(component):
         raise ConfigError(f"{key}._component_ is {path}: allowed is a function, or a class whose objects are called")
     misspelt = nearest("weight", options)  # which a function that takes any argument would not miss

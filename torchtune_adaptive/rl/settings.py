@@ -226,6 +226,8 @@ def _read(cfg: DictConfig, training: str, contradictions: Iterable[str], not_sup
         ),
         ["adaptive.measure_noise is set, but it measures steps of finetuning and DPO only: set it to null"]
         * (settings.adaptive.measure_noise is not None),
+        ["adaptive.increase_every is set, but batches grow in finetuning and DPO only: set it to null"]
+        * (settings.adaptive.increase_every is not None),
         _optimizer(cfg),
         token_budget(settings),
         quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),

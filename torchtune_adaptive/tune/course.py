@@ -81,9 +81,12 @@ def plan_course(trainer: Trainer) -> None:
     if trainer.course.resize is not None:
         # how many steps there will be is not known: the schedule counts them as configured
         of_an_epoch = min(samples // settings.samples_per_step, progress.max_steps_per_epoch or samples)
-        whole, done = progress.total_epochs * of_an_epoch, progress.samples / settings.samples_per_step
+        whole, done = progress.total_epochs * of_an_epoch, progress.samples / (settings.samples_per_step * ranks)
     trainer.optimization.start_schedule(
-        total_steps=whole, steps_done=done, lr_factor=latest.lr_factor if latest else 1.0
+        total_steps=whole,
+        steps_done=done,
+        lr_factor=latest.lr_factor if latest else 1.0,
+        strides=trainer.course.resize is not None,
     )
     stages.use_limits(trainer.course.limits_of(stages, epochs[progress.epochs_run]))
     if progress.limit is not None:

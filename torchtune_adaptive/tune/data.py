@@ -9,9 +9,11 @@ last step is dropped.
 
 from __future__ import annotations
 
+import glob
 import inspect
 import json
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,6 +137,9 @@ def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
     except ConfigError as error:
         if isinstance(section, DictConfig) and (flaw := _flaw_of_files(section.get("data_files"))):
             raise ConfigError(f"{key}.data_files: {flaw}") from error
+        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if isinstance(section, DictConfig) and unexpected and unexpected[1] in section:
+            raise ConfigError(f"{error}; remove it, on a command line by '~{key}.{unexpected[1]}'") from error
         raise
 
 
@@ -146,6 +151,8 @@ def _flaw_of_files(data_files: Any) -> str | None:
     files = [data_files] if isinstance(data_files, str) else data_files if isinstance(data_files, ListConfig) else []
     for path in (Path(str(file)) for file in files):
         if not path.is_file():
+            if not path.exists() and "://" not in str(path) and not glob.has_magic(str(path)):
+                return f"{path} does not exist: correct the path"
             continue
         if path.stat().st_size == 0:
             return f"{path} is empty"

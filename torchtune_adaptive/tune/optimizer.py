@@ -40,8 +40,9 @@ class Optimization:
         # noted before a checkpoint brings rates of its own
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
-    def start_schedule(self, *, total_steps: int, steps_done: float, lr_factor: float) -> None:
-        """`lr_factor`: by which a resumed run has already multiplied its learning rate."""
+    def start_schedule(self, *, total_steps: int, steps_done: float, lr_factor: float, strides: bool = False) -> None:
+        """`lr_factor`: by which a resumed run has already multiplied its learning rate. `strides`: steps of the run may
+        be several of the schedule's."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
             return
@@ -50,6 +51,11 @@ class Optimization:
             group.setdefault("initial_lr", rate * lr_factor)
         length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
         self._scheduler = components.build("lr_scheduler", self._cfg, self.optimizers[0], **length)
+        if strides and not isinstance(self._scheduler, LambdaLR):
+            raise ConfigError(
+                f"lr_scheduler is {type(self._scheduler).__name__}, which cannot take several steps at once, as a "
+                "batch that grows by what is measured needs: use one of torchtune.training.lr_schedulers"
+            )
         if isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
             self.checkpointed.set_lr_scheduler(self._scheduler)
 
@@ -57,11 +63,6 @@ class Optimization:
         """Multiplies the schedule's learning rate by this from the next step on, and takes so many of its steps with
         each."""
         self._stride = stride
-        if stride != 1 and self._scheduler is not None and not isinstance(self._scheduler, LambdaLR):
-            raise ConfigError(
-                f"lr_scheduler is {type(self._scheduler).__name__}, which cannot take {stride:g} steps at once, as a "
-                "batch that grew by what was measured asks: use one of torchtune.training.lr_schedulers"
-            )
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
             return

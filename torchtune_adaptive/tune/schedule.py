@@ -142,7 +142,12 @@ def size_epochs(
     under_way = None if samples_left is None else epochs.pop()
     first = len(epochs)
     for epoch in range(first, progress.total_epochs):
-        wanted = batch_size
+        wanted, done, available = batch_size, 0, samples_per_rank
+        if under_way is not None and epoch == first:
+            done, available = progress.steps_in_epoch, samples_left or 0
+        if by_noise and progress.max_steps_per_epoch is not None:  # in steps as configured, as the schedule counts
+            gone = progress.samples_in_epoch // progress.ranks if done else 0
+            available = min(available, progress.max_steps_per_epoch * settings.samples_per_step - gone)
         if increase is not None:
             most = rows_that_fit or adaptive.max_batch_size or sys.maxsize
             if not by_noise:
@@ -151,20 +156,17 @@ def size_epochs(
                 noise, samples = NoiseScale(progress.noise).interval(), batch_size * accumulation * progress.ranks
                 measured = Measured(noise, samples, progress.target_tokens, progress.loss)
                 wanted = _wanted(increase, epoch, batch_size, measured)
-            if wanted <= max(batch_size, most):  # shrinking towards what fits is never refused
+            fills = not by_noise or wanted * accumulation <= available
+            if fills and wanted <= max(batch_size, most):  # shrinking towards what fits is never refused
                 batch_size = wanted
             samples = batch_size * accumulation
             microbatches, rows = split_step(samples, most) if batch_size > most else (accumulation, batch_size)
         else:
             microbatches, rows, samples = steady_step(settings, rows_that_fit)
             batch_size = wanted = rows
-        done, available = 0, samples_per_rank
-        if under_way is not None and samples_left is not None and epoch == first:
-            done, available = progress.steps_in_epoch, samples_left
-            if samples > available:  # what is left of the epoch ends as it was to
-                epochs.append(under_way)
-                batch_size = under_way.batch_size
-                continue
+        if under_way is not None and epoch == first and samples > available:  # the epoch ends as it was to
+            epochs.append(under_way)
+            continue
         steps = done + available // samples  # the last incomplete one is dropped, as torchtune's loaders do
         if steps == 0:
             raise ConfigError(
@@ -178,7 +180,7 @@ def size_epochs(
             microbatches=microbatches,
             microbatch_rows=rows,
             samples_per_step=samples,
-            steps=min(steps, progress.max_steps_per_epoch or steps),
+            steps=steps if by_noise else min(steps, progress.max_steps_per_epoch or steps),
             lr_factor={"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[adaptive.lr_scaling],
             refused_batch_size=None if batch_size == wanted else wanted,
         )
@@ -217,7 +219,7 @@ def _wanted(increase: Increase, epoch: int, current: int, *measured: Measured) -
     try:
         more: object = increase(epoch, current, *measured)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{fact} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{fact} raised {components.in_a_line(error)}") from error
     if type(more) is not int:
         raise ConfigError(f"{fact} returned {more!r} ({type(more).__name__}); allowed: an int, the rows to add")
     if current + more < 1:

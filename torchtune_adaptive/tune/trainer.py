@@ -210,10 +210,15 @@ class Trainer:
             return
         self.course = replace(self.course, epochs=self.course.resize(progress))
         following = self.course.epochs[progress.epochs_run]
+        where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
         if following.samples_per_step != before.samples_per_step:
-            where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
             after = following.samples_per_step
             say(f"{where}: {after * ranks} samples a step (before: {before.samples_per_step * ranks})")
+        elif following.refused_batch_size not in (None, before.refused_batch_size):
+            say(
+                f"{where}: batch size {following.batch_size} stays; {following.refused_batch_size} is more than fits, "
+                "adaptive.max_batch_size or the samples of an epoch allow"
+            )
 
     def done(
         self,

@@ -192,7 +192,9 @@ def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
         "dataset.source=json",
         "dataset.data_files=/nowhere/rows.json",
     )
-    assert_says(message(FULL, *data), "dataset could not be built", "/nowhere/rows.json")
+    assert_says(message(FULL, *data), "dataset.data_files: /nowhere/rows.json does not exist: correct the path")
+    wrong = ("dataset=torchtune.datasets.instruct_dataset", "dataset.source=json", "dataset.samples=3")
+    assert_says(message(FULL, *wrong), "unexpected keyword argument 'samples'", "remove it", "'~dataset.samples'")
 
 
 @pytest.mark.parametrize(

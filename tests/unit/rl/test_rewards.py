@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -62,6 +63,23 @@ def broken(**_: Any) -> list[float]:
     raise KeyError("answer")
 
 
+def too_large(**_: Any) -> list[float]:
+    return [1e39, 0.0]
+
+
+def a_word(**_: Any) -> str:
+    return "01"
+
+
+def leaving(**_: Any) -> list[float]:
+    sys.exit("enough")
+
+
+def careless(completions: Any, **_: Any) -> list[float]:
+    completions.clear()
+    return [0.0, 0.0]
+
+
 def endless(**_: Any) -> list[float]:
     time.sleep(30)
     return [0.0, 0.0]
@@ -100,6 +118,9 @@ def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments
         ("one_too_few", r"returned \[1.0\] in place of 2 finite numbers"),
         ("not_a_number", r"returned \[1.0, nan\] in place of 2 finite numbers"),
         ("no_list", "in place of a list of numbers"),
+        ("a_word", "in place of a list of numbers"),
+        ("too_large", r"in place of 2 finite numbers"),
+        ("leaving", "failed: SystemExit: enough"),
         ("broken", "failed: KeyError: 'answer'"),
         ("endless", r"has not returned within 0.1 s \(reward_timeout\)"),
     ],
@@ -121,6 +142,7 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, said: str)
             {"_component_": f"{HERE}.exact", "weight": "much"},
             "0.weight is .*much.*: allowed is a finite",
         ),
+        ({"_component_": f"{HERE}.Judge", "strict": 1}, "0 could not be built from .*Judge: TypeError: .*'strict'"),
         ({"_component_": f"{HERE}.exact", "weigth": 1}, "0.weigth is not a known key; did you mean weight"),
     ],
 )
@@ -137,12 +159,13 @@ def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_fun
         answer = torch.tensor([*tokenizer.encode(text, add_bos=False), 0, 0])
         rollouts.append(Rollout(number, 1, prompt, answer, len(text) + 1, {SCORE: torch.tensor(10.0)}))
     judge = {"_component_": f"{HERE}.Judge", "strictness": 3, "weight": 0.5}
-    entries = [{"_component_": f"{HERE}.exact"}, judge, {"_component_": f"{HERE}.only_what_is_named"}]
+    careless = {"_component_": f"{HERE}.careless"}
+    entries = [{"_component_": f"{HERE}.exact"}, careless, judge, {"_component_": f"{HERE}.only_what_is_named"}]
     rewards = Rewards(OmegaConf.create({"reward_functions": entries}), None, tokenizer, tokenizer.stop_tokens)
     rewards.score([({"tokens": prompt, "labels": prompt, "answer": "2", INDEX: 7}, rollouts)])
     assert [each.results[SCORE].item() for each in rollouts] == [10 + 1 + 1.5, 10 + 0 + 1.5]
     figures = rewards.figures(rollouts)
-    assert figures.pop("reward/only_what_is_named") == 0
+    assert figures.pop("reward/only_what_is_named") == figures.pop("reward/careless") == 0
     assert figures == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0}
 
 

@@ -37,7 +37,8 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
-        journal.epoch(PLANS[1], {"": RowLimit(2)}, progress(max(4, steps_done)), ranks=2)
+        reached = replace(progress(max(4, steps_done)), begun=PLANS[1] if steps_done == 5 else None)
+        journal.epoch(PLANS[1], {"": RowLimit(2)}, reached, ranks=2)
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})
     timeline = read_timeline(tmp_path)

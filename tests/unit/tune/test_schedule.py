@@ -1,6 +1,7 @@
 """Batch sizes over a run: how rows become steps, how they grow, and what the log says of it before it starts."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,9 +75,9 @@ def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
     assert [sizes.batch_size for sizes in sized] == expected
 
 
-@pytest.mark.parametrize(("left", "expected"), [(40, [(4, 3 + 5), (4, 12)]), (7, [(2, 5), (2, 25)])])
+@pytest.mark.parametrize(("done", "left", "expected"), [(3, 40, [(4, 3 + 5), (4, 12)]), (4, 4, [(2, 5), (2, 25)])])
 def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left(
-    left: int, expected: list[tuple[int, int]]
+    done: int, left: int, expected: list[tuple[int, int]]
 ) -> None:
     """Batch size and steps of both epochs; a step of batch size 4 has 8 samples."""
     begun = plans_of(None, epochs=1, samples=20)[0]
@@ -87,7 +88,7 @@ def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left
         total_epochs=2,
         max_steps_per_epoch=None,
         begun=begun,
-        steps_in_epoch=3,
+        steps_in_epoch=done,
         target_tokens=70,
         loss=1.5,
         ranks=1,
@@ -103,6 +104,24 @@ def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left
     assert [(sizes.batch_size, sizes.steps) for sizes in sized] == expected
     assert asked == [(0, 2, Measured(None, 4, 70, 1.5))]
     assert size_epochs(settings, progress, 100, increase=increase)[0] == begun
+
+
+@pytest.mark.parametrize("samples", [40, 100_000])
+def test_a_batch_that_follows_what_is_measured_never_outgrows_its_epoch(samples: int) -> None:
+    """Of two samples a step, an epoch of at most 20 of such steps: 16 twice are 32, and 32 is refused."""
+    past = plans_of(None, epochs=1, batch_size=8, times=2)
+    progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=20, past=past, samples=99, ranks=1)
+
+    def double(epoch: int, current: int, measured: Measured) -> int:
+        return current
+
+    settings = settings_of(1, 2, measure_noise=1)
+    [_, sizes] = size_epochs(settings, progress, samples, increase=double)
+    assert (sizes.batch_size, sizes.samples_per_step, sizes.steps) == (16, 32, 1)
+    begun = replace(sizes, batch_size=16)
+    under_way = replace(progress, past=past, begun=begun, steps_in_epoch=0)
+    [_, kept] = size_epochs(settings, under_way, samples, increase=double, samples_left=40)
+    assert (kept.batch_size, kept.refused_batch_size) == (16, 32)
 
 
 @pytest.mark.parametrize("function", [None, "torchtune_adaptive.tune.schedule.double_every"])
