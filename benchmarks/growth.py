@@ -34,6 +34,7 @@ COMMON = (
     "lr_scheduler=null",
     "gradient_accumulation_steps=2",
     "tokenizer.max_seq_len=128",
+    "adaptive.memory_limit=null",
     "adaptive.lr_scaling=sqrt",
     f"adaptive.max_batch_size={LARGE // 2}",
 )
