@@ -1,6 +1,8 @@
 """`adaptive.measure_noise`: what a user sees of it, resumed too."""
 
 import math
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,26 @@ def test_a_batch_that_follows_the_noise_grows_and_a_resumed_run_repeats_it(tmp_p
     # the rate goes by samples: after the fourth step of twice as many, 24 steps as configured have passed of 48
     rates = [step["lr"] for step in whole]
     assert rates[19] == pytest.approx(0.003 * 2**0.5 * (1 + math.cos(math.pi * (24 - 4) / (48 - 4))) / 2, rel=1e-6)
+    assert rates[-1] == pytest.approx(0, abs=1e-9)
+
+
+def followed(folder: Path, options: tuple[str, ...], stop_before: int | None) -> None:
+    """Collective: epochs whose rate goes by samples, up to the given one."""
+    config = demo_config("full", folder, *NOISY, *FOLLOWING, "adaptive.lr_scaling=none", *options)
+    with nullcontext() if stop_before is None else stopped_before(stop_before):
+        run_ours("full", config)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "option"), [(2, "batch_increase_function.fraction=0.0001"), (1, "max_steps_per_epoch=12")]
+)
+def test_a_rate_that_goes_by_samples_ends_at_its_end(tmp_path: Path, ranks: int, option: str) -> None:
+    """Resumed on other ranks, and with epochs of fewer samples than there are."""
+    again = (option, "resume_from_checkpoint=auto", "overwrite_output_dir=False")
+    run_on_ranks(1, followed, tmp_path / "run", again, 1, timeout_s=60, in_group=False)
+    run_on_ranks(ranks, followed, tmp_path / "run", again, None, timeout_s=60, in_group=False)
+    rates = [step["lr"] for step in read_log(tmp_path / "run" / "log.jsonl")]
+    assert max(after / before for before, after in pairwise(rates[3:])) < 1.02
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
