@@ -194,7 +194,9 @@ def device_of(settings: Settings) -> torch.device:
     try:
         device: torch.device = utils.get_device(device=settings.device)
     except (RuntimeError, AttributeError) as error:
-        raise _not_offered(settings, str(error)) from error
+        # torchtune compares the local rank with what it counts, of CPUs too
+        lacking = "local rank" in str(error) and not torch.accelerator.is_available()
+        raise _not_offered(settings, "torch found only cpu" if lacking else str(error)) from error
     # without an accelerator torchtune takes the CPU for whatever was asked for
     if device.type != torch.device(settings.device).type:
         raise _not_offered(settings, f"torch found only {device.type}")

@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
@@ -12,7 +13,7 @@ from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import parse_sizes
-from torchtune_adaptive.tune.place import check_same_config, mesh_shape, prepare
+from torchtune_adaptive.tune.place import check_same_config, device_of, mesh_shape, prepare
 
 LIMITED = AdaptiveConfig(memory_limit=parse_sizes("1GiB", "adaptive.memory_limit"))
 
@@ -33,6 +34,14 @@ def test_who_asks_for_compiling_hears_that_a_limit_on_a_cpu_switches_it_off(
     with caplog.at_level(logging.INFO):
         prepare(settings)
     assert ("no effect on a CPU with adaptive.memory_limit" in caplog.text) is told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("local_rank", ["0", "63"])
+def test_a_gpu_is_not_missed_for_want_of_cpus(local_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(ConfigError, match=r"this machine does not have \(torch found only cpu\)"):
+        device_of(replace(Settings(**NEEDED), device="cuda"))
 
 
 def shape_of(ranks: int, **dims: int | None) -> tuple[int, int, int]:
