@@ -61,7 +61,9 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
         os.dup2(output.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + MOST_BYTES,) * 2)
+    # a null device takes addresses for a whole card, and no memory
+    limit = resource.RLIMIT_DATA if program == "plan" else resource.RLIMIT_AS
+    resource.setrlimit(limit, (mapped_bytes + MOST_BYTES,) * 2)
     sys.argv = [program, *arguments]
     if program == "plan":
         launch.run_without_training(adaptive_plan.main, keys=[field.name for field in fields(PlanSettings)])

@@ -65,7 +65,7 @@ class Undisturbed(Scout):
 
 def cells(plan: Plan) -> Iterator[tuple[object, ...]]:
     """Which signal comes to whom, of how many ranks, in what."""
-    for point in plan.aim(Undisturbed(Path(), 9000), random.Random(0)):
+    for point in plan.aim(Undisturbed(Path(), 9000, plan.variant.stages), random.Random(0)):
         assert not point.launcher or (plan.tune_run and (plan.variant.ranks > 1 or plan.launched)), str(plan)
         if point.asks:
             yield point.blow, point.launcher, plan.variant.ranks, point.stage
