@@ -191,14 +191,13 @@ class Trainer:
                 done = run.progress.samples_in_epoch
                 resizes = self.course.resizes_between(done, done + sizes.samples_per_step * run.place.ranks)
                 yield Step(run.progress.step + 1, samples, None if resizes else upcoming)
-                if resizes:
+                if resizes and run.progress.steps_in_epoch < sizes.steps:
                     break
-            if run.progress.steps_in_epoch < sizes.steps:
-                continue
-            run.progress = run.progress.after_epoch(sizes)
-            self._losses.worth_saving(run.progress.step, ends_epoch=True)
-            self.save()
-            run.checkpoints.end_if_asked(run.progress, self._stopping)
+            else:
+                run.progress = run.progress.after_epoch(sizes)
+                self._losses.worth_saving(run.progress.step, ends_epoch=True)
+                self.save()
+                run.checkpoints.end_if_asked(run.progress, self._stopping)
 
     def _resize_where_due(self) -> None:
         """Collective: sizes what follows by what was measured."""
