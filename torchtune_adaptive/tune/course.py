@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import from_rank_0
 from torchtune_adaptive.errors import ConfigError
@@ -18,6 +17,7 @@ from torchtune_adaptive.tune.schedule import (
     asks_what_was_measured,
     build_increase_function,
     end_of_begun_epoch,
+    size_by_what_was_measured,
     size_epochs,
     total_steps,
     whole_step_rows,
@@ -44,15 +44,9 @@ def plan_course(trainer: Trainer) -> None:
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)
         progress = end_of_begun_epoch(before, rows, left, ranks)
         increase, samples = build_increase_function(settings.config), data.loader.samples_per_rank
-
-        def size(progress: Progress, *, again: bool = False) -> tuple[EpochSizes, ...]:
-            """Collective: as rank 0 does, since a function of the user's may draw, or read a clock."""
-            rest = data.loader.samples_left_per_rank(progress.samples_in_epoch) if again and progress.begun else None
-            sized = size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase, samples_left=rest)
-            return from_rank_0(sized)
-
         with nullcontext() if memory is None else memory.unlimited():
-            epochs = size(progress)
+            # as on rank 0, since a function of the user's may draw, or read a clock
+            epochs = from_rank_0(size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase))
         most_samples = max(sizes.samples_per_step for sizes in epochs)
         limits = limits_by_length(trainer, memory, most_samples)
         if rows is not None:
@@ -71,7 +65,9 @@ def plan_course(trainer: Trainer) -> None:
         limits=limits,
         dealer=dealer,
         looks_ahead=looks_ahead,
-        resize=partial(size, again=True) if asks_what_was_measured(increase) else None,
+        resize=partial(size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows)
+        if asks_what_was_measured(increase)
+        else None,
         resize_every=settings.adaptive.increase_every,
     )
     # torchtune's own checkpoints do not count steps

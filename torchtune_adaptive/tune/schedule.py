@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -83,7 +83,7 @@ def follow_noise(fraction: float = 0.5, at_most: int | None = None) -> Increase:
     return increase
 
 
-def asks_what_was_measured(increase: Increase | None) -> bool:
+def asks_what_was_measured(increase: Increase | None) -> TypeGuard[Increase]:
     try:
         return increase is not None and MEASURED in inspect.signature(increase).parameters
     except (TypeError, ValueError):  # a builtin
@@ -121,6 +121,16 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     return function  # type: ignore[no-any-return]
 
 
+class _Step(NamedTuple):
+    """A rank's step."""
+
+    batch_size: int
+    microbatches: int
+    rows: int
+    """Of the largest microbatch."""
+    samples: int
+
+
 def size_epochs(
     settings: Settings,
     progress: Progress,
@@ -128,68 +138,85 @@ def size_epochs(
     *,
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
-    samples_left: int | None = None,
 ) -> tuple[EpochSizes, ...]:
     """Every epoch of the run, in order. With a function the configured size is the start and what fits is the bound: an
-    increase beyond it is skipped.
+    increase beyond it is skipped. A function that takes `measured` is not asked yet.
 
-    Neither is asked again for the epochs that a resumed run has begun: what fits today does not change them. Only where
-    `samples_left` of a rank are given, the function is asked about the rest of the epoch that is under way.
+    Epochs that a resumed run has begun are as they were: what fits today does not change them.
     """
-    adaptive, accumulation = settings.adaptive, settings.gradient_accumulation_steps
-    epochs, by_noise = _begun(progress)[: progress.total_epochs], asks_what_was_measured(increase)
-    batch_size = epochs[-1].batch_size if epochs else settings.batch_size
-    under_way = None if samples_left is None else epochs.pop()
-    first = len(epochs)
-    for epoch in range(first, progress.total_epochs):
-        wanted, done, available = batch_size, 0, samples_per_rank
-        if under_way is not None and epoch == first:
-            done, available = progress.steps_in_epoch, samples_left or 0
-        if by_noise and progress.max_steps_per_epoch is not None:  # in steps as configured, as the schedule counts
-            gone = progress.samples_in_epoch // progress.ranks if done else 0
-            available = min(available, progress.max_steps_per_epoch * settings.samples_per_step - gone)
-        if increase is not None:
-            most = rows_that_fit or adaptive.max_batch_size or sys.maxsize
-            if not by_noise:
-                wanted = _wanted(increase, epoch, batch_size)
-            elif epoch == first:
-                noise, samples = NoiseScale(progress.noise).interval(), batch_size * accumulation * progress.ranks
-                measured = Measured(noise, samples, progress.target_tokens, progress.loss)
-                wanted = _wanted(increase, epoch, batch_size, measured)
-            fills = not by_noise or wanted * accumulation <= available
-            if fills and wanted <= max(batch_size, most):  # shrinking towards what fits is never refused
-                batch_size = wanted
-            samples = batch_size * accumulation
-            microbatches, rows = split_step(samples, most) if batch_size > most else (accumulation, batch_size)
+    epochs, by_measured = _begun(progress)[: progress.total_epochs], asks_what_was_measured(increase)
+    for epoch in range(len(epochs), progress.total_epochs):
+        current = epochs[-1].batch_size if epochs else settings.batch_size
+        if increase is None:
+            step = steady_step(settings, rows_that_fit)
+            wanted = step.batch_size
         else:
-            microbatches, rows, samples = steady_step(settings, rows_that_fit)
-            batch_size = wanted = rows
-        if under_way is not None and epoch == first and samples > available:  # the epoch ends as it was to
-            epochs.append(under_way)
-            continue
-        steps = done + available // samples  # the last incomplete one is dropped, as torchtune's loaders do
-        if steps == 0:
-            raise ConfigError(
-                f"epoch {epoch}: a step takes {samples} samples, but a rank has only {samples_per_rank}; lower the "
-                "batch size or its increase"
-            )
-        growth = samples / settings.samples_per_step
-        sizes = EpochSizes(
-            epoch=epoch,
-            batch_size=batch_size,
-            microbatches=microbatches,
-            microbatch_rows=rows,
-            samples_per_step=samples,
-            steps=steps if by_noise else min(steps, progress.max_steps_per_epoch or steps),
-            lr_factor={"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[adaptive.lr_scaling],
-            refused_batch_size=None if batch_size == wanted else wanted,
-        )
-        epochs.append(sizes)
+            wanted = current if by_measured else _wanted(increase, epoch, current)
+            step = grown_step(settings, current, wanted, rows_that_fit)
+        samples = samples_per_rank
+        if progress.max_steps_per_epoch:
+            counted = settings.samples_per_step if by_measured else step.samples
+            samples = min(samples, progress.max_steps_per_epoch * counted)
+        epochs.append(_sizes(settings, epoch, step, wanted, samples))
     return tuple(epochs)
 
 
-def steady_step(settings: Settings, rows_that_fit: int | None) -> tuple[int, int, int]:
-    """Microbatches, the rows of the largest, and samples, of a step that does not grow from epoch to epoch.
+def size_by_what_was_measured(
+    settings: Settings, progress: Progress, samples_left: int, *, increase: Increase, rows_that_fit: int | None = None
+) -> EpochSizes:
+    """The epoch that begins, or the rest of one that is under way, of which a rank has so many samples left. Its
+    `max_steps_per_epoch` are steps as configured, as the learning-rate schedule counts them."""
+    current = _begun(progress)[-1].batch_size if _begun(progress) else settings.batch_size
+    if progress.max_steps_per_epoch:
+        done = progress.samples_in_epoch // progress.ranks
+        samples_left = min(samples_left, progress.max_steps_per_epoch * settings.samples_per_step - done)
+    accumulation = settings.gradient_accumulation_steps
+    samples_per_step = current * accumulation * progress.ranks
+    noise = NoiseScale(progress.noise).interval()
+    measured = Measured(noise, samples_per_step, progress.target_tokens, progress.loss)
+    wanted = _wanted(increase, progress.epochs_run, current, measured)
+    step = grown_step(settings, current, wanted, rows_that_fit, at_most=samples_left // accumulation)
+    if progress.begun is not None and step.samples > samples_left:
+        return progress.begun  # it ends as it was to
+    return _sizes(settings, progress.epochs_run, step, wanted, samples_left, progress.steps_in_epoch)
+
+
+def grown_step(
+    settings: Settings, current: int, wanted: int, rows_that_fit: int | None, at_most: int = sys.maxsize
+) -> _Step:
+    """A step of the batch size wanted, or of the current one where that is more than fits or than `at_most`."""
+    most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
+    # shrinking towards what fits is never refused
+    batch_size = wanted if wanted <= max(current, min(most, at_most)) else current
+    samples = batch_size * settings.gradient_accumulation_steps
+    if batch_size > most:
+        return _Step(batch_size, *split_step(samples, most), samples)
+    return _Step(batch_size, settings.gradient_accumulation_steps, batch_size, samples)
+
+
+def _sizes(settings: Settings, epoch: int, step: _Step, wanted: int, samples: int, steps_done: int = 0) -> EpochSizes:
+    """An epoch of which a rank has so many samples left; those that fill no step are dropped, as in torchtune."""
+    steps = steps_done + samples // step.samples
+    if steps == 0:
+        raise ConfigError(
+            f"epoch {epoch}: a step takes {step.samples} samples, but a rank has only {samples}; lower the "
+            "batch size or its increase"
+        )
+    growth = step.samples / settings.samples_per_step
+    return EpochSizes(
+        epoch=epoch,
+        batch_size=step.batch_size,
+        microbatches=step.microbatches,
+        microbatch_rows=step.rows,
+        samples_per_step=step.samples,
+        steps=steps,
+        lr_factor={"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling],
+        refused_batch_size=None if step.batch_size == wanted else wanted,
+    )
+
+
+def steady_step(settings: Settings, rows_that_fit: int | None) -> _Step:
+    """A step that does not grow from epoch to epoch.
 
     `rebalance` keeps the configured samples per step, in as few microbatches as hold them, and grows the step only
     where one microbatch holds more than all of them. `fixed` leaves `gradient_accumulation_steps` alone, so the step
@@ -197,11 +224,12 @@ def steady_step(settings: Settings, rows_that_fit: int | None) -> tuple[int, int
     """
     configured, accumulation = settings.samples_per_step, settings.gradient_accumulation_steps
     if rows_that_fit is None:
-        return accumulation, settings.batch_size, configured
+        return _Step(settings.batch_size, accumulation, settings.batch_size, configured)
     if settings.adaptive.accumulation == "fixed":
-        return accumulation, rows_that_fit, rows_that_fit * accumulation
+        return _Step(rows_that_fit, accumulation, rows_that_fit, rows_that_fit * accumulation)
     samples = configured if settings.adaptive.accumulation == "keep" else max(rows_that_fit, configured)
-    return (*split_step(samples, rows_that_fit), samples)
+    microbatches, rows = split_step(samples, rows_that_fit)
+    return _Step(rows, microbatches, rows, samples)
 
 
 def split_step(samples: int, most_rows: int) -> tuple[int, int]:
@@ -234,6 +262,8 @@ def check_growth(settings: Settings) -> None:
         return
     progress = Progress(seed=0, epochs_run=0, total_epochs=settings.epochs, max_steps_per_epoch=1, ranks=1)
     size_epochs(settings, progress, sys.maxsize, increase=increase)
+    if asks_what_was_measured(increase):
+        size_by_what_was_measured(settings, progress, sys.maxsize, increase=increase)
 
 
 def total_steps(epochs: Sequence[EpochSizes]) -> int:

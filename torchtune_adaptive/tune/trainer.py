@@ -20,7 +20,7 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.meter import limited_memory, resident_tensors
-from torchtune_adaptive.engine.ranks import rank, world_size
+from torchtune_adaptive.engine.ranks import from_rank_0, rank, world_size
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
@@ -87,8 +87,8 @@ class Course:
     """Deals the samples of each step to the ranks; None: they stay where they were read."""
     looks_ahead: bool = False
     """Whether a step is told the samples of the next one."""
-    resize: Callable[[Progress], tuple[EpochSizes, ...]] | None = None
-    """Sizes the epochs again, and the rest of one that is under way; None: they are as they were planned."""
+    resize: Callable[[Progress, int], EpochSizes] | None = None
+    """Sizes the epoch that begins, or the rest of one, of so many samples a rank; None: it is as it was planned."""
     resize_every: int | None = None
     """Samples of an epoch, on all ranks, after which that happens; None: only where an epoch begins."""
 
@@ -201,14 +201,17 @@ class Trainer:
 
     def _resize_where_due(self) -> None:
         """Collective: sizes what follows by what was measured."""
-        progress = replace(self.run.progress, noise=self._noise.state())
-        if self.course.resize is None or not progress.step:
+        progress, epochs = replace(self.run.progress, noise=self._noise.state()), list(self.course.epochs)
+        if self.course.resize is None:
             return
-        ranks, done, before = progress.ranks, progress.samples_in_epoch, progress.begun or progress.past[-1]
+        ranks, done, now = progress.ranks, progress.samples_in_epoch, progress.epochs_run
+        before = progress.begun or (progress.past[-1] if progress.past else epochs[now])
         if done and not self.course.resizes_between(done - before.samples_per_step * ranks, done):
             return
-        self.course = replace(self.course, epochs=self.course.resize(progress))
-        following = self.course.epochs[progress.epochs_run]
+        left = self.data.loader.samples_left_per_rank(done)
+        # as on rank 0, since a function of the user's may draw, or read a clock
+        following = epochs[now] = from_rank_0(self.course.resize(progress, left))
+        self.course = replace(self.course, epochs=tuple(epochs))
         where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
         if following.samples_per_step != before.samples_per_step:
             after = following.samples_per_step

@@ -92,7 +92,7 @@ def search_whole_steps() -> list[SearchResult]:
 def test_all_ranks_agree_on_whether_a_step_is_one_microbatch():
     found, same = run_on_ranks(2, search_whole_steps, timeout_s=100)
     assert found == same
-    assert [(each.rows, each.accumulates) for each in found] == [(12, False), (10, True)]
+    assert [(each.rows, each.accumulates) for each in found] == [(12, False), (10, True)], found
 
 
 def search_after_an_evaluation() -> bool:

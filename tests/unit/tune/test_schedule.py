@@ -26,6 +26,7 @@ from torchtune_adaptive.tune.schedule import (
     follow_noise,
     milestones,
     schedule_table,
+    size_by_what_was_measured,
     size_epochs,
     step_line,
     total_steps,
@@ -57,11 +58,11 @@ def plans_of(
 
 @pytest.mark.parametrize(
     ("noise", "expected"),
-    [((1.0, 10.0), [2, 2, 4, 4]), ((1.0, 7.0), [2, 2, 2, 2]), (None, [2, 2, 2, 2])],
+    [((1.0, 10.0), 4), ((1.0, 7.0), 2), (None, 2)],
     ids=["far below", "near", "not measured"],
 )
 def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
-    noise: tuple[float, float] | None, expected: list[int]
+    noise: tuple[float, float] | None, expected: int
 ) -> None:
     """Of two samples a step and accumulation of two: eight would be half of 16."""
     scale = NoiseScale()
@@ -71,15 +72,16 @@ def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
     progress = Progress(
         seed=0, epochs_run=2, total_epochs=4, max_steps_per_epoch=None, past=past, noise=scale.state(), ranks=1
     )
-    sized = size_epochs(settings_of(2, 2, measure_noise=1), progress, 100_000, increase=follow_noise(0.5))
-    assert [sizes.batch_size for sizes in sized] == expected
+    settings, follows = settings_of(2, 2, measure_noise=1), follow_noise(0.5)
+    assert size_by_what_was_measured(settings, progress, 100_000, increase=follows).batch_size == expected
+    assert [sizes.batch_size for sizes in size_epochs(settings, progress, 100_000, increase=follows)] == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize(("done", "left", "expected"), [(3, 40, [(4, 3 + 5), (4, 12)]), (4, 4, [(2, 5), (2, 25)])])
+@pytest.mark.parametrize(("done", "left", "expected"), [(3, 40, (4, 3 + 5)), (4, 4, (2, 5))])
 def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left(
-    done: int, left: int, expected: list[tuple[int, int]]
+    done: int, left: int, expected: tuple[int, int]
 ) -> None:
-    """Batch size and steps of both epochs; a step of batch size 4 has 8 samples."""
+    """Batch size and steps; a step of batch size 4 has 8 samples."""
     begun = plans_of(None, epochs=1, samples=20)[0]
     assert begun.steps == 5
     progress = Progress(
@@ -100,10 +102,11 @@ def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left
         return 2
 
     settings = settings_of(2, 2, measure_noise=1)
-    sized = size_epochs(settings, progress, 100, increase=increase, samples_left=left)
-    assert [(sizes.batch_size, sizes.steps) for sizes in sized] == expected
-    assert asked == [(0, 2, Measured(None, 4, 70, 1.5))]
     assert size_epochs(settings, progress, 100, increase=increase)[0] == begun
+    assert not asked
+    sizes = size_by_what_was_measured(settings, progress, left, increase=increase)
+    assert (sizes.batch_size, sizes.steps) == expected
+    assert asked == [(0, 2, Measured(None, 4, 70, 1.5))]
 
 
 @pytest.mark.parametrize("samples", [40, 100_000])
@@ -116,12 +119,11 @@ def test_a_batch_that_follows_what_is_measured_never_outgrows_its_epoch(samples:
         return current
 
     settings = settings_of(1, 2, measure_noise=1)
-    [_, sizes] = size_epochs(settings, progress, samples, increase=double)
+    sizes = size_by_what_was_measured(settings, progress, samples, increase=double)
     assert (sizes.batch_size, sizes.samples_per_step, sizes.steps) == (16, 32, 1)
-    begun = replace(sizes, batch_size=16)
-    under_way = replace(progress, past=past, begun=begun, steps_in_epoch=0)
-    [_, kept] = size_epochs(settings, under_way, samples, increase=double, samples_left=40)
-    assert (kept.batch_size, kept.refused_batch_size) == (16, 32)
+    begun = replace(progress, begun=sizes)
+    again = size_by_what_was_measured(settings, begun, 40, increase=double)
+    assert (again.batch_size, again.refused_batch_size) == (16, 32)
 
 
 @pytest.mark.parametrize("function", [None, "torchtune_adaptive.tune.schedule.double_every"])
