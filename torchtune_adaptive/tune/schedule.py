@@ -121,13 +121,13 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     return function  # type: ignore[no-any-return]
 
 
-class _Step(NamedTuple):
+class _StepSize(NamedTuple):
     """A rank's step."""
 
     batch_size: int
     microbatches: int
     rows: int
-    """Of the largest microbatch."""
+    """Rows of the largest microbatch."""
     samples: int
 
 
@@ -183,18 +183,20 @@ def size_by_what_was_measured(
 
 def grown_step(
     settings: Settings, current: int, wanted: int, rows_that_fit: int | None, at_most: int = sys.maxsize
-) -> _Step:
+) -> _StepSize:
     """A step of the batch size wanted, or of the current one where that is more than fits or than `at_most`."""
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
     # shrinking towards what fits is never refused
     batch_size = wanted if wanted <= max(current, min(most, at_most)) else current
     samples = batch_size * settings.gradient_accumulation_steps
     if batch_size > most:
-        return _Step(batch_size, *split_step(samples, most), samples)
-    return _Step(batch_size, settings.gradient_accumulation_steps, batch_size, samples)
+        return _StepSize(batch_size, *split_step(samples, most), samples)
+    return _StepSize(batch_size, settings.gradient_accumulation_steps, batch_size, samples)
 
 
-def _sizes(settings: Settings, epoch: int, step: _Step, wanted: int, samples: int, steps_done: int = 0) -> EpochSizes:
+def _sizes(
+    settings: Settings, epoch: int, step: _StepSize, wanted: int, samples: int, steps_done: int = 0
+) -> EpochSizes:
     """An epoch of which a rank has so many samples left; those that fill no step are dropped, as in torchtune."""
     steps = steps_done + samples // step.samples
     if steps == 0:
@@ -215,7 +217,7 @@ def _sizes(settings: Settings, epoch: int, step: _Step, wanted: int, samples: in
     )
 
 
-def steady_step(settings: Settings, rows_that_fit: int | None) -> _Step:
+def steady_step(settings: Settings, rows_that_fit: int | None) -> _StepSize:
     """A step that does not grow from epoch to epoch.
 
     `rebalance` keeps the configured samples per step, in as few microbatches as hold them, and grows the step only
@@ -224,12 +226,12 @@ def steady_step(settings: Settings, rows_that_fit: int | None) -> _Step:
     """
     configured, accumulation = settings.samples_per_step, settings.gradient_accumulation_steps
     if rows_that_fit is None:
-        return _Step(settings.batch_size, accumulation, settings.batch_size, configured)
+        return _StepSize(settings.batch_size, accumulation, settings.batch_size, configured)
     if settings.adaptive.accumulation == "fixed":
-        return _Step(rows_that_fit, accumulation, rows_that_fit, rows_that_fit * accumulation)
+        return _StepSize(rows_that_fit, accumulation, rows_that_fit, rows_that_fit * accumulation)
     samples = configured if settings.adaptive.accumulation == "keep" else max(rows_that_fit, configured)
     microbatches, rows = split_step(samples, rows_that_fit)
-    return _Step(rows, microbatches, rows, samples)
+    return _StepSize(rows, microbatches, rows, samples)
 
 
 def split_step(samples: int, most_rows: int) -> tuple[int, int]:
