@@ -260,6 +260,15 @@ def test_the_hundredth_row_is_not_worth_another_probe() -> None:
     assert device.measured == [1, 2, 18, 99]
 
 
+def test_the_rows_of_a_whole_step_are_not_given_up_for_a_second_row_that_needed_more_once() -> None:
+    device = Device(lambda rows: {"step": (3261 + 672 * rows + 132 * (rows == 2)) * MIB}, 12_058 * MIB)
+    assert device.search(round_to="none", max_rows=12, least_rows=12).rows == 12
+    assert device.measured == [1, 2, 8, 12]
+    far = Device(device.law, 9000 * MIB)
+    far.search(round_to="none", max_rows=12, least_rows=12)
+    assert far.measured == [1, 2]
+
+
 def test_a_step_on_the_way_need_not_be_a_possible_answer() -> None:
     device = Device(affine((40_000, 100)), 44_000 * MIB)
     assert device.search(round_to="divisor", samples_per_step=62).rows == 31
