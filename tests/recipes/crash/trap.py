@@ -44,11 +44,11 @@ class Trap:
         self._in_hook = threading.local()
         self._lock = threading.Lock()
         self._tears = ""
-        # files have the time of the last tick, some milliseconds ago
-        self._began_ns = time.clock_gettime_ns(time.CLOCK_REALTIME_COARSE)
-        self._synced = set[tuple[int, int]]()
         order.notes_folder.mkdir(parents=True, exist_ok=True)
-        (order.notes_folder / f"pid{rank}").write_text(str(os.getpid()))
+        own_pid = order.notes_folder / f"pid{rank}"
+        own_pid.write_text(str(os.getpid()))
+        self._began_ns = own_pid.stat().st_mtime_ns  # by the clock of files, which is some milliseconds late
+        self._synced = set[tuple[int, int]]()
         self._notes = os.open(order.notes_folder / f"operations{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def install(self) -> None:
