@@ -20,11 +20,26 @@ import re
 import sys
 from pathlib import Path
 
-from torchtune_adaptive.config.registry import FULL, LORA, RECIPES, Recipe, config_of, recipe_for, started_with
+from torchtune_adaptive.config.registry import (
+    FULL,
+    FULL_DPO,
+    GRPO,
+    GRPO_LORA,
+    LORA,
+    LORA_DPO,
+    PPO,
+    RECIPES,
+    Recipe,
+    config_of,
+    recipe_for,
+    started_with,
+)
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import did_you_mean
 
 FITS, REFUSED = 0, 1
+SIGNS = {"grpo_samples": (GRPO, GRPO_LORA), "ppo_batch_size": (PPO, PPO), "loss.DPOLoss": (FULL_DPO, LORA_DPO)}
+"""What a config has that is not for finetuning, and the recipes that take it: of all weights, and of adapters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +91,11 @@ def recipe_of_config(name: str, path: Path) -> Recipe:
         raise ConfigError(
             f"{name} is a config of {recipe}, which is not one of our recipes: pass --recipe to check it for another"
         )
-    return LORA if "lora_attn_modules" in path.read_text(encoding="utf-8", errors="replace") else FULL
+    text = path.read_text(encoding="utf-8", errors="replace")
+    full, adapters = next((kinds for word, kinds in SIGNS.items() if word in text), (FULL, LORA))
+    guess = adapters if "lora_attn_modules" in text else full
+    print(f"note: {name} names no recipe; by its keys it is checked for {guess.name}: --recipe names another")
+    return guess
 
 
 def recipe_named(name: str) -> Recipe:

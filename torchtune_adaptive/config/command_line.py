@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
+from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
 
@@ -51,12 +52,18 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
     _check_yaml(path)
     if nameless := [word for word in overrides if word.startswith("=")]:
         raise ConfigError(f"{nameless[0]} has no key: write key=value, without a space before the =")
+    file: Any = OmegaConf.to_container(OmegaConf.load(path))
+    parts = [f"~{key}" for key, part in file.items() if isinstance(part, dict) and COMPONENT in part]
+    removed = [word for word in overrides if word in parts]  # torchtune removes any key but that of a component
+    overrides = [word for word in overrides if word not in removed]
     try:
         parser = TuneRecipeArgumentParser()
         cfg: DictConfig = _merge_yaml_and_cli_args(*parser.parse_known_args(["--config", str(path), *overrides]))
     except (*UNREADABLE, AssertionError, TypeError) as error:
         culprit = _first_misfit(path, overrides)
         raise ConfigError(f"the command line cannot be read: {culprit}{_in_a_line(error)}") from error
+    for word in removed:
+        del cfg[word[1:]]
     try:
         cfg = OmegaConf.create(_at_home(OmegaConf.to_container(cfg)))
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -169,11 +170,18 @@ def _draw_imbalance(axes: Axes, timeline: Timeline) -> None:
 
 def _draw_noise(axes: Axes, timeline: Timeline) -> None:
     axes.set_title("gradient noise scale (samples)", loc="left", fontsize=11)
-    steps, lows, highs = timeline.series("gradient_noise_scale_low", "gradient_noise_scale_high")
-    axes.fill_between(steps, lows, highs, color=SKY, alpha=0.35, lw=0, label="95 % interval")
-    axes.plot(*timeline.series("gradient_noise_scale"), color=BLUE, lw=1.8, label="gradient noise scale")
-    axes.step(*timeline.series("samples"), where="mid", color=GREY, lw=1.4, label="samples of a step")
+    steps, lows = timeline.series("gradient_noise_scale_low")
+    bounded = dict(zip(*timeline.series("gradient_noise_scale_high"), strict=True))
+    scales = dict(zip(*timeline.series("gradient_noise_scale"), strict=True))
+    samples = timeline.series("samples")
+    top = 2 * max(*lows, *bounded.values(), *scales.values(), *samples[1])
+    highs = [bounded.get(step, top) for step in steps]  # without an upper bound, up to the panel's edge
+    axes.fill_between(steps, lows, highs, color=ORANGE, alpha=0.25, lw=0, step="mid", label="95 % interval")
+    finite = [scales.get(step, math.nan) for step in steps]
+    axes.plot(steps, finite, color=ORANGE, lw=1.8, label="gradient noise scale")
+    axes.step(*samples, where="mid", color=GREY, lw=1.4, label="samples of a step")
     axes.set_yscale("log", base=2)
+    axes.set_ylim(top=top)
     axes.yaxis.set_major_formatter("{x:g}")
 
 

@@ -91,7 +91,7 @@ class LimitFinder:
             peak = fit.peak_of(result) or 0
             lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
         say(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
-        return self._by_rows({stage: RowLimit(result.rows) for stage, result in results.items()}, searched=True)
+        return self._by_rows({stage: RowLimit(result.rows) for stage, result in results.items()})
 
     def _by_tokens(self, limits: Limits) -> Limits:
         """Collective: beside each prompt there is room for an answer, in every stage."""
@@ -109,15 +109,11 @@ class LimitFinder:
         check_lengths(self._settings, self._data, longest - self._new, f"{fact}; {ways}")
         return limits
 
-    def _by_rows(self, limits: Limits, *, searched: bool = False) -> Limits:
-        """Collective: a prompt is looked at when it is read, and before training where a search has read them all."""
-        most, data = self._most_tokens, self._data
-        if most is None:
-            return limits
-        longest, (fact, ways) = most - self._new, self._what_models_take(most)
-        data.dataset.refuse_longer(longest, f"{fact}; {ways}")
-        if searched and data.max_seq_len is None and self._settings.adaptive.sequence_length is None:
-            data.dataset.check_room(*data.dataset.longest())
+    def _by_rows(self, limits: Limits) -> Limits:
+        """Collective: beside each prompt the models have room for an answer."""
+        if (most := self._most_tokens) is not None:
+            fact, ways = self._what_models_take(most)
+            check_lengths(self._settings, self._data, most - self._new, f"{fact}; {ways}")
         return limits
 
     def _what_models_take(self, most: int) -> tuple[str, str]:

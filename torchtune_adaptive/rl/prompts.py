@@ -9,8 +9,9 @@ from datasets import load_dataset
 from torch.utils.data import Dataset
 from torchtune.data import Message
 
+from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import did_you_mean
+from torchtune_adaptive.text import did_you_mean, shown
 
 Prompt = dict[str, Any]
 
@@ -22,6 +23,14 @@ class Prompts(Dataset[Prompt]):
         if column not in rows.column_names:
             hint = did_you_mean(column, rows.column_names)
             raise ConfigError(f"dataset.column is {column}, but the columns are {', '.join(rows.column_names)}{hint}")
+        if template is not None and len(rows):
+            try:
+                template.format(**rows[0])
+            except Exception as error:
+                raise ConfigError(
+                    f"dataset.template is {shown(template)}, which cannot be filled with the first row "
+                    f"({in_a_line(error)}): allowed is a text with columns in braces, of {', '.join(rows.column_names)}"
+                ) from error
         self._tokenizer, self._rows = tokenizer, rows
         self._column, self._system, self._template = column, system, template
 

@@ -17,6 +17,7 @@ import inspect
 import math
 import re
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,13 +30,15 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_adaptive.config.components import in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.rl.rollouts import SCORE, Group, Rollout, results_of
-from torchtune_adaptive.rl.settings import REWARD_FUNCTIONS
+from torchtune_adaptive.rl.settings import REWARD_FUNCTIONS, REWARD_SECTION
 from torchtune_adaptive.text import count_of, nearest, shown
 from torchtune_adaptive.tune.metrics import RunJournal
 from torchtune_adaptive.tune.samples import FILLER, INDEX
 
 NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
 """Fields of a sample that are no business of a reward."""
+BY_MODEL = f"reward/{REWARD_SECTION}"
+"""What the reward model has said, where functions add to it."""
 
 
 class RewardError(AdaptiveError):
@@ -68,7 +71,8 @@ class RewardFunction:
         except TimeoutError:
             raise error(f"has not returned within {self.timeout_s:g} s (reward_timeout)") from None
         except (Exception, SystemExit) as cause:
-            raise error(f"failed: {in_a_line(cause)}") from cause
+            at = traceback.extract_tb(cause.__traceback__)[-1]
+            raise error(f"failed: {in_a_line(cause)} in {at.filename}, line {at.lineno}") from cause
         try:
             rewards = [0.0 if reward is None else float(reward) for reward in returned]
         except (TypeError, ValueError):
@@ -138,9 +142,14 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
             raise ConfigError(f"{key} could not be built from {path}: {in_a_line(error)}") from error
     if not callable(component):
         raise ConfigError(f"{key}._component_ is {path}: allowed is a function, or a class whose objects are called")
-    misspelt = nearest("weight", options)  # which a function that takes any argument would not miss
-    if misspelt is not None and misspelt not in inspect.signature(component).parameters:
-        raise ConfigError(f"{key}.{misspelt} is not a known key; did you mean weight?")
+    parameters = inspect.signature(component).parameters if options else {}
+    # by convention, arguments in `**_` are not used
+    takes_any = any(one.kind is one.VAR_KEYWORD and not one.name.startswith("_") for one in parameters.values())
+    for option in (name for name in options if name not in parameters):
+        meant = nearest(option, ["weight", *parameters])
+        if meant == "weight" or not takes_any:
+            advice = "remove it" if meant is None else f"did you mean {meant}?"
+            raise ConfigError(f"{key}.{option} is not a known key of {path}; {advice}")
     return RewardFunction(path.rpartition(".")[2], float(weight), partial(component, **options), timeout_s)
 
 
@@ -156,6 +165,8 @@ class Rewards:
             size = len(rollouts)
             lists = {str(name): [value] * size for name, value in sample.items() if name not in NOT_COLUMNS}
             lists["prompts"], lists["completions"], lists["completion_ids"] = self._in_words(rollouts)
+            for rollout in (each for each in rollouts if SCORE in each.results):
+                rollout.results[BY_MODEL] = rollout.results[SCORE]
             for function in self._functions:
                 rewards = function(lists, sample.get(INDEX, rollouts[0].number // size))
                 for rollout, reward in zip(rollouts, rewards, strict=True):
@@ -181,6 +192,8 @@ class Rewards:
             return {}
         first, *_ = rewards = {each.result: results_of(everyone, each.result) for each in self._functions}
         success = float((rewards[first] >= 1).float().mean())
+        if BY_MODEL in everyone[0].results:
+            rewards[BY_MODEL] = results_of(everyone, BY_MODEL)
         return {"success": success, **{name: float(values.mean()) for name, values in rewards.items()}}
 
 

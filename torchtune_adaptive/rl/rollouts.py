@@ -180,7 +180,9 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = NamedSamples(dataset, TEXT, labelled=False)
     check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
-    return data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
+    data = data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
+    samples.cut_at = data.max_seq_len  # not every dataset has its tokenizer do so
+    return data
 
 
 def gathered(mine: Sequence[Rollout]) -> list[Rollout]:

@@ -38,6 +38,9 @@ REWARD_FUNCTIONS = "reward_functions"
 TRAINED_FILES = f"{POLICY_FILES}.checkpoint_files and {VALUE_FILES}.checkpoint_files"
 
 TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a list of tokens, as numbers")
+AT_LEAST_2 = Rule(
+    lambda v: INTEGER.accepts(v) and v >= 2, "a whole number of at least 2, since answers to a prompt are compared"
+)
 FINITE = Rule(lambda v: NUMBER.accepts(v) and abs(v) < math.inf, "a finite number")
 FINITE_OR_0 = Rule(lambda v: FINITE.accepts(v) and v >= 0, "a finite number of at least 0")
 FINITE_ABOVE_0 = Rule(lambda v: FINITE.accepts(v) and v > 0, "a finite number above 0")
@@ -165,7 +168,7 @@ def _grpo_loss(section: Any, key: str) -> GRPOLoss:
 class GRPOSettings(RolloutSettings):
     """GRPO's own keys, those of torchtune's recipe first."""
 
-    grpo_samples: int = option(COUNT)
+    grpo_samples: int = option(AT_LEAST_2)
     loss: GRPOLoss = option(SECTION, GRPOLoss(), convert=_grpo_loss)
     scale_rewards: bool = option(BOOL, True)
     without_signal: str = option(one_of("drop", "keep"), "drop")
@@ -264,8 +267,6 @@ def _of_ppo(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
 
 
 def _of_grpo(cfg: DictConfig, grpo: GRPOSettings) -> Iterator[str]:
-    if grpo.grpo_samples < 2:
-        yield "grpo_samples is 1, but an answer is compared with others to its prompt: set it to 2 or more"
     model, files = cfg.get(REWARD_SECTION), cfg.get(REWARD_FILES)
     if model is None and not cfg.get(REWARD_FUNCTIONS):
         yield (

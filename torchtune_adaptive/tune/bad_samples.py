@@ -51,6 +51,8 @@ class NamedSamples(Dataset[Sample]):
         """Tokens that the model knows; None: not known."""
         self.most_tokens: int | None = None
         """The longest sequence that the model takes; None: not known."""
+        self.cut_at: int | None = None
+        """The length at which prompts are cut, as the tokenizer cuts other samples; None: nowhere."""
         self._dataset = dataset
         self._room: tuple[int, str] | None = None
         self._longest: Longest | None = None
@@ -89,6 +91,8 @@ class NamedSamples(Dataset[Sample]):
                 f"{name_of({INDEX: index})} has no tokens, but a prompt needs at least one: remove it from the dataset"
             )
         sample = {**sample, INDEX: index}
+        if self.cut_at is not None:
+            sample["tokens"] = sample["tokens"][: self.cut_at]
         self.check_room(index, self.kind.length_of(sample))
         most, longest = self.most_tokens, max(self.kind.lengths_of(sample))
         if most is not None and longest > most:

@@ -24,11 +24,13 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import Settings, value_at
+from torchtune_adaptive.config.keys import ABOVE_ZERO, COUNT, NULL, Rule, Settings, value_at
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.noise import Interval, NoiseScale
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import count_of, in_columns
+from torchtune_adaptive.life.console import say
+from torchtune_adaptive.text import count_of, in_columns, shown
+from torchtune_adaptive.tune.data import StepLoader
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +52,20 @@ class Measured(NamedTuple):
     """The loss of late, a mean in which each step counts a tenth; None before the first."""
 
 
+def _check(name: str, value: object, rule: Rule) -> None:
+    if not rule.accepts(value):
+        raise ConfigError(f"{KEY}.{name} is {shown(value)}: allowed is {rule.allowed}")
+
+
 def double_every(epochs: int) -> Increase:
     """Twice the batch size after every `epochs` epochs."""
+    _check("epochs", epochs, COUNT)
     return lambda epoch, current: current if epoch > 0 and epoch % epochs == 0 else 0
 
 
 def add_every(epochs: int, amount: int) -> Increase:
     """`amount` more after every `epochs` epochs."""
+    _check("epochs", epochs, COUNT)
     return lambda epoch, current: amount if epoch > 0 and epoch % epochs == 0 else 0
 
 
@@ -73,6 +82,8 @@ def milestones(batch_sizes: Mapping[int, int]) -> Increase:
 
 def follow_noise(fraction: float = 0.5, at_most: int | None = None) -> Increase:
     """Twice the batch size where the samples of such a step are still below this fraction of the noise scale."""
+    _check("fraction", fraction, ABOVE_ZERO)
+    _check("at_most", at_most, COUNT | NULL)
 
     def increase(epoch: int, current: int, measured: Measured) -> int:
         if measured.noise is None or 2 * current > (at_most or sys.maxsize):
@@ -84,10 +95,17 @@ def follow_noise(fraction: float = 0.5, at_most: int | None = None) -> Increase:
 
 
 def asks_what_was_measured(increase: Increase | None) -> TypeGuard[Increase]:
+    return increase is not None and _parameter_for_measured(increase) is not None
+
+
+def _parameter_for_measured(increase: Increase) -> inspect.Parameter | None:
+    """The one called `measured`, or else a third by position that has no default."""
     try:
-        return increase is not None and MEASURED in inspect.signature(increase).parameters
+        parameters = inspect.signature(increase).parameters
     except (TypeError, ValueError):  # a builtin
-        return False
+        return None
+    third = [one for one in parameters.values() if one.kind <= one.POSITIONAL_OR_KEYWORD and one.default is one.empty]
+    return parameters.get(MEASURED) or next(iter(third[2:]), None)
 
 
 def build_increase_function(cfg: DictConfig) -> Increase | None:
@@ -116,7 +134,8 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
         )
     if asks_what_was_measured(function) and value_at(cfg, "adaptive.measure_noise") is None:
         raise ConfigError(
-            f"{KEY} takes `{MEASURED}`, but adaptive.measure_noise is null: set it, for example to 10 (steps)"
+            f"{KEY} takes a third argument, `{MEASURED}`, but adaptive.measure_noise is null: set it, for example to "
+            "10 (steps)"
         )
     return function  # type: ignore[no-any-return]
 
@@ -246,8 +265,12 @@ def _wanted(increase: Increase, epoch: int, current: int, *measured: Measured) -
     named = increase if hasattr(increase, "__qualname__") else type(increase)
     name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # a built-in's, not its closure's
     fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
+    third = _parameter_for_measured(increase) if measured else None
     try:
-        more: object = increase(epoch, current, *measured)
+        if third is not None and third.kind is third.KEYWORD_ONLY:
+            more: object = increase(epoch, current, measured=measured[0])
+        else:
+            more = increase(epoch, current, *measured)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{fact} raised {components.in_a_line(error)}") from error
     if type(more) is not int:
@@ -334,7 +357,7 @@ def announce(
         line = f"{sizes.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
     logger.info("%s · %s an epoch · %s", line, count_of(sizes.steps, "step"), count_of(len(epochs), "epoch"))
     left_out, configured = (samples_per_rank % each for each in (sizes.samples_per_step, settings.samples_per_step))
-    if left_out and settings.max_steps_per_epoch is None:
+    if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
         why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
         logger.info(
             "%d of %d samples do not fill a step and are left out of each epoch (%s)%s",
@@ -343,6 +366,14 @@ def announce(
             why,
             "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured),
         )
+
+
+def announce_end(sizes: EpochSizes, settings: Settings, progress: Progress, loader: StepLoader[Any]) -> None:
+    """Logs the samples that no step of an epoch had, where the run grows; any other run has said so at its start."""
+    left_out = progress.ranks * loader.samples_left_per_rank(progress.samples_in_epoch)
+    if left_out and settings.config.get(KEY) is not None and settings.max_steps_per_epoch is None:
+        samples = progress.ranks * loader.samples_per_rank
+        say(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 
 def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str = "rank") -> str:

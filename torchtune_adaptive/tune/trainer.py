@@ -32,6 +32,7 @@ from torchtune_adaptive.tune.metrics import LossWatch, Metrics, NoiseWatch, RunJ
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.schedule import announce_end
 
 Samples = tuple[list[Sample], list[Sample] | None]
 """The samples of a step, and of the next one where they are planned ahead."""
@@ -194,6 +195,7 @@ class Trainer:
                 if resizes and run.progress.steps_in_epoch < sizes.steps:
                     break
             else:
+                announce_end(sizes, run.settings, run.progress, self.data.loader)
                 run.progress = run.progress.after_epoch(sizes)
                 self._losses.worth_saving(run.progress.step, ends_epoch=True)
                 self.save()
@@ -215,7 +217,8 @@ class Trainer:
         where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
         if following.samples_per_step != before.samples_per_step:
             after = following.samples_per_step
-            say(f"{where}: {after * ranks} samples a step (before: {before.samples_per_step * ranks})")
+            rate = f", learning rate × {following.lr_factor:.3g}" * (following.lr_factor != before.lr_factor)
+            say(f"{where}: {after * ranks} samples a step (before: {before.samples_per_step * ranks}){rate}")
         elif following.refused_batch_size not in (None, before.refused_batch_size):
             say(
                 f"{where}: batch size {following.batch_size} stays; {following.refused_batch_size} is more than fits, "

@@ -61,8 +61,8 @@ def followed_and_resumed(folder: Path) -> list[str]:
 def test_a_batch_that_follows_the_noise_grows_and_a_resumed_run_repeats_it(tmp_path: Path) -> None:
     lines = run_on_ranks(2, followed_and_resumed, tmp_path, timeout_s=90, in_group=False)[0]
     assert [line for line in lines if "samples a step (before" in line] == [
-        "epoch 1: 8 samples a step (before: 4)",
-        "epoch 2: 16 samples a step (before: 8)",
+        "epoch 1: 8 samples a step (before: 4), learning rate × 1.41",
+        "epoch 2: 16 samples a step (before: 8), learning rate × 2",
     ]
     whole, resumed = (read_log(tmp_path / name / "log.jsonl") for name in ("whole", "resumed"))
     assert len(whole) == 16 + 8 + 4

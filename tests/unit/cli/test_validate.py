@@ -11,7 +11,19 @@ import pytest
 from tests.recipes.endings import test_errors
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.config.registry import FULL, LORA, PLAN, Listed, taken_by_ours
+from torchtune_adaptive.config.registry import (
+    FULL,
+    FULL_DPO,
+    GRPO,
+    GRPO_LORA,
+    LORA,
+    LORA_DPO,
+    PLAN,
+    PPO,
+    Listed,
+    Recipe,
+    taken_by_ours,
+)
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {
@@ -205,19 +217,22 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
     assert_refused(validate(*into[:2]), ["is in use by process 7 on node3"])
 
 
-def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_its_model_is_for(
-    validate: Validate, tmp_path: Path
+@pytest.mark.parametrize(
+    "recipe", [LORA, FULL, LORA_DPO, FULL_DPO, PPO, GRPO, GRPO_LORA], ids=lambda recipe: recipe.name
+)
+def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_has_its_keys(
+    validate: Validate, tmp_path: Path, recipe: Recipe
 ) -> None:
-    for name, recipe in (("adaptive/demo/lora", LORA.name), ("adaptive/demo/tokens", FULL.name)):
-        path = next(each.path for each in taken_by_ours() if each.name == name)
-        mine = tmp_path / "mine.yaml"
-        text = path.read_text()
-        for content in (text, "\n".join(line for line in text.splitlines() if not line.startswith("#"))):
-            mine.write_text(content)
-            status, out, errors = validate(str(mine))
-            assert (status, errors) == (0, "")
-            assert out == f"ok: {recipe} would start with {mine} (its samples were not read)\n"
-    assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", LORA.name), ["model.lora_attn_modules is missing"])
+    text = next(each.path for each in taken_by_ours() if each.recipe == recipe.name).read_text()
+    mine, note = tmp_path / "mine.yaml", f"mine.yaml names no recipe; by its keys it is checked for {recipe.name}: "
+    for content in (text, "\n".join(line for line in text.splitlines() if not line.startswith("#"))):
+        mine.write_text(content)
+        status, out, errors = validate(str(mine))
+        assert (status, errors) == (0, "")
+        assert out.endswith(f"ok: {recipe.name} would start with {mine} (its samples were not read)\n")
+        assert (note in out) == (content != text)
+    if recipe == FULL:
+        assert_refused(validate(str(mine), "--recipe", LORA.name), ["model.lora_attn_modules is missing"])
 
 
 def test_a_changed_copy_of_a_recipe_is_checked_as_the_recipe_that_it_was(validate: Validate, tmp_path: Path) -> None:

@@ -52,3 +52,10 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_directory_is_no_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor a known config"):
         locate(str(tmp_path))
+
+
+def test_a_component_can_be_left_out_as_any_other_key(tmp_path: Path) -> None:
+    (path := tmp_path / "a.yaml").write_text("a: {_component_: x.y, b: 1}\nc: 2\nd: {e: 3}\n")
+    assert read_config(path, ["~a", "~c"]) == {"d": {"e": 3}}
+    with pytest.raises(ConfigError, match="Could not find key f"):
+        read_config(path, ["~f"])

@@ -4,6 +4,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +167,17 @@ def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(
     scale = "gradient_noise_scale"
     for step in (1, 2, 3):
         journal.step(step, {"samples": 16, scale: 10.0 + step, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
+    journal.step(4, {"samples": 16, f"{scale}_low": 8.0})  # neither scale nor interval has an upper bound
+    journal.step(5, {"samples": 16, scale: 12.0, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
     panel = drawn_run(tmp_path, monkeypatch).axes[-1]
-    assert line_of(panel, "gradient noise scale") == ([1, 2, 3], [11, 12, 13])
-    assert line_of(panel, "samples of a step") == ([1, 2, 3], [16, 16, 16])
+    assert line_of(panel, "gradient noise scale") == (
+        [1, 2, 3, 4, 5],
+        pytest.approx([11, 12, 13, nan, 12], nan_ok=True),
+    )
+    assert line_of(panel, "samples of a step") == ([1, 2, 3, 4, 5], [16] * 5)
+    (band,) = panel.collections
+    highs = {y: x for x, y in sorted(band.get_paths()[0].vertices.tolist())}
+    assert (highs[panel.get_ylim()[1]], highs[20], highs[8]) == (4.5, 5, 5)
 
 
 @pytest.mark.parametrize("value", [None, "8", True, float("nan"), 10**400], ids=str)

@@ -12,7 +12,7 @@ from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.rl.limits import LimitFinder, check_room
 from torchtune_adaptive.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.bad_samples import Longest, NamedSamples
 from torchtune_adaptive.tune.samples import TEXT
 
 UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len": 20}, {"max_seq_len": 99}))
@@ -36,23 +36,30 @@ def test_answers_leave_room_for_a_prompt_of_the_length_that_is_measured(
     check_room(unknown, AdaptiveConfig(sequence_length=measured), new)
 
 
-def test_by_rows_a_prompt_that_is_too_long_is_named_when_it_is_read() -> None:
+@pytest.mark.parametrize("cut_at", [None, 16, 8])
+def test_by_rows_too_a_prompt_without_room_for_an_answer_is_named_before_training(
+    cut_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, _ = read_ppo_settings(config(PPO_DEMO, "use_maximum_batch_size=False"))
     dataset = NamedSamples([{"tokens": [1] * length, "labels": [1] * length} for length in (8, 3, 9)])
     trainer: Any = SimpleNamespace(
         run=SimpleNamespace(settings=settings),
-        data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=16),
+        data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=cut_at),
         optimization=None,
     )
     asked = {name: SimpleNamespace(model=model) for name, model in (("generate", LONG), ("values", SHORT))}
     stages: Any = SimpleNamespace(stages=asked, runners=SimpleNamespace(limits={}))
     rl: Any = SimpleNamespace(max_generated_tokens=12, answers=1)
-    LimitFinder(trainer, stages, rl).find(memory=None)
-    assert [len(dataset[at]["tokens"]) for at in range(2)] == [8, 3]
+    finder, dataset.cut_at = LimitFinder(trainer, stages, rl), cut_at
+    monkeypatch.setattr(NamedSamples, "longest", lambda self: Longest(2, len(self[2]["tokens"])))
+    if cut_at == 8:
+        finder.find(memory=None)
+        assert [len(dataset[at]["tokens"]) for at in range(3)] == [8, 3, 8]
+        return
     with pytest.raises(
         SampleTooLargeError,
         match=r"^sample 2 of the dataset has 9 tokens, but a microbatch has room for 8 plus an answer, since the "
         r"models take at most 20 tokens \(their max_seq_len\); lower max_generated_tokens, or lower "
         r"tokenizer\.max_seq_len to 8$",
     ):
-        dataset[2]
+        finder.find(memory=None)

@@ -121,7 +121,7 @@ def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments
         ("a_word", "in place of a list of numbers"),
         ("too_large", r"in place of 2 finite numbers"),
         ("leaving", "failed: SystemExit: enough"),
-        ("broken", "failed: KeyError: 'answer'"),
+        ("broken", r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
         ("endless", r"has not returned within 0.1 s \(reward_timeout\)"),
     ],
 )
@@ -143,7 +143,9 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, said: str)
             "0.weight is .*much.*: allowed is a finite",
         ),
         ({"_component_": f"{HERE}.Judge", "strict": 1}, "0 could not be built from .*Judge: TypeError: .*'strict'"),
-        ({"_component_": f"{HERE}.exact", "weigth": 1}, "0.weigth is not a known key; did you mean weight"),
+        ({"_component_": f"{HERE}.exact", "weigth": 1}, "0.weigth is not a known key of .*exact; did you mean weight"),
+        ({"_component_": f"{HERE}.exact", "column": "a"}, "0.column is not a known key of .*exact; remove it"),
+        ({"_component_": f"{HERE}.matching", "patern": "a"}, "0.patern is not a known key .* did you mean pattern"),
     ],
 )
 def test_an_entry_that_cannot_be_built_is_told_under_its_key(entry: dict[str, Any], said: str) -> None:
@@ -166,7 +168,7 @@ def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_fun
     assert [each.results[SCORE].item() for each in rollouts] == [10 + 1 + 1.5, 10 + 0 + 1.5]
     figures = rewards.figures(rollouts)
     assert figures.pop("reward/only_what_is_named") == figures.pop("reward/careless") == 0
-    assert figures == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0}
+    assert figures == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0, "reward/reward_model": 10.0}
 
 
 def test_two_functions_of_one_name_are_reported_apart() -> None:

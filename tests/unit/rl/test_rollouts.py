@@ -62,11 +62,12 @@ def samples_of(tokenizer: Any, key: str = "tokens") -> list[Any]:
 def build(*, listed: bool = False, **arguments: str) -> Any:
     section = {"_component_": f"{__name__}.samples_of", **arguments}
     cfg = OmegaConf.create({"dataset": [section] if listed else section})
-    return build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=8), MESH).dataset
+    return build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=1), MESH).dataset
 
 
-def test_a_prompt_that_cannot_be_answered_is_named() -> None:
+def test_a_prompt_is_cut_as_the_tokenizer_cuts_and_one_that_cannot_be_answered_is_named() -> None:
     dataset = build()
+    assert dataset[0]["tokens"] == [1]
     assert dataset[1]["tokens"] == [3]
     with pytest.raises(SampleError, match=r"^sample 2 of the dataset \(on rank 0\) has no tokens, .* remove it"):
         dataset[2]

@@ -100,7 +100,7 @@ OF_PPO = [
     ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a finite number of at least 0"),
 ]
 OF_GRPO = [
-    ("grpo_samples=1", "grpo_samples is 1, but an answer is compared with others"),
+    ("grpo_samples=1", "grpo_samples is 1: allowed is a whole number of at least 2, since"),
     ("reward_functions=null", "reward_functions is missing"),
     ("reward_model={_component_: a.model}", "reward_model is set, but reward_checkpointer is missing"),
     ("reward_checkpointer={_component_: a.files}", "reward_checkpointer is set, but reward_model is missing"),

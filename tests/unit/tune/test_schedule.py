@@ -15,11 +15,13 @@ from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.data import StepLoader
 from torchtune_adaptive.tune.schedule import (
     Increase,
     Measured,
     add_every,
     announce,
+    announce_end,
     asks_what_was_measured,
     build_increase_function,
     double_every,
@@ -126,6 +128,28 @@ def test_a_batch_that_follows_what_is_measured_never_outgrows_its_epoch(samples:
     assert (again.batch_size, again.refused_batch_size) == (16, 32)
 
 
+def third(epoch: int, current: int, m: Measured) -> int:
+    return m.samples_per_step
+
+
+def named(epoch: int, current: int, *, measured: Measured) -> int:
+    return measured.samples_per_step
+
+
+def by_default(epoch: int, current: int, measured: Measured | None = None) -> int:
+    assert measured is not None
+    return measured.samples_per_step
+
+
+def test_a_third_argument_or_one_of_that_name_is_what_was_measured() -> None:
+    progress = Progress(seed=0, epochs_run=0, total_epochs=1, max_steps_per_epoch=None, ranks=1)
+    for function in (third, named, by_default):
+        assert asks_what_was_measured(function)
+        settings = settings_of(2, 2, measure_noise=1)
+        assert size_by_what_was_measured(settings, progress, 100, increase=function).batch_size == 2 + 4
+    assert not asks_what_was_measured(lambda epoch, current, factor=2: factor)
+
+
 @pytest.mark.parametrize("function", [None, "torchtune_adaptive.tune.schedule.double_every"])
 def test_within_an_epoch_only_a_function_of_what_is_measured_is_asked(function: str | None) -> None:
     section = function and {"_component_": function, "epochs": 1}
@@ -141,7 +165,9 @@ def test_a_function_of_what_is_measured_needs_a_measurement() -> None:
         if every:
             assert asks_what_was_measured(build_increase_function(cfg))
             continue
-        with pytest.raises(ConfigError, match=r"takes `measured`, but adaptive\.measure_noise is null: set it"):
+        with pytest.raises(
+            ConfigError, match=r"takes a third argument, `measured`, but adaptive\.measure_noise is null: set it"
+        ):
             build_increase_function(cfg)
 
 
@@ -257,7 +283,10 @@ class Callable_:
         ),
         (partial(plans_of, raises), f"{__name__}.raises at epoch 0, batch size 2, raised KeyError: 'table'"),
         (partial(plans_of, add_every(1, -1)), "add_every at epoch 2, batch size 1, returned -1, which leaves 0 rows"),
-        (partial(plans_of, double_every(0)), "double_every at epoch 1, batch size 2, raised ZeroDivisionError"),
+        (partial(double_every, 0), "batch_increase_function.epochs is 0: allowed is a whole number of at least 1"),
+        (partial(follow_noise, -1), "batch_increase_function.fraction is -1: allowed is a number above 0"),
+        (partial(follow_noise, at_most=0), "at_most is 0: allowed is a whole number of at least 1 or null"),
+        (partial(follow_noise, at_most="x"), "batch_increase_function.at_most is 'x': allowed is a whole number of"),
         (partial(plans_of, add_every(1, "2")), "add_every at epoch 1, batch size 2, returned '2' (str); allowed: an"),
         (partial(plans_of, milestones({1: 0})), "milestones at epoch 1, batch size 2, returned -2, which leaves 0 row"),
     ],
@@ -356,3 +385,19 @@ def test_samples_that_no_step_has_are_told_at_the_start(
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", int)
     assert announced(caplog, fits, samples, ranks=2, before=2)[1:] == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize("most_steps", [None, 2])
+@pytest.mark.parametrize("function", [None, "a.function"])
+def test_samples_that_no_step_of_a_growing_run_has_are_told_when_an_epoch_ends(
+    function: str | None, most_steps: int | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    cfg = OmegaConf.create({"batch_increase_function": function})
+    settings = replace(settings_of(1, 2), config=cfg, max_steps_per_epoch=most_steps)
+    progress = Progress(seed=0, epochs_run=0, total_epochs=1, max_steps_per_epoch=None, ranks=2, samples_in_epoch=16)
+    loader = StepLoader([0] * 21, rank=0, world_size=2, shuffle=False)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        announce_end(plans_of(None, 1)[0], settings, progress, loader)
+    line = "6 of 22 samples do not fill a step and are left out of epoch 0"
+    assert caplog.messages == [line] * (function is not None and most_steps is None)
