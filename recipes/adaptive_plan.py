@@ -7,13 +7,15 @@ Takes every config of the recipes for finetuning, preference training and PPO, t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from torchtune_adaptive.config.command_line import name_of
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import advice, answer
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
@@ -21,6 +23,12 @@ from torchtune_adaptive.life import launch
 
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
+    started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    if started > 1:
+        raise ConfigError(
+            f"adaptive_plan is one process, but {started} were started: leave out --nproc_per_node, and add "
+            f"world_size={started}"
+        )
     question = read_question(cfg, name_of(path), overrides)
     answers, tried = [], []
     for each in question.each():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import adaptive_plan
 import pytest
 
 from tests.forecast.two_ranks import errors_and_flushes, question, trained
@@ -120,6 +121,13 @@ def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
     fewer = "use_maximum_batch_size=True"
     assert said[:2] == [f"trying {fewer}", f"{fewer}: None rows do not fit"]
     assert sum("64 rows" in line for line in said) == len(said) // 2 - 1
+
+
+def test_several_processes_are_told_how_to_ask_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="but 4 were started: leave out --nproc_per_node, and add world_size=4"):
+        adaptive_plan.main(read_config(locate("adaptive/demo/full"), []), Path("full.yaml"), [])
 
 
 def test_lengths_may_be_those_of_the_configs_own_dataset() -> None:

@@ -121,9 +121,10 @@ ACCELERATE = """
         (("torchrun",), 4),
         (("python", "-m", "torch.distributed.run", "--nproc-per", "4"), 4),
         (("accelerate", "launch", "--config_file", "config.yaml"), 4),
+        (("accelerate", "launch", "--num_processes", "4"), 4),
         (("accelerate", "launch", "--num_processes", "1"), 1),
     ],
-    ids=["none", "by a variable", "a module", "by a file", "a single rank"],
+    ids=["none", "by a variable", "a module", "by a file", "by an option", "a single rank"],
 )
 def test_a_launcher_says_how_many_ranks_there_are_and_an_earlier_launch_does_not(
     launcher: tuple[str, ...], ranks: int, rehearse: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,7 +238,7 @@ def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_o
     """
     )
     answer = rehearse(script)
-    assert (answer.status, answer.found["fits"], len(answer.found["caught"])) == (2, False, 1)
+    assert (answer.status, answer.found["fits"], len(answer.found["caught"])) == (2, None, 1)
     assert answer.found["verdict"].startswith("no answer: the script caught an out-of-memory error in step 2")
     answer = rehearse(script, command=("train.py", "text"))
     assert answer.printed.endswith("that is all\n")
@@ -269,6 +270,57 @@ def test_what_cannot_be_is_refused_before_the_script_runs(
         main(["rehearse", *words, "--", str(tmp_path / "train.py")])
     assert left.value.code == 2
     assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_guessed_and_told(
+    rehearse: Rehearse,
+) -> None:
+    script = """
+        import torch
+
+        model = torch.nn.Linear(1024, 1024).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            lengths = torch.tensor([3, 37], device="cuda")
+            assert (lengths[1].item(), lengths.tolist()) == (37, [3, 37])
+            assert (torch.arange(100) < 7).cuda().nonzero().shape == (7, 1)
+            experts = torch.randint(0, 8, (4096,), device="cuda")
+            chosen = (experts != 3).nonzero()
+            assert chosen.shape == (4096, 1)
+            rows = max(1, experts.max().item())
+            del lengths, chosen  # what the host wrote there is not what a tensor has that comes to lie there
+            counts = torch.bincount(torch.empty(4096, dtype=torch.long, device="cuda"), minlength=8)
+            assert counts.tolist() == [0] * 8
+            model(torch.zeros(rows, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+        torch.save(optimizer.state_dict(), "state.pt")
+        optimizer.load_state_dict(torch.load("state.pt", map_location="cuda"))
+        optimizer.step()
+    """
+    answer = rehearse(script)
+    assert answer.status == 0, answer.printed
+    lines = dedent(script).splitlines()
+    guessed = {each["what"]: lines[each["line"] - 1].strip() for each in answer.found["guesses"]}
+    assert guessed == {"mask": "chosen = (experts != 3).nonzero()", "integer": "rows = max(1, experts.max().item())"}
+    text = rehearse(script, json_format=False).found
+    assert "an integer that the card would have computed was read as 0 at train.py:" in text
+
+
+def test_a_signal_ends_it_with_the_steps_until_then(rehearse: Rehearse) -> None:
+    script = """
+        import os, signal, torch
+
+        model = torch.nn.Linear(1024, 1024).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
+    """
+    answer = rehearse(script)
+    assert (answer.status, answer.found["verdict"]) == (2, "no answer: interrupted in step 4")
+    assert (len(answer.found["steps"]), answer.found["fits"], answer.printed) == (3, None, "")
 
 
 def test_it_ends_after_the_steps_asked_for(rehearse: Rehearse) -> None:

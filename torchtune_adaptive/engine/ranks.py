@@ -4,6 +4,7 @@ Replicas of a sharded model are compared here too: FSDP2 never checks that they 
 become equal.
 """
 
+import re
 import time
 import zlib
 from array import array
@@ -75,9 +76,10 @@ def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterat
             why = f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint"
             remedies = (Remedy.ROOM_FOR_NCCL,)
         else:
+            said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # gloo begins with its own source
             why = (
-                f"{failed}; another rank has exited or the network has failed, so the ranks are out of step: restart, "
-                "from the last checkpoint if there is one"
+                f"another rank has exited or the network has failed ({what} failed on rank {rank()}: {said}), so the "
+                "ranks are out of step: restart, from the last checkpoint if there is one"
             )
         raise RanksPartedError(why, *remedies) from error
 

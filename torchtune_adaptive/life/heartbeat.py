@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunFinished, RunStopped
-from torchtune_adaptive.life.launcher import speaks_first
+from torchtune_adaptive.life.launcher import speaks_first, tell_the_launcher
 from torchtune_adaptive.life.this_run import STOPPED, THIS_RUN, saved_and_what_next
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.text import ranks_named
@@ -164,6 +164,7 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
 def _end(silent: Silent) -> None:
     """Ends the run from a thread: the main thread is in a collective that will never end."""
     if speaks_first():
+        tell_the_launcher(f"failed (rank {dist.get_rank()}): {silent}")
         with suppress(OSError):
             print(f"\nerror: {silent}; {saved_and_what_next()}", file=sys.stderr, flush=True)
         THIS_RUN.try_to_note(STOPPED, silent.fact)

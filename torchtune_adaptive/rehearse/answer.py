@@ -10,6 +10,13 @@ from typing import Any
 
 GIB = 2**30
 SHOWN_STEPS = 20
+INTEGER, MASK = "integer", "mask"
+"""What is guessed where a size may follow from it."""
+_GUESSED = {
+    INTEGER: "an integer that the card would have computed was read as 0 at {file}:{line}: if a length or a number of "
+    "rows follows from it, training needs more",
+    MASK: "a mask that the card would have computed selected everything at {file}:{line}: training needs less there",
+}
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,20 @@ class Rehearsed:
     """Every out-of-memory error of the allocator, caught or not."""
     rest: dict[str, Any] = field(default_factory=dict)
     """After the last step; empty if the script was killed."""
+    guesses: list[dict[str, Any]] = field(default_factory=list)
+    """Where a value was read that the card would have computed, and on which sizes may depend."""
 
     @classmethod
     def read(cls, path: Path, **about: int) -> Rehearsed:
         """`about`: what is not in the file, or what was taken for likely before a launcher told."""
-        found: dict[str, list[dict[str, Any]]] = {"step": [], "first": [], "out_of_memory": [], "end": [], "share": []}
+        found: dict[str, list[dict[str, Any]]] = {
+            "step": [],
+            "first": [],
+            "out_of_memory": [],
+            "end": [],
+            "share": [],
+            "guess": [],
+        }
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
@@ -43,7 +59,13 @@ class Rehearsed:
             found[record.pop("kind")].append(record)
         found["step"] = found["step"] or found["first"]
         about |= dict(*found["share"][-1:])
-        return cls(**about, steps=found["step"], errors=found["out_of_memory"], rest=dict(*found["end"][:1]))
+        return cls(
+            **about,
+            steps=found["step"],
+            errors=found["out_of_memory"],
+            rest=dict(*found["end"][:1]),
+            guesses=found["guess"],
+        )
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
@@ -140,6 +162,7 @@ class Rehearsed:
                 f"rank {self.rank} of {self.ranks}; of the card's {_size(self.usable_bytes + self.overhead_bytes)}, "
                 f"{_size(self.overhead_bytes)} are left to CUDA's context, NCCL and libraries (--memory-overhead)",
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
+                *[_GUESSED[each["what"]].format(**each) for each in self.guesses],
             ]
         if replays := self.rest.get("replays"):
             lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")
@@ -158,7 +181,7 @@ class Rehearsed:
 
     def as_json(self) -> str:
         answer = {
-            "fits": self.fits,
+            "fits": self.fits if self.fits or self.out_of_memory else None,
             "verdict": self.verdict(),
             "rank": self.rank,
             "ranks": self.ranks,
@@ -167,6 +190,7 @@ class Rehearsed:
             "steps": self.steps,
             "out_of_memory": self.out_of_memory,
             "caught": self.caught,
+            "guesses": self.guesses,
             "after_last_step": self.rest,
             "status": self.status,
         }

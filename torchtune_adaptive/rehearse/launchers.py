@@ -41,6 +41,14 @@ def launched(command: Sequence[str]) -> str:
     return words[1] if words[:1] == ["-m"] and len(words) > 1 else Path(words[0]).name if words else ""
 
 
+def likely_ranks(command: Sequence[str], rank: int) -> int:
+    """Before a launcher has told; accelerate looks for several cards before it reads what it was told."""
+    if launched(command) not in LAUNCHERS:
+        return 1
+    told = re.search(r"--num[_-]processes[ =](\d+)", " ".join(command))
+    return max(rank + 1, int(told[1]) if told else 1)
+
+
 def check(command: Sequence[str]) -> None:
     """Raises ValueError for what is no Python program."""
     words = command[1:] if is_python(command[0]) else command

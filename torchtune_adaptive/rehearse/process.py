@@ -20,7 +20,7 @@ from typing import IO, NamedTuple
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.launchers import LAUNCHERS, ONE_MACHINE, CannotRehearse, launched
+from torchtune_adaptive.rehearse.launchers import ONE_MACHINE, CannotRehearse, likely_ranks
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
@@ -55,7 +55,7 @@ class RankSettings(NamedTuple):
         if self.memory <= overhead:
             raise CannotRehearse(
                 f"the card has {self.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
-                "(--memory-overhead): raise --memory, for example to 24GiB"
+                "(--memory-overhead): raise --memory, or lower --memory-overhead"
             )
         return {"usable_bytes": self.memory - overhead, "overhead_bytes": overhead, "ranks": ranks}
 
@@ -76,14 +76,14 @@ def rehearse(
     What the command prints goes to `output`, by default to standard error.
     """
     settings = RankSettings(rank, ranks, gpu.memory, overhead_bytes, steps)
-    likely = ranks or (rank + 1 if launched(command) in LAUNCHERS else 1)
+    likely = ranks or likely_ranks(command, rank)
     share = settings.share(likely)
     card = environment(memory=share["usable_bytes"], devices=min(likely, ONE_MACHINE), capability=gpu.capability)
     there = _checked({**os.environ, **card, **(variables or {})})
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         record = Path(folder) / "steps.jsonl"
         stage = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.stage"]  # the script finds its own folder
-        with _leaving_nothing():
+        with _interrupted_by_signals():
             script = subprocess.Popen(
                 [*stage, str(record), json.dumps(settings._asdict()), *command],
                 env=there,
@@ -132,11 +132,11 @@ def _signal(script: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextmanager
-def _leaving_nothing() -> Iterator[None]:
-    """While open, a signal that asks this process to end does so by an exception, past what tidies up."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """While open, a signal that asks this process to end is as good as Ctrl-C."""
 
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield

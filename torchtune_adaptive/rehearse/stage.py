@@ -8,16 +8,15 @@ from __future__ import annotations
 import atexit
 import functools
 import json
-import linecache
 import os
 import runpy
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,11 +27,10 @@ from torchtune_adaptive.rehearse.hub import ModelsNeedNoWeights
 from torchtune_adaptive.rehearse.launchers import LAUNCHERS, ONE_MACHINE, CannotRehearse, is_python, launched, script_of
 from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing, start_here
 from torchtune_adaptive.rehearse.process import RankSettings
-from torchtune_adaptive.rehearse.step_writer import StepWriter, flush
+from torchtune_adaptive.rehearse.step_writer import StepWriter, flush, innermost
+from torchtune_adaptive.rehearse.values import LARGE, Values
 
-LARGE = 2**20
-"""Elements of a weight that is not drawn."""
-_ALL = "_is_so_of_all"
+SILENT_S = 60
 
 
 def main(record: str, asked: str, *command: str) -> None:
@@ -53,16 +51,14 @@ def main(record: str, asked: str, *command: str) -> None:
     _take_first_choices()
     _draw_no_weights()
     sys.meta_path.insert(0, ModelsNeedNoWeights())
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_local_scalar_dense", _number, "CUDA")
-    library.impl("nonzero", _all_of_them, "CUDA")
-    library.impl("all", _all, "CUDA")
-    _read_zeros()
+    values = Values(writer.guessed)
+    values.install()
+    threading.Thread(target=_say_where_it_waits, args=(writer,), daemon=True).start()
     status = 0
     try:
         with writer:
             run(command)
-    except CannotRehearse:  # the answer says so
+    except (CannotRehearse, KeyboardInterrupt):  # the answer says so
         status = 1
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
@@ -74,21 +70,19 @@ def main(record: str, asked: str, *command: str) -> None:
     _leave(status)
 
 
-def _number(tensor: torch.Tensor) -> Any:
-    """Nobody has computed a loss, a norm or an answer to "is it finite?": 0 and False, so that the script goes on.
-
-    What is asserted holds.
-    """
-    if hasattr(tensor, _ALL):
-        return True
-    if tensor.dtype is torch.bool:
-        return any(_asserts(frame) for frame in (sys._getframe(1), sys._getframe(2)))
-    return 0.0 if tensor.is_floating_point() else tensor.cpu().item()
-
-
-def _asserts(frame: FrameType) -> bool:
-    """Whether it evaluates an assertion: that of a helper is one frame further out."""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert")
+def _say_where_it_waits(writer: StepWriter) -> None:
+    """In a thread: a loop may wait for a value that the card never computes."""
+    done = -1
+    while True:
+        if writer.steps == done:
+            file, line = innermost(sys._current_frames()[threading.main_thread().ident or 0])
+            print(
+                f"rehearsal: no step for {SILENT_S} s, now at {file}:{line} (values of the card are 0)",
+                file=sys.stderr,
+                flush=True,
+            )
+        done = writer.steps
+        time.sleep(SILENT_S)
 
 
 def _leave(status: int) -> None:
@@ -97,44 +91,6 @@ def _leave(status: int) -> None:
     atexit._run_exitfuncs()
     flush()
     os._exit(status)
-
-
-def _read_zeros() -> None:
-    """The same for what is copied to the host in small pieces, such as log-probabilities."""
-    for name in "cpu", "to":
-        copied = getattr(torch.Tensor, name)
-
-        def read(tensor: torch.Tensor, *args: Any, copied: Any = copied, **kwargs: Any) -> torch.Tensor:
-            found: torch.Tensor = copied(tensor, *args, **kwargs)
-            small = found.numel() < LARGE and found.is_floating_point()
-            if small and tensor.device.type == "cuda" and found.device.type == "cpu":
-                found.detach().zero_()
-            return found
-
-        setattr(torch.Tensor, name, read)
-    listed = torch.Tensor.tolist
-    torch.Tensor.tolist = lambda tensor: listed(tensor.cpu())  # type: ignore[method-assign,assignment]
-    finite = torch.isfinite
-
-    def is_finite(tensor: torch.Tensor) -> torch.Tensor:
-        found = finite(tensor)
-        if found.numel() == 1 and tensor.device.type == "cuda":
-            setattr(found, _ALL, True)
-        return found
-
-    torch.isfinite = torch.Tensor.isfinite = is_finite  # type: ignore[assignment]
-
-
-def _all(tensor: torch.Tensor) -> torch.Tensor:
-    """What is asked of all is so: "are all finite?"."""
-    answer = torch.ones((), dtype=torch.bool, device=tensor.device)
-    setattr(answer, _ALL, True)
-    return answer
-
-
-def _all_of_them(tensor: torch.Tensor) -> torch.Tensor:
-    """A mask that the device has computed is unknown, so it selects everything: that needs the most memory."""
-    return torch.ones(tensor.shape, dtype=torch.bool).nonzero().to(tensor.device)
 
 
 def _draw_no_weights() -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -38,11 +38,12 @@ class StepWriter:
         self._process = os.getpid()
         self._most_steps = most_steps
         self._peaks = Peaks()
-        self._steps = 0
+        self.steps = 0
         self._stepped: set[WeakIdRef] = set()
         self._all: set[WeakIdRef] | None = None
         self._reading = Usage()
         self._replays = 0
+        self._guesses = set[str]()
 
     def __enter__(self) -> None:
         # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
@@ -81,16 +82,16 @@ class StepWriter:
             self._step_is_over()
         self._reading.add(reading)
         self._stepped = self._stepped | {updates}
-        if self._all is None and not self._steps:  # if the script is killed before another step tells
+        if self._all is None and not self.steps:  # if the script is killed before another step tells
             self.write("first", {"step": 1, **self._reading.figures()})
         if self._stepped == self._all:
             self._step_is_over()
 
     def _step_is_over(self) -> None:
-        self._steps += 1
-        self.write("step", {"step": self._steps, **self._reading.figures()})
+        self.steps += 1
+        self.write("step", {"step": self.steps, **self._reading.figures()})
         self._reading, self._stepped = Usage(), set()
-        if self._steps == self._most_steps:
+        if self.steps == self._most_steps:
             self.write("end", {**Usage().figures(), "error": None, "replays": self._replays})
             flush()
             os._exit(0)  # nothing that the script catches, or does at its end
@@ -99,12 +100,12 @@ class StepWriter:
         """Called by the allocator, on the thread whose request has failed."""
         frames = _stack(sys._getframe().f_back) or _stack(sys._current_frames()[threading.main_thread().ident or 0])
         node = torch._C._current_autograd_node()
-        where = next((each for each in frames if not each[0].startswith(_TORCH)), frames[-1])
+        where = _outside_torch(frames)
         stats = torch.cuda.memory_stats(device)
         self.write(
             "out_of_memory",
             {
-                "step": self._steps + 1 + (self._all is None and bool(self._stepped)),
+                "step": self.steps + 1 + (self._all is None and bool(self._stepped)),
                 "tried": REHEARSAL.trying,
                 "file": where[0],
                 "line": where[1],
@@ -118,6 +119,13 @@ class StepWriter:
             },
         )
 
+    def guessed(self, what: str, frame: FrameType) -> None:
+        """The first time that something of this kind was guessed."""
+        if what not in self._guesses:
+            self._guesses.add(what)
+            file, line = innermost(frame)
+            self.write("guess", {"what": what, "file": file, "line": line})
+
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         if os.getpid() == self._process:  # and not one that the script has forked
             with suppress(OSError):
@@ -129,6 +137,15 @@ def flush() -> None:
     for stream in sys.stdout, sys.stderr:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
+
+
+def innermost(frame: FrameType) -> tuple[str, int]:
+    """File and line of the script, or of a library that is neither torch nor this one."""
+    return _outside_torch(_stack(frame) or [(frame.f_code.co_filename, frame.f_lineno)])
+
+
+def _outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    return next((each for each in frames if not each[0].startswith(_TORCH)), frames[-1])
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int]]:

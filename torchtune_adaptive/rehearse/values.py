@@ -1,0 +1,121 @@
+"""What a script reads from a card that computes nothing: values that let it go on, and a word where they matter."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import _get_value
+
+from torchtune_adaptive.rehearse.answer import INTEGER, MASK
+
+LARGE = 2**20
+"""Elements of a tensor that is read as it is, and of a weight that is not drawn."""
+_ALL = "_is_so_of_all"
+
+
+class Values:
+    """Numbers are 0, checks for NaN find none, and what is asked of all, or asserted, is so. Integers that the host
+    wrote are read as they are, and so are its masks; one that the card would have computed selects everything."""
+
+    def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
+        """`on_guess` is called where an integer that nobody knows is read as 0, or a mask selects everything."""
+        self._on_guess = on_guess
+        self._writes = deque[tuple[int, int, StorageWeakRef]](maxlen=4096)
+        """The latest of the host's: where they begin and end, and what they were written to."""
+
+    def install(self) -> None:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_local_scalar_dense", self._number, "CUDA")
+        library.impl("nonzero", self._selected, "CUDA")
+        library.impl("all", _all, "CUDA")
+        self._library = library  # what it implements is gone with it
+        for name in "cpu", "to", "cuda", "copy_":
+            setattr(torch.Tensor, name, self._watched(getattr(torch.Tensor, name)))
+        for name in "tensor", "as_tensor":
+            setattr(torch, name, self._watched(getattr(torch, name)))
+        listed, finite = torch.Tensor.tolist, torch.isfinite
+        torch.Tensor.tolist = lambda tensor: listed(tensor.cpu())  # type: ignore[method-assign,assignment]
+
+        def is_finite(tensor: torch.Tensor) -> torch.Tensor:
+            found = finite(tensor)
+            if found.numel() == 1 and tensor.device.type == "cuda":
+                setattr(found, _ALL, True)
+            return found
+
+        torch.isfinite = torch.Tensor.isfinite = is_finite  # type: ignore[assignment]
+
+    def _watched(self, copies: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A function that copies: to the card is remembered, and of the card's only what is known."""
+
+        @functools.wraps(copies)
+        def copy(given: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            found = copies(given, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return found
+            source = next(iter((*args, *kwargs.values()))) if copies.__name__ == "copy_" else given
+            was_on_card = isinstance(source, torch.Tensor) and source.is_cuda
+            if found.is_cuda and not was_on_card and not found.is_floating_point() and type(found) is torch.Tensor:
+                storage = found.untyped_storage()
+                begin = storage.data_ptr()
+                self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage)))
+            elif was_on_card and not found.is_cuda and found.numel() < LARGE and self._reads_nothing(source):
+                found.detach().zero_()
+            return found
+
+        return copy
+
+    def _host_wrote(self, tensor: torch.Tensor) -> bool | None:
+        """False: something else, which was freed, lay there. None: as far as is known, the host wrote nothing there."""
+        if type(tensor) is not torch.Tensor or tensor.is_floating_point():
+            return None
+        storage = tensor.untyped_storage()
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for first, last, wrote in reversed(self._writes):
+            if first < end and begin < last:
+                return first == begin and not wrote.expired()
+        return None
+
+    def _reads_nothing(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() or self._host_wrote(tensor) is False
+
+    def _number(self, tensor: torch.Tensor) -> Any:
+        asks = sys._getframe(1)
+        if hasattr(tensor, _ALL):
+            return True
+        if tensor.is_floating_point():
+            # steps of an optimizer whose state was loaded to the card: what is divided by them needs one at least
+            return float(asks.f_code is _get_value.__code__)
+        wrote = self._host_wrote(tensor)
+        if tensor.dtype is torch.bool and not wrote:
+            return any(_asserts(frame) for frame in (asks, sys._getframe(2)))
+        number = tensor.cpu().item()
+        if not number and not wrote:
+            self._on_guess(INTEGER, asks)
+        return number
+
+    def _selected(self, mask: torch.Tensor) -> torch.Tensor:
+        """The most that a mask may select, which needs the most memory, unless the host wrote it."""
+        if self._host_wrote(mask):
+            return mask.cpu().nonzero().to(mask.device)
+        self._on_guess(MASK, sys._getframe(1))
+        return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
+
+
+def _asserts(frame: FrameType) -> bool:
+    """Whether it evaluates an assertion: that of a helper is one frame further out."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert")
+
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    """What is asked of all is so: "are all finite?"."""
+    answer = torch.ones((), dtype=torch.bool, device=tensor.device)
+    setattr(answer, _ALL, True)
+    return answer
