@@ -14,6 +14,7 @@ read.
 from __future__ import annotations
 
 import argparse
+import ast
 import logging
 import os
 import re
@@ -105,6 +106,10 @@ def recipe_named(name: str) -> Recipe:
     if not Path(name).is_file():
         raise ConfigError(f"--recipe {name} is neither a recipe of ours nor a file{did_you_mean(name, RECIPES)}")
     text = Path(name).read_text(encoding="utf-8", errors="replace")
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"--recipe {name}, line {error.lineno}: {error.msg}") from error
     for recipe in RECIPES.values():
         if recipe.reader and re.search(rf"\b{recipe.reader.partition(':')[2]}\b", text):
             return recipe

@@ -401,14 +401,14 @@ class CollectiveLedger:
             return None
         # gloo handles tensors inside wait(), which may run out of memory after peers matched the collective.
         # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
-        wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
+        on_gloo = backend_for(collective.device.type, collective.group) == "gloo"
+        wait_here = not async_op and on_gloo
         learns = self._is_last(self._number) not in self._record.schedules
-        copies = wait_here and collective.device.type != "cpu"  # gloo's own, on the card
-        before, position = self._messages() if learns or copies else 0, self.position
+        before, position = self._messages() if learns or on_gloo else 0, self.position
 
         def is_lost() -> bool:
             # gloo numbers an all-gather before it allocates its copies, so it cannot be issued again
-            return copies and self.position == position and self._messages() != before
+            return on_gloo and self.position == position and self._messages() != before
 
         self._issuing = True
         try:

@@ -345,6 +345,8 @@ class StepRunner(Generic[Sample]):
 
     def _check(self, samples: Sequence[Sample]) -> None:
         self.recovery.prepare()
+        if not isinstance(samples, Sequence):
+            raise TypeError(f"samples is a {type(samples).__name__}: pass a list with an entry for each sample")
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got none")
         if _has_gradients(self.model):

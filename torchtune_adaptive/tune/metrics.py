@@ -206,7 +206,8 @@ class Metrics:
         if step:
             what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
             since, directory = "" if step == 1 else f" from step {step}", checkpoint_directory(self._settings)
-            logger.info("%s%s: %s -> %s, checkpoints in %s", what, since, first, self._latest, directory)
+            skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
+            logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()
 

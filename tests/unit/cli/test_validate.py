@@ -244,6 +244,8 @@ def test_a_changed_copy_of_a_recipe_is_checked_as_the_recipe_that_it_was(validat
     assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["model.lora_attn_modules is missing"])
     (tmp_path / "mine.py").write_text("print()")
     assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["with none of our functions"])
+    (tmp_path / "mine.py").write_text("\nread_full_settings(")
+    assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["--recipe mine.py, line 2: '(' was never closed"])
     assert_refused(validate(DEMO["full"], "--recipe", f"{LORA.name}x"), [f"did you mean {LORA.name}?"])
 
 

@@ -291,13 +291,19 @@ def test_a_runner_whose_recovery_does_not_know_its_model_is_refused():
         (None, "returned NoneType; it has to return Totals"),
         (Totals(1.5, 3), "loss_sum of Totals has to be a detached tensor without dimensions, but is 1.5"),
         (Totals(torch.ones((), requires_grad=True), 3), "loss_sum of Totals has to be a detached tensor"),
+        (Totals(torch.ones(()), -3), "target_tokens of Totals is -3: it counts, from 0"),
         (Totals(torch.ones(()), 3, {"margin": 2}), "margin of Totals has to be a detached tensor"),
     ],
 )
 def test_a_microbatch_that_returns_no_totals_is_an_error_with_the_remedy(returned: object, told: str):
     runner = runner_of(a_model(), 8, forward_backward=lambda samples: returned)
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises((TypeError, ValueError), match=told):
         runner.run(SAMPLES, step=0)
+
+
+def test_samples_that_are_no_list_are_told():
+    with pytest.raises(TypeError, match="samples is a generator: pass a list with an entry for each sample"):
+        runner_of(a_model(), 8).run((each for each in SAMPLES), step=0)
 
 
 def test_a_number_is_no_limit():
