@@ -109,6 +109,7 @@ def test_a_compiler_that_is_not_there_is_refused_and_one_with_arguments_is_taken
 ) -> None:
     assert "needs a C compiler" in refused(tmp_path, CC="/nope/gcc")
     assert refused(tmp_path, CC="cc '").startswith("error: building the null device failed: ")
+    assert refused(tmp_path, CC="false").endswith("status 1; is CC a C compiler that works?\n")
     assert "true has written nothing" in refused(tmp_path, CC="true")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "cc -O0")

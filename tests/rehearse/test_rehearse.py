@@ -303,6 +303,7 @@ def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_gu
     guessed = {each["what"]: lines[each["line"] - 1].strip() for each in answer.found["guesses"]}
     assert guessed == {"mask": "chosen = (experts != 3).nonzero()", "integer": "rows = max(1, experts.max().item())"}
     text = rehearse(script, json_format=False).found
+    assert text.splitlines()[0].endswith("; a value that decides on sizes was guessed (see below)")
     assert "an integer that the card would have computed was read as 0 at train.py:" in text
 
 

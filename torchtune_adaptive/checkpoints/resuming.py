@@ -145,8 +145,8 @@ def choose(
     """What a run goes on from, and what that says of itself; nothing for a fresh start. Refuses what cannot be meant,
     and changes nothing."""
     directory, mode = checkpoint_directory(settings), settings.resume_from_checkpoint
-    if file := next((path for path in store.named(directory) if not path.is_dir() and path.exists()), None):
-        raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
+    if fact := store.in_the_way(directory):
+        raise ConfigError(f"{fact}: move it, or change output_dir")
     own: Sequence[FoundCheckpoint] = checkpoints if mode == AUTO else []
     if mode is True and THIS_RUN.restarted and (begun := this_run.read(Path(settings.output_dir))) is not None:
         # A launcher repeats the command, and a run that always went back to the same place might never get past it.

@@ -158,6 +158,12 @@ def named(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
 
 
+def in_the_way(directory: Path) -> str | None:
+    """What has the name of a checkpoint and is no folder, in words."""
+    paths = (path for path in named(directory) if path.exists() and not path.is_dir())
+    return next((f"{str(path)!r} is a file, but has the name of a checkpoint" for path in paths), None)
+
+
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """All folders that look like checkpoints: the complete ones first, newest first."""
     checkpoints = []

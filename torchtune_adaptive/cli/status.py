@@ -10,7 +10,7 @@ import shlex
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.checkpoints.store import find_checkpoints, newest_intact
+from torchtune_adaptive.checkpoints.store import find_checkpoints, in_the_way, newest_intact
 from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.output_lock import holder
 from torchtune_adaptive.text import format_bytes
@@ -61,6 +61,8 @@ def look(directory: Path) -> tuple[Condition, list[str]]:
         condition, reason = (Condition.CAN_GO_ON if held_by else Condition.FINISHED), position
     elif run is not None and run.ended == this_run.ERROR:
         condition, reason = Condition.BROKEN, run.message
+    elif fact := in_the_way(place):
+        condition, reason = Condition.BROKEN, fact
     elif newest is None and found:
         condition, reason = Condition.BROKEN, "it has no intact checkpoint"
     else:

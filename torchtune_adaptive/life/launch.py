@@ -145,6 +145,20 @@ def _ask(question: Command, keys: Collection[str]) -> None:
 
 
 @contextmanager
+def telling_where_no_thread_starts() -> Iterator[None]:
+    """Around everything: Python, and C++ where autograd begins, name neither what was wanted nor the limit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
+            raise
+        raise AdaptiveError(
+            f"the system starts no further thread ({in_a_line(error)}): free memory, or raise the limits of memory "
+            "(ulimit -v) and of processes (ulimit -u)"
+        ) from error
+
+
+@contextmanager
 def refusing_early_exits() -> Iterator[None]:
     """Makes `sys.exit(0)` an error: called in a loss, for example, it would report success for no training."""
     try:
@@ -168,7 +182,8 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
     try:
         try:
             show_decisions()
-            work()
+            with telling_where_no_thread_starts():
+                work()
         except AdaptiveError as error:
             stop_listening()
             if speaks_first():

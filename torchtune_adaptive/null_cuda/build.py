@@ -133,7 +133,7 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
         *(f"-D{name}={value}" for name, value in versions.items()),
         f"-I{Path(__file__).parent}", *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"),
-        f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl",
+        f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl", remedy="; is CC a C compiler that works?",
     )  # fmt: skip
     if not (folder / LIBRARY).exists():
         raise NullCudaError(
@@ -181,10 +181,10 @@ def _stubs(names: set[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _run(*command: str) -> str:
+def _run(*command: str, remedy: str = "") -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"status {result.returncode}"]
         first = next((line for line in lines if re.search("error|fail|No space", line)), lines[-1])
-        raise NullCudaError(f"building the null device failed: {first.strip()}")
+        raise NullCudaError(f"building the null device failed: {first.strip()}{remedy}")
     return result.stdout

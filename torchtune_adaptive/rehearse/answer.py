@@ -131,7 +131,8 @@ class Rehearsed:
         )
         errors = f"{len(self.caught)} out-of-memory error{'s' * (len(self.caught) != 1)}"
         recovered = f"; the script recovered from {errors}" if self.caught else ""
-        return f"{fits}; {flushed}{recovered}"
+        guessed = "; a value that decides on sizes was guessed (see below)" if self.guesses else ""
+        return f"{fits}; {flushed}{recovered}{guessed}"
 
     def as_text(self) -> str:
         lines = [self.verdict()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,17 @@ def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, capsys
     code, told = status(tmp_path, capsys)
     assert code == BROKEN
     assert f"skipped: {tmp_path / 'step_2'} is damaged: recipe_state.pt is missing" in told
+
+
+def test_what_a_run_would_refuse_in_the_place_of_a_checkpoint_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "step_2", serial=0)
+    os.mkfifo(tmp_path / "step_4")
+    code, told = status(tmp_path, capsys)
+    assert code == BROKEN
+    assert told.startswith(f"broken: '{tmp_path / 'step_4'}' is a file, but has the name of a checkpoint\n")
 
 
 def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(

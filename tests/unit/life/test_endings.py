@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import (
+    AdaptiveError,
     LimitExhaustedError,
     RanksPartedError,
     RecoveryUnsupportedError,
@@ -76,6 +78,20 @@ def test_another_error_is_left_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, launch.telling_where_memory_runs_out(False):
         raise error
     assert caught.value is error
+
+
+def test_a_thread_that_the_system_refuses_is_told_with_the_limits() -> None:
+    before = threading.stack_size(2**46)  # no address space has room for that
+    try:
+        with (
+            pytest.raises(
+                AdaptiveError, match=r"starts no further thread .*can't start new thread.*ulimit -v.*ulimit -u"
+            ),
+            launch.telling_where_no_thread_starts(),
+        ):
+            threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
 
 
 @pytest.mark.parametrize(
