@@ -39,8 +39,8 @@ class PlanSettings:
     """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for one process; 0
     on a CPU"""
     sequence_length: int | tuple[int, ...] | None = option(TOKENS | COUNTS | NULL, None)
-    """tokens of a row, or several lengths, such as `[2048,8192]`; rounded up to a multiple of the loss's chunks. null:
-    `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the model's maximum"""
+    """tokens of a row, or several lengths, such as `[2048,8192]`. null: `adaptive.sequence_length`, else
+    `tokenizer.max_seq_len`, else 4096 or the model's maximum"""
     lengths: str | None = option(TEXT | NULL, None)
     """samples of these lengths, not all of the longest: a median and the longest, such as `512:4096`, a file with a
     number per line, or `dataset`: the config's own"""

@@ -18,6 +18,7 @@ from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import sum_over_ranks
@@ -74,6 +75,11 @@ class ForwardBackward:
         self.model, self.loss_fn, self.data, self.device = model, loss_fn, data, device
         self.activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
         self._by_tokens, self._updates = settings.adaptive.token_budget is not None, settings.optimizer_in_bwd
+        self._decoder = getattr(model, "decoder", model)
+        # A head that is sharded by itself is gathered for each chunk, and few tokens make fewer of them: peers would
+        # wait. So there are always as many.
+        by_itself = isinstance(getattr(self._decoder, "output", None), FSDPModule)
+        self._chunks: int = getattr(loss_fn, "num_output_chunks", 1) if by_itself else 1
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         kind, ignored = self.data.kind, self.data.kind.ignored_label
@@ -86,13 +92,14 @@ class ForwardBackward:
         learned_tokens = int(labels.ne(ignored).sum())
         if self._by_tokens:
             target_tokens = learned_tokens
-        choose = None
         if (targets := targets_of(batch, labels, ignored)) is not None:
-            labels = labels[:, targets]
-            choose = partial(torch.index_select, dim=1, index=targets.to(self.device))
+            labels, targets = labels[:, targets], targets.to(self.device)
+        missing = -labels.size(1) % self._chunks
+        labels = pad(labels, (0, missing), value=ignored)
+        choose = partial(_chosen, targets=targets, missing=missing) if targets is not None or missing else None
         batch_to_device(batch, self.device)
         with forgetting_after_errors(self.activations):
-            with self.activations, taking_long_rows(self.model, batch), scoring_only(self.model, choose):
+            with self.activations, taking_long_rows(self.model, batch), scoring_only(self._decoder, choose):
                 logits = self.model(**batch)
             chunks = [logits] if isinstance(logits, Tensor) else logits
             if not learned_tokens:
@@ -113,6 +120,11 @@ class ForwardBackward:
                 loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
             loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
+
+
+def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
+    """The states at these positions, or all, and so many more."""
+    return pad(states if targets is None else states.index_select(1, targets), (0, 0, 0, missing))
 
 
 @contextmanager

@@ -14,8 +14,11 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
 
 PLAIN = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=inf")
+SEARCHING = ("use_maximum_batch_size=True", "adaptive.sequence_length=256")
 LIMIT_MIB = 64
 """Room for 8 rows of 256 tokens on rank 1, and for little more; rank 0 has plenty."""
+HEAD_BY_ITSELF = "custom_sharded_layers=[tok_embeddings,output]"
+"""As in torchtune's 8B_full and 70B_full: FSDP gathers the head for every chunk of logits."""
 GROWING = (
     "batch_size=1",
     "gradient_accumulation_steps=2",
@@ -50,8 +53,10 @@ def run_and_listen(kind: str, folder: Path, *overrides: str) -> list[str]:
 def run_all(folder: Path) -> dict[str, list[str]]:
     limit = f"adaptive.memory_limit=[120MiB,{LIMIT_MIB}MiB]"
     runs: dict[str, tuple[str, ...]] = {
-        "searched": (*PLAIN, limit, "use_maximum_batch_size=True", "adaptive.sequence_length=256"),
+        "searched": (*PLAIN, limit, *SEARCHING),
         "written": (*PLAIN, limit, "batch_size=8", "gradient_accumulation_steps=1"),
+        "head by itself": (*PLAIN, limit, *SEARCHING, HEAD_BY_ITSELF),
+        "few chunks": (*PLAIN, "batch_size=1", "gradient_accumulation_steps=8", HEAD_BY_ITSELF),
         "unlimited": PLAIN,
         "growing": GROWING,
     }
@@ -103,6 +108,15 @@ def test_a_run_with_recoveries_has_the_losses_of_one_with_all_memory(runs: Runs)
     for one, other in zip(limited, unlimited, strict=True):
         for figure in ("loss", "grad_norm"):
             assert one[figure] == pytest.approx(other[figure], rel=RELATIVE_AFTER_ADAM), figure
+
+
+def test_ranks_gather_a_head_equally_often_whatever_their_lengths(runs: Runs) -> None:
+    # after a search, whose first step is of two tokens; and with rows of 34 tokens, which make 7 chunks of the 8
+    assert runs.log("head by itself")[-1]["oom_recoveries"] > 0
+    for name in ("head by itself", "few chunks"):
+        for one, other in zip(runs.log(name), runs.log("unlimited"), strict=True):
+            for figure in ("loss", "grad_norm"):
+                assert one[figure] == pytest.approx(other[figure], rel=RELATIVE_AFTER_ADAM), (name, figure)
 
 
 def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
