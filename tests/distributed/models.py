@@ -48,6 +48,8 @@ class ModelConfig:
     """Of the sharded model: more than one are hybrid sharding."""
     offload: bool = False
     """Shards and gradients live on the host, and are copied to the device and back: here, from memory to memory."""
+    head_chunks: int = 0
+    """Chunks of states for which the head, in a group of its own, is gathered one after the other; 0: all at once."""
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -67,6 +69,7 @@ def build(config: ModelConfig) -> nn.Module:
         set_trainable_params(model, get_adapter_params(model))
     else:
         model = llama3(**shape)
+    model.num_output_chunks = config.head_chunks
     take_documents(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
@@ -90,8 +93,9 @@ def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         copy_what_is_offloaded()
     mesh = mesh_of(config.replicas)
+    alone = ["output"] if config.head_chunks else []
     for name, module in reversed(list(model.named_modules())):
-        if name == "" or training.get_shard_conditions(name, module):
+        if name == "" or training.get_shard_conditions(name, module, alone):
             fully_shard(module, mesh=mesh, **options)
     return model
 
@@ -137,12 +141,19 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
-        logits = model(tokens)[:, :-1]
+        with scoring_only(model, partial(_filled_up, model.num_output_chunks) if model.num_output_chunks else None):
+            found = model(tokens)
+        logits = (found if isinstance(found, Tensor) else torch.cat(found, 1))[:, : labels.size(1)]
         loss = F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), labels.reshape(-1), reduction="sum")
         loss.backward()
         return Totals(loss.detach(), int((labels != -100).sum()))
 
     return forward_backward
+
+
+def _filled_up(chunks: int, states: Tensor) -> Tensor:
+    """As many states as make so many chunks."""
+    return F.pad(states, (0, 0, 0, -states.size(1) % chunks))
 
 
 def runner_of(
