@@ -94,8 +94,8 @@ class ForwardBackward:
             target_tokens = learned_tokens
         if (targets := targets_of(batch, labels, ignored)) is not None:
             labels, targets = labels[:, targets], targets.to(self.device)
-        missing = -labels.size(1) % self._chunks
-        labels = pad(labels, (0, missing), value=ignored)
+        if missing := -labels.size(1) % self._chunks:
+            labels = pad(labels, (0, missing), value=ignored)
         choose = partial(_chosen, targets=targets, missing=missing) if targets is not None or missing else None
         batch_to_device(batch, self.device)
         with forgetting_after_errors(self.activations):
@@ -124,7 +124,8 @@ class ForwardBackward:
 
 def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
     """The states at these positions, or all, and so many more."""
-    return pad(states if targets is None else states.index_select(1, targets), (0, 0, 0, missing))
+    states = states if targets is None else states.index_select(1, targets)
+    return pad(states, (0, 0, 0, missing)) if missing else states
 
 
 @contextmanager
