@@ -1,6 +1,7 @@
 """What `tune-adaptive rehearse` says about small scripts, beside what these measure themselves."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -146,6 +147,30 @@ def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
     assert held["FSDP and DDP buffers"] % layer == 0
 
 
+def test_what_is_offloaded_takes_no_memory_of_this_machine(rehearse: Rehearse) -> None:
+    script = """
+        import resource, torch
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        torch.distributed.init_process_group("nccl")
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(8)))
+        for layer in [*model, model]:
+            fully_shard(layer, offload_policy=CPUOffloadPolicy())
+        model.to_empty(device="cpu")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.zeros(1, 8192, device="cuda")).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        print(f"held {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}", flush=True)
+    """
+    answer = rehearse(script, "--ranks", "2")
+    assert (answer.status, len(answer.found["steps"])) == (0, 2), answer.printed
+    held_kib = int(re.search(r"held (\d+)", answer.printed)[1])  # type: ignore[index]
+    assert held_kib < 2.5 * 2**20  # written, weights, gradients and state would be 4 GiB beside torch's own
+
+
 def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
     recipe = ("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed")
     config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")
@@ -212,7 +237,10 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
     [
         ("raise ValueError('no such data')", "no answer: the script failed in step 1: ValueError: no such data"),
         ("print(1)", "no answer: no optimizer took a step in the script's own process"),
-        ("import os; os.kill(os.getpid(), 9)", "no answer: SIGKILL ended the script in step 1"),
+        (
+            "import os, torch\ntry: torch.empty(2**40, device='cuda')\nexcept RuntimeError: os.kill(os.getpid(), 9)",
+            "no answer: SIGKILL ended the script in step 1 (is this machine out of memory?)",
+        ),
         ("import torch.distributed as dist; dist.broadcast_object_list([None])", "no answer: rank 3 waits for objects "
          "of another one: rehearse rank 0, which has them"),
     ],
@@ -220,7 +248,7 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
 )  # fmt: skip
 def test_a_script_that_takes_no_step_gets_no_answer(rehearse: Rehearse, script: str, says: str) -> None:
     answer = rehearse(script, "--ranks", "4", "--rank", "3", json_format=False)
-    assert (answer.status, answer.found) == (2, f"{says}\n")
+    assert (answer.status, answer.found.splitlines()[0]) == (2, says)
 
 
 def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_or_not(rehearse: Rehearse) -> None:

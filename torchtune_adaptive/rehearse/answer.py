@@ -72,7 +72,8 @@ class Rehearsed:
         """The error that ended training: the last one, if no step was finished after it, and nothing else failed."""
         ended_by = str(self.rest.get("error") or "exit status")
         by_memory = "memory" in ended_by.lower() or ended_by.startswith("exit status")
-        return self._unfinished if self.status and by_memory else None
+        by_itself = self.status > 0 or self.status == -signal.SIGABRT
+        return self._unfinished if by_itself and by_memory else None
 
     @property
     def given_up(self) -> dict[str, Any] | None:
@@ -104,7 +105,8 @@ class Rehearsed:
                 f"{_gib(self.usable_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
             )
         if self.status < 0:
-            return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}"
+            why = " (is this machine out of memory?)" if self.status == -signal.SIGKILL else ""
+            return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
         if self.status:
             why = self.rest.get("error") or f"exit status {self.status}"
             if str(why).startswith("KeyboardInterrupt"):

@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal import REHEARSAL
@@ -50,6 +51,7 @@ def main(record: str, asked: str, *command: str) -> None:
         start_here(run)
     _take_first_choices()
     _draw_no_weights()
+    _leave_what_is_offloaded()
     sys.meta_path.insert(0, ModelsNeedNoWeights())
     values = Values(writer.guessed)
     values.install()
@@ -103,6 +105,40 @@ def _draw_no_weights() -> None:
             return tensor if kept else drawn(tensor, *args, **kwargs)
 
         setattr(where, name, draw)
+
+
+def _leave_what_is_offloaded() -> None:
+    """Keeps large weights and gradients that are offloaded as zeros that nobody has written, which take no memory. What
+    is pinned is not copied, gradients are neither added up nor scaled, and optimizers pass weights over."""
+    pin, passed_over = torch.Tensor.pin_memory, []
+
+    def is_large(tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.numel() >= LARGE
+
+    def is_offloaded(tensor: torch.Tensor) -> bool:
+        return is_large(tensor) and getattr(tensor, "_local_tensor", tensor).is_pinned()
+
+    def pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.empty_like(tensor, pin_memory=True) if is_large(tensor) else pin(tensor, *args)
+
+    def in_place(change: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, *args, **kwargs: tensor if is_offloaded(tensor) else change(tensor, *args, **kwargs)
+
+    def hide(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for weight in (each for group in optimizer.param_groups for each in group["params"] if is_offloaded(each)):
+            passed_over.append((weight, weight.grad))
+            weight.grad = None
+
+    def show(*_: object) -> None:
+        for weight, gradient in passed_over:
+            weight.grad = gradient
+        passed_over.clear()
+
+    torch.Tensor.pin_memory = pinned  # type: ignore[method-assign,assignment]
+    for name in "mul_", "__imul__", "__iadd__":
+        setattr(torch.Tensor, name, in_place(getattr(torch.Tensor, name)))
+    register_optimizer_step_pre_hook(hide)
+    register_optimizer_step_post_hook(show)
 
 
 def _take_first_choices() -> None:
