@@ -128,9 +128,10 @@ class CollectiveRecord:
 
     trained: tuple[bool, ...]
     """Whether each weight was trained then."""
-    schedules: dict[bool, Schedule] = field(default_factory=dict)
-    """One schedule for the last microbatch of a step, one for all others. They differ only where gradients are summed
-    over replicas, which can wait for the last; elsewhere every microbatch counts as last."""
+    schedules: dict[tuple[bool, bool], Schedule] = field(default_factory=dict)
+    """By whether a microbatch is the last of a step, and whether others came before it. That makes a difference only
+    where gradients are summed over replicas, which can wait for the last: elsewhere one schedule holds for all. What
+    earlier microbatches have left, a head that is applied in chunks may send by itself."""
     varies: bool = False
     unsteady: str | None = None
     """The setting by which microbatches issue different collectives."""
@@ -343,10 +344,10 @@ class CollectiveLedger:
         self._compare(complete=False)
 
     def _compare(self, *, complete: bool) -> None:
-        record, seen, last = self._record, tuple(self._current), self._is_last(self._number)
-        schedule = record.schedules.get(last) or Schedule(seen, tuple(self._messages_of))
+        record, seen, place = self._record, tuple(self._current), self._place(self._number)
+        schedule = record.schedules.get(place) or Schedule(seen, tuple(self._messages_of))
         if complete:
-            record.schedules[last] = schedule
+            record.schedules[place] = schedule
         if seen != (schedule.collectives if complete else schedule.collectives[: len(seen)]):
             record.varies = True
             return
@@ -359,6 +360,10 @@ class CollectiveLedger:
     def _is_last(self, number: int) -> bool:
         """Whether a microbatch issues the collectives of a step's last; without replicas, every one does."""
         return not self._replicated or number == self._microbatches - 1
+
+    def _place(self, number: int) -> tuple[bool, bool]:
+        """What decides which schedule a microbatch follows."""
+        return self._is_last(number), bool(self._replicated) and number > 0
 
     @property
     def foreign_messages(self) -> int:
@@ -403,7 +408,7 @@ class CollectiveLedger:
         # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
         on_gloo = backend_for(collective.device.type, collective.group) == "gloo"
         wait_here = not async_op and on_gloo
-        learns = self._is_last(self._number) not in self._record.schedules
+        learns = self._place(self._number) not in self._record.schedules
         before, position = self._messages() if learns or on_gloo else 0, self.position
 
         def is_lost() -> bool:
@@ -447,7 +452,7 @@ class CollectiveLedger:
         # enough: they go into this attempt's gradients, which all ranks discard after the agreement.
         begins_at = 0
         for number in range(self._microbatches):
-            schedule = self._record.schedules.get(self._is_last(number))
+            schedule = self._record.schedules.get(self._place(number))
             if schedule is None:
                 schedule = self._record_by_stand_in(number, max(0, self.position - begins_at), run_stand_in)
             for collective in schedule.collectives[max(0, self.position - begins_at) :]:
@@ -473,9 +478,21 @@ class CollectiveLedger:
 
     def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
         """Collective: finishes a microbatch that has no record yet, without repeating what was issued already."""
-        # Peers have matched the collectives of the failed pass, and would not match them a second time.
-        self._already_issued = issued
+        if self._replicated and number:
+            # peers have sums of earlier microbatches, which FSDP may send by themselves; the failed pass took them here
+            for root in self._replicated:
+                root.set_requires_all_reduce(False)
+            self._run_without(sys.maxsize, run_stand_in)
         self.begin_microbatch(number)
+        # Peers have matched the collectives of the failed pass, and would not match them a second time.
+        self._run_without(issued, run_stand_in)
+        schedule = Schedule(tuple(self._current), tuple(self._messages_of))
+        self._record.schedules[self._place(number)] = schedule
+        return schedule
+
+    def _run_without(self, issued: int, run_stand_in: Callable[[], object]) -> None:
+        """Collective: a stand-in that does not issue the first so many of its collectives."""
+        self._already_issued = issued
         try:
             with Listener(self._refuse):  # before it is issued: peers may be waiting for something else
                 run_stand_in()
@@ -483,9 +500,6 @@ class CollectiveLedger:
             self._already_issued = 0
         for root in self._owned:
             fsdp.settle(root)
-        schedule = Schedule(tuple(self._current), tuple(self._messages_of))
-        self._record.schedules[self._is_last(number)] = schedule
-        return schedule
 
     def reset(self) -> None:
         """Returns the models of the stage that runs to their state between two steps, without their gradients."""
