@@ -30,7 +30,13 @@ from transformers import (
 
 from tests.hf.trainers import LONGEST, Counting, Run, arguments, collate, difference, tiny_llama, train
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, OneRowDoesNotFitError
+from torchtune_adaptive.errors import (
+    AdaptiveError,
+    ConfigError,
+    LimitExhaustedError,
+    OneRowDoesNotFitError,
+    RecoveryUnsupportedError,
+)
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
 
 pytestmark = pytest.mark.timeout(300)
@@ -220,8 +226,31 @@ def test_a_collator_that_draws_at_random_is_refused(folder: Path) -> None:
         batch = collate(samples)
         return {**batch, "labels": batch["labels"].where(torch.rand(batch["labels"].shape) > 0.5, -100)}
 
-    with pytest.raises(ConfigError, match="returns another batch when it collates the same samples again"):
+    with pytest.raises(ConfigError, match="the same samples make another batch when they are collated again"):
         train(folder, AS_IT_IS, data_collator=masked, arguments=arguments(folder))
+
+
+def test_a_batch_that_training_step_edits_from_some_step_on_is_refused(folder: Path) -> None:
+    class Edits(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 1:
+                inputs["labels"][:, 3:] = -100
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    with pytest.raises(ConfigError, match="or training_step edits the batch"):
+        train(folder, AS_IT_IS, base=Edits, arguments=arguments(folder))
+
+
+def test_out_of_memory_in_evaluation_is_told_with_what_helps(folder: Path) -> None:
+    class Evaluates(Trainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            raise torch.OutOfMemoryError("no room")
+
+    options = arguments(folder, eval_strategy="steps", eval_steps=2)
+    with pytest.raises(
+        RecoveryUnsupportedError, match=r"\(no room\); lower per_device_eval_batch_size if in evaluation"
+    ):
+        train(folder, AS_IT_IS, base=Evaluates, eval_dataset=Counting(8), arguments=options)
 
 
 def test_a_compiled_model_trains_what_stock_trains(folder: Path) -> None:

@@ -37,8 +37,11 @@ class AdaptiveArguments:
             raise ConfigError(f"token_budget: {self.token_budget!r} is neither a number of tokens nor 'auto'")
         if self.token_budget is not None and self.use_maximum_batch_size:
             raise ConfigError("use_maximum_batch_size counts rows and token_budget counts tokens: set one of them")
-        if self.regrow_after < 0:
-            raise ConfigError(f"regrow_after: {self.regrow_after} steps; give 0 (never) or more")
+        if type(self.regrow_after) is not int or self.regrow_after < 0:
+            raise ConfigError(f"regrow_after: {self.regrow_after!r} steps; give 0 (never) or a larger whole number")
+        for name in "recover_from_oom", "use_maximum_batch_size":
+            if type(value := getattr(self, name)) is not bool:
+                raise ConfigError(f"{name}: {value!r} is neither True nor False")
         if self.memory_limit is not None:
             parse_size(self.memory_limit, "memory_limit")
 

@@ -39,16 +39,26 @@ class RawSample:
     def length(self) -> int:
         return max(self.row_lengths)
 
-    def as_targets(self) -> RawSample:
-        """The same, with a loss on every token."""
+    @property
+    def label(self) -> Any:
+        """The class of a sample that has one."""
+        label = self.features.get("label", self.features.get("labels")) if isinstance(self.features, Mapping) else None
+        return None if hasattr(label, "__len__") else label
+
+    def as_targets(self, *, half: bool = False) -> RawSample:
+        """The same, with a loss on every token, or on the first half."""
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
         features, labels = dict(self.features), self.features.get("labels", 0)
-        if hasattr(labels, "__len__") and len(labels) == len(features["input_ids"]):
+        tokens = len(features["input_ids"])
+        learned = max(2, tokens // 2) if half else tokens
+        if hasattr(labels, "__len__") and len(labels) == tokens:
             known = next((label for label in labels if label != IGNORED), 0)
             filled = [known if label == IGNORED else label for label in labels]
+            filled[learned:] = [IGNORED] * (len(filled) - learned)
             features["labels"] = labels.new_tensor(filled) if isinstance(labels, Tensor) else filled
-        masks = {name: [1] * len(features[name]) for name in TARGET_MASKS if name in features}
+        mask = [1] * min(learned, tokens) + [0] * (tokens - learned)
+        masks = {name: mask for name in TARGET_MASKS if name in features}
         return replace(self, features={**features, **masks})
 
 

@@ -38,8 +38,8 @@ STATE = "adaptive"
 """The key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 COUNTED = ("_metrics", "_total_train_tokens")
 """What compute_loss of TRL's trainers adds to: a repeated step must not count twice."""
-NEXT_TO_NOTHING = 0.02
-"""Share of a loss by which bf16 may miss what the losses of its parts add up to."""
+NEXT_TO_NOTHING, IN_HALF_PRECISION = 0.002, 0.02
+"""Shares of a loss by which it may miss what the losses of its parts add up to."""
 
 
 class OptimizerSteps:
@@ -58,7 +58,10 @@ class OptimizerSteps:
         self.model = _inside_ddp(model, trainer.accelerator)
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's
         self._frozen_head = _frozen_head(self.model)
+        self._run = 0
+        """Steps that have been run."""
         self._begin(batches, num_items)
+        self._check_collation(batches[0])
         self._adds_up, padded = self._how_losses_add_up(batches)
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
         models = [self.model, *self._models_beside()]
@@ -101,6 +104,9 @@ class OptimizerSteps:
     def run(self, batches: Sequence[CollatedBatch], num_items: Any) -> Tensor:
         """Collective: the loss of a step, whose gradients are complete."""
         self._begin(batches, num_items)
+        self._run += 1
+        if self._run.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
+            self._check_collation(batches[0])
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
         self.trainer.state.stateful_callbacks[STATE] = self.runner.state_dict()
@@ -184,25 +190,28 @@ class OptimizerSteps:
             if self._frozen_head is not None:
                 self._frozen_head.reshard()
 
+    def _check_collation(self, batch: CollatedBatch) -> None:
+        """Collective: refuses what a split would undo. Waits for the device, so not every step is looked at."""
+        again = self._collated(batch.samples).inputs
+        tensors = {name: value.cpu() for name, value in batch.inputs.items() if isinstance(value, Tensor)}
+        if not all(from_all_ranks(all(torch.equal(value, again[name].cpu()) for name, value in tensors.items()))):
+            raise ConfigError(
+                "the same samples make another batch when they are collated again, so a step cannot be split: the data "
+                "collator draws at random, or training_step edits the batch; do either in the dataset"
+            )
+
     def _how_losses_add_up(self, batches: Sequence[CollatedBatch]) -> tuple[str, bool]:
         """Collective: how the loss of two samples follows from those of each, and whether rows are padded.
 
         It is tried out, since Trainer cannot know: a model may take `num_items_in_batch` and ignore it.
         """
-        again = self._collated(batches[0].samples).inputs
-        tensors = {name: value.cpu() for name, value in batches[0].inputs.items() if isinstance(value, Tensor)}
-        if not all(from_all_ranks(all(torch.equal(value, again[name].cpu()) for name, value in tensors.items()))):
-            raise ConfigError(
-                "the data collator returns another batch when it collates the same samples again (for example, masks "
-                "drawn at random), so a step cannot be split anew; draw them in the dataset"
-            )
         ordered = sorted(self._samples, key=attrgetter("length"))
         one = ordered[0]
         if isinstance(one, GeneratedRow):  # all scores may be 0, and all answers of one length
             pair = [one.scored(1.0, targets=1), one.scored(2.0, targets=one.length)]
         else:
-            other = next((each for each in ordered if each.length > one.length), ordered[-1])
-            pair = [one.as_targets(), other.as_targets()]
+            others = sorted(ordered, key=lambda each: (each.label == one.label, each.length == one.length))
+            pair = [one.as_targets(half=True), others[0].as_targets()]  # equally many could not tell means apart
         tried = [self._collated(samples) for samples in (pair, pair[:1], pair[1:])]
         both, first, second = map(self._loss_of, tried)
         shares = [batch.targets / max(1, tried[1].targets + tried[2].targets) for batch in tried[1:]]
@@ -214,7 +223,9 @@ class OptimizerSteps:
         misses = from_all_ranks({name: abs(value - both) / (abs(both) or 1.0) for name, value in expected.items()})
         worst = {name: max(miss[name] for miss in misses) for name in expected}
         adds_up = min(worst, key=lambda name: worst[name])
-        if worst[adds_up] > NEXT_TO_NOTHING:
+        mixed = self.trainer.accelerator.mixed_precision != "no"
+        half = mixed or next(self.model.parameters()).dtype.itemsize < 4
+        if worst[adds_up] > (IN_HALF_PRECISION if half else NEXT_TO_NOTHING):
             raise ConfigError(
                 f"the loss of two samples is {both:.4g}, that of each {first:.4g} and {second:.4g}: neither their sum "
                 "nor their mean, so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, "

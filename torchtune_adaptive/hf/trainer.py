@@ -18,7 +18,8 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from transformers import Trainer
 
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, without_backward
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples
 from torchtune_adaptive.hf.steps import TRAINING_STEP, OptimizerSteps
@@ -42,6 +43,8 @@ class AdaptiveMixin(Base):
             raise TypeError(f"AdaptiveMixin goes before the Trainer: class {cls.__name__}(AdaptiveMixin, ...)")
 
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
+        if not isinstance(adaptive, AdaptiveArguments | None):
+            raise ConfigError(f"adaptive is a {type(adaptive).__name__}: pass AdaptiveArguments(...)")
         self.adaptive = adaptive or AdaptiveArguments()
         self._steps: OptimizerSteps | None = None
         self._batches: list[CollatedBatch] | None = None
@@ -53,7 +56,8 @@ class AdaptiveMixin(Base):
         """Collective: as Trainer's."""
         with ExitStack() as self._while_training:
             try:
-                return super().train(*args, **kwargs)
+                with fatal_where_memory_runs_out(self._explained):
+                    return super().train(*args, **kwargs)
             except AdaptiveError as error:
                 if self.args.gradient_checkpointing:
                     error.remedies = without_backward(error.remedies)
@@ -61,6 +65,14 @@ class AdaptiveMixin(Base):
                 raise
             finally:
                 self._steps = self._batches = None
+
+    def _explained(self, error: Exception) -> RecoveryUnsupportedError:
+        return RecoveryUnsupportedError(
+            f"out of memory where no step is repeated ({error}); lower per_device_eval_batch_size if in evaluation",
+            *([] if self.adaptive.recover_from_oom else [Remedy.RECOVERY]),
+            Remedy.SMALLER_LIMIT,
+            Remedy.LARGER_BUDGET,
+        )
 
     def get_train_dataloader(self) -> Any:
         """As Trainer's, with the samples beside each batch."""
@@ -70,7 +82,7 @@ class AdaptiveMixin(Base):
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(
                 "rank 0 would read and collate for all ranks, which AdaptiveMixin does not support; set "
-                "accelerator_config={'dispatch_batches': False} and split an iterable dataset by rank"
+                "accelerator_config={'dispatch_batches': False}"
             )
         return loader
 
@@ -103,7 +115,8 @@ class AdaptiveMixin(Base):
             self._batches.append(CollatedBatch(rows, len(rows), inputs))
         else:
             raise ConfigError(
-                f"AdaptiveMixin needs a data collator that returns a dict of tensors, and got {type(inputs).__name__}"
+                "AdaptiveMixin needs Trainer's get_train_dataloader and a data collator that returns a dict of "
+                f"tensors; it got a {type(inputs).__name__} without its samples"
             )
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

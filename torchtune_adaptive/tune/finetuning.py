@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -63,6 +64,9 @@ def checked_loss(cfg: DictConfig) -> nn.Module:
             f"loss is {cfg.loss.get('_component_')}, which has no ignore_index: use a cross-entropy loss, "
             "for example torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
+    for key, least in ("num_output_chunks", 1), ("ignore_index", -sys.maxsize):
+        if type(value := getattr(loss_fn, key, 1)) is not int or value < least:
+            raise ConfigError(f"loss.{key} is {value!r}: allowed is a whole number" + ", 1 or more" * (least == 1))
     return loss_fn
 
 

@@ -110,6 +110,9 @@ class Metrics:
         self._logger_failed = False
         if self._shown:
             self._logger = components.build("metric_logger", settings.config)
+            saved = Path(settings.output_dir) / "torchtune_config.yaml"  # by torchtune's loggers, which would wait
+            if saved.exists() and not saved.is_file():
+                raise ConfigError(f"{str(saved)!r} is not a file: remove it, or change output_dir")
             self._logger.log_config(settings.config)
             # the whole config as it runs, where torchtune's own loggers put it; others would not
             path, text = Path(settings.output_dir) / CONFIG, OmegaConf.to_yaml(settings.config, resolve=True)
@@ -303,10 +306,10 @@ class LossWatch:
             logger.warning("step %d: the %s; %s", step, what, effect)
 
     def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
-        """Whether something was learned that a checkpoint could keep. Raises NotLearningError if every loss so far was
-        NaN or infinite, and at the end of an epoch if no step so far had a label.
+        """Whether something was learned that a checkpoint could keep. Raises NotLearningError at the end of an epoch if
+        no step so far had a label, or every loss was NaN or infinite.
 
-        Steps without a label look like progress to whoever resumes, and are none.
+        Such steps look like progress to whoever resumes, and are none.
         """
         if self._steps and self._learning_steps == 0 and ends_epoch:
             raise NotLearningError(
@@ -314,15 +317,18 @@ class LossWatch:
                 "are masked); check that the dataset's columns and prompt template match the data, and that "
                 "tokenizer.max_seq_len does not cut off the answers"
             )
-        if self._steps and self._nan_steps == self._steps:
+        all_nan = self._steps > 0 and self._nan_steps == self._steps
+        if all_nan and ends_epoch:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: every loss was NaN or infinite; lower "
                 f"optimizer.lr, or check that the weights of {self._files} are not NaN"
             )
-        if not self._learning_steps and not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
+        worth_it = self._learning_steps > 0 and not all_nan
+        if not worth_it and not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
             self._said_why_not_saved = True
-            logger.warning("step %d: no checkpoint is saved yet, since no sample so far has a token to learn", step)
-        return self._learning_steps > 0
+            why = "every loss was NaN or infinite" if all_nan else "no sample so far has a token to learn"
+            logger.warning("step %d: no checkpoint is saved yet, since %s", step, why)
+        return worth_it
 
 
 class StepProfiler:

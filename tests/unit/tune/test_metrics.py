@@ -107,8 +107,10 @@ def test_a_run_that_has_learned_in_some_step_may_end(learned: tuple[float, ...],
 def test_a_run_whose_every_loss_is_nan_is_no_success(told: list[str]) -> None:
     losses = LossWatch(10)
     losses.record(1, math.nan, 10, math.nan)
+    assert not losses.worth_saving(1, ends_epoch=False)  # the next may be a number
+    assert told[-1] == "step 1: no checkpoint is saved yet, since every loss was NaN or infinite"
     with pytest.raises(NotLearningError, match="every loss was NaN or infinite"):
-        losses.worth_saving(1, ends_epoch=False)
+        losses.worth_saving(1, ends_epoch=True)
 
 
 def test_an_optimizer_in_the_backward_has_updated_the_weights_already(told: list[str]) -> None:
