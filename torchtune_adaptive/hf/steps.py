@@ -105,7 +105,7 @@ class OptimizerSteps:
         """Collective: the loss of a step, whose gradients are complete."""
         self._begin(batches, num_items)
         self._run += 1
-        if self._run.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
+        if self._run > 1 and self._run.bit_count() == 1:  # the 2nd, 4th, 8th ...: of the 1st it is known
             self._check_collation(batches[0])
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
