@@ -356,6 +356,21 @@ def test_a_search_on_a_cpu_needs_a_memory_limit(folder: Path) -> None:
         train(folder, AdaptiveArguments(use_maximum_batch_size=True), arguments=arguments(folder))
 
 
+def test_samples_that_the_collator_tokenizes_have_no_length_to_go_by(folder: Path) -> None:
+    class Texts(Counting):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"text": super().__getitem__(index)}
+
+    tokenized = {
+        "train_dataset": Texts(),
+        "data_collator": lambda samples: collate([sample["text"] for sample in samples]),
+        "arguments": arguments(folder, remove_unused_columns=False, max_steps=2),
+    }
+    with pytest.raises(ConfigError, match="tokenize in the dataset"):
+        train(folder, AdaptiveArguments(token_budget=100), **tokenized)
+    assert train(folder, AS_IT_IS, **tokenized).column("oom_recoveries") == [0, 0]
+
+
 def test_the_command_line_has_all_arguments() -> None:
     line = ["--token_budget", "4096", "--memory_limit", "24GiB", "--no_recover_from_oom", "--regrow_after", "10"]
     (parsed,) = HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses(line)

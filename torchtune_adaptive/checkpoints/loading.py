@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
-from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
+from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY, ModelType
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints import store
@@ -44,6 +44,8 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
     """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
     section = section_writing_to(cfg, "checkpointer", staging)
     check_what_saves_copy(cfg.checkpointer)
+    if (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
+        raise ConfigError(f"checkpointer.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
     from_files = files is not None and not files.distributed
     if files is not None and from_files:
         # On resuming, torchtune looks for an adapter in the largest epoch of output_dir, and fails where there is none.

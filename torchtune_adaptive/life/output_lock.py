@@ -77,6 +77,6 @@ def in_use(directory: Path, who: str) -> ConfigError:
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"cannot write to output_dir {str(directory)!r}: {error.strerror}; set output_dir to a folder that this user "
-        "may write"
+        f"cannot write to output_dir {str(directory)!r}: {error.filename or directory}: {error.strerror}; set "
+        "output_dir to a folder that this user may write"
     )

@@ -168,7 +168,7 @@ def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_pa
         ("optimizer.lrr=4", ["optimizer.lrr: AdamW has no such argument; did you mean lr?"]),
         ("loss=torch.nn.MSELoss", ["loss is torch.nn.MSELoss", "ignore_index", "cross-entropy"]),
         ("checkpointer=torchtune.NoCheckpointer", ["checkpointer", "torchtune.NoCheckpointer"]),
-        ("checkpointer.model_type=LAMA", ["checkpointer", "LAMA"]),
+        ("checkpointer.model_type=LAMA", ["checkpointer.model_type is 'LAMA'", "LLAMA3"]),
         ("checkpointer.checkpoint_files=[none.pt]", ["checkpointer", "weights is not a valid directory"]),
         *((f"checkpointer.checkpoint_files={value}", ["checkpointer"]) for value in ("x", "null", "[]")),
         ("checkpointer.checkpoint_dir=None", ["checkpointer.checkpoint_dir is None"]),

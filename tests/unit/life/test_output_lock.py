@@ -111,5 +111,8 @@ def test_a_file_system_without_locks_costs_a_line(
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write to output_dir .*file/out': Not a directory"):
+    with pytest.raises(ConfigError, match=r"cannot write to output_dir .*file/out': .*file/out: Not a directory"):
         take(tmp_path / "file" / "out")
+    (tmp_path / "out" / LOCK_FILE).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"out/{LOCK_FILE}: Is a directory"):
+        take(tmp_path / "out")
