@@ -319,6 +319,9 @@ def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_gu
             del lengths, chosen  # what the host wrote there is not what a tensor has that comes to lie there
             counts = torch.bincount(torch.empty(4096, dtype=torch.long, device="cuda"), minlength=8)
             assert counts.tolist() == [0] * 8
+            tokens = torch.full((2**22,), 0x7F8000007F800000).cuda()
+            del tokens  # as numbers of a gradient they are infinite
+            assert torch.empty(2**23, device="cuda").cpu().sum() == 0
             model(torch.zeros(rows, 1024, device="cuda")).sum().backward()
             optimizer.step()
         torch.save(optimizer.state_dict(), "state.pt")

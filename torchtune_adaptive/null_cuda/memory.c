@@ -165,14 +165,14 @@ static void clear(char *at, size_t bytes) {
     return;
   }
   memset(at, 0, first - at);
-  if (on_card(at)) madvise(first, last - first, MADV_DONTNEED);
+  if (place_of(at) >= 0) madvise(first, last - first, MADV_DONTNEED);
   else
     for (char *page = first; page < last; page += PAGE) // the host's: a page that is only read takes no memory
       if (memcmp(page, zeros, PAGE)) memset(page, 0, PAGE);
   memset(last, 0, at + bytes - last);
 }
 
-// Whether anybody has written a page on a card: it is present or swapped out, as the kernel tells of 512 pages at a time.
+// Whether anybody has written a page of ours, or read it: it is present or swapped out, as the kernel tells of 512 at a time.
 typedef struct { int file; size_t first; uint64_t entries[512]; } Pagemap;
 static int written(Pagemap *map, const char *at) {
   size_t page = (size_t)at / PAGE;
@@ -185,12 +185,12 @@ static int written(Pagemap *map, const char *at) {
 }
 
 static void copy(char *to, const char *from, size_t bytes) {
-  int from_card = on_card(from);
-  if (bytes <= PAGE || !(from_card || on_card(to))) {
+  int known = place_of(from) >= 0;
+  if (bytes <= PAGE || !(on_card(from) || on_card(to))) {
     memcpy(to, from, bytes);
     return;
   }
-  Pagemap map = {from_card ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1, SIZE_MAX};
+  Pagemap map = {known ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1, SIZE_MAX};
   for (size_t done = 0; done < bytes;) { // a run of pages, all of them zeros or all of them not
     size_t run = 0;
     int empty = -1;
@@ -198,7 +198,7 @@ static void copy(char *to, const char *from, size_t bytes) {
       const char *at = from + done + run;
       size_t part = PAGE - (size_t)at % PAGE;
       if (part > bytes - done - run) part = bytes - done - run;
-      int here = from_card ? !written(&map, at) : !memcmp(at, zeros, part);
+      int here = (known && !written(&map, at)) || !memcmp(at, zeros, part);
       if (empty >= 0 && here != empty) break;
       empty = here;
       run += part;

@@ -57,11 +57,13 @@ class Values:
 
         @functools.wraps(copies)
         def copy(given: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            found = copies(given, *args, **kwargs)
             if torch.compiler.is_compiling():
-                return found
+                return copies(given, *args, **kwargs)
             source = next(iter((*args, *kwargs.values()))) if copies.__name__ == "copy_" else given
             was_on_card = isinstance(source, torch.Tensor) and source.is_cuda
+            if was_on_card and source.is_floating_point() and source.numel() >= LARGE and type(source) is torch.Tensor:
+                source.data.zero_()  # integers of the host may have lain there
+            found = copies(given, *args, **kwargs)
             if found.is_cuda and not was_on_card and not found.is_floating_point() and type(found) is torch.Tensor:
                 storage = found.untyped_storage()
                 begin = storage.data_ptr()
