@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,17 @@ def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
     fewer = "use_maximum_batch_size=True"
     assert said[:2] == [f"trying {fewer}", f"{fewer}: None rows do not fit"]
     assert sum("64 rows" in line for line in said) == len(said) // 2 - 1
+
+
+def test_a_signal_ends_all_questions_and_not_only_the_one_that_is_asked() -> None:
+    def end_this() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    soon = threading.Timer(2, end_this)
+    soon.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(advice.advise(question(12, alike=True)))
+    soon.join()
 
 
 def test_several_processes_are_told_how_to_ask_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

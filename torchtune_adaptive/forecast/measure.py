@@ -87,6 +87,8 @@ def measure(question: Question) -> Found:
                 )
             except NullCudaError as error:
                 raise AdaptiveError(f"adaptive_plan rehearses the recipe on a null device: {error}") from error
+        if rehearsed.interrupted:
+            raise KeyboardInterrupt
         said = [line for line in log.read_text().splitlines() if line.startswith("error")]
         found = Found(question, rehearsed, _searches(folder), said[-1].partition(": ")[2] if said else "")
         if not rehearsed.fits and not rehearsed.errors:

@@ -31,6 +31,7 @@ class Rehearsed:
     ranks: int
     status: int
     """The script's exit status."""
+    interrupted: bool = False
     steps: list[dict[str, int]] = field(default_factory=list)
     """Peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes."""
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -104,13 +105,13 @@ class Rehearsed:
                 f"does not fit: out of memory in step {error['step']}, {_gib(error['allocated_bytes'])} of "
                 f"{_gib(self.usable_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
             )
+        if self.status and self.interrupted:
+            return f"no answer: interrupted in step {len(self.steps) + 1}"
         if self.status < 0:
             why = " (is this machine out of memory?)" if self.status == -signal.SIGKILL else ""
             return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
         if self.status:
             why = self.rest.get("error") or f"exit status {self.status}"
-            if str(why).startswith("KeyboardInterrupt"):
-                return f"no answer: interrupted in step {len(self.steps) + 1}"
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}"
@@ -195,7 +196,7 @@ class Rehearsed:
             "caught": self.caught,
             "guesses": self.guesses,
             "after_last_step": self.rest,
-            "status": self.status,
+            "script_status": self.status,
         }
         return json.dumps(answer, indent=2)
 

@@ -1,4 +1,4 @@
-"""rehearse a training script, unchanged, on GPUs that are not there
+"""Rehearse a training script, unchanged, on GPUs that are not there.
 
   tune-adaptive rehearse --ranks 8 --gpu h100 -- train.py --batch-size 12
 

@@ -94,11 +94,11 @@ def rehearse(
                 process_group=0,
             )
             try:
-                status = _ended(script)
+                status, interrupted = _ended(script)
             finally:
                 _signal(script, signal.SIGKILL)
                 script.wait()
-        return Rehearsed.read(record, **share, rank=rank, status=status)
+        return Rehearsed.read(record, **share, rank=rank, status=status, interrupted=interrupted)
 
 
 def _checked(variables: Mapping[str, str]) -> dict[str, str]:
@@ -112,17 +112,18 @@ def _checked(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not _LEFT_OVER.fullmatch(name)}
 
 
-def _ended(script: subprocess.Popen[bytes]) -> int:
-    """Ctrl-C ends the script, and then the answer is of the steps until then; the second one kills it."""
+def _ended(script: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """Its exit status, and whether Ctrl-C ended it: then the answer is of the steps until then. The second one kills
+    it."""
     try:
-        return script.wait()
+        return script.wait(), False
     except KeyboardInterrupt:
         _signal(script, signal.SIGINT)
     try:
-        return script.wait()
+        return script.wait(), True
     except KeyboardInterrupt:
         _signal(script, signal.SIGKILL)
-        return script.wait()
+        return script.wait(), True
 
 
 def _signal(script: subprocess.Popen[bytes], number: int) -> None:

@@ -66,8 +66,11 @@ def main(record: str, asked: str, *command: str) -> None:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001
+        frames = error.__traceback__
+        while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            frames = frames.tb_next
+        traceback.print_exception(error.with_traceback(frames))  # from the script's own first line on
         status = 1
     _leave(status)
 

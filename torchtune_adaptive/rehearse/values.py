@@ -18,6 +18,8 @@ from torchtune_adaptive.rehearse.answer import INTEGER, MASK
 
 LARGE = 2**20
 """Elements of a tensor that is read as it is, and of a weight that is not drawn."""
+COUNTS_OPERATIONS = "store_flos"
+"""Of transformers' Trainer: an integer that every distributed run reads, and that no size follows from."""
 _ALL = "_is_so_of_all"
 
 
@@ -99,7 +101,7 @@ class Values:
         if tensor.dtype is torch.bool and not wrote:
             return any(_asserts(frame) for frame in (asks, sys._getframe(2)))
         number = tensor.cpu().item()
-        if not number and not wrote:
+        if not number and not wrote and asks.f_code.co_name != COUNTS_OPERATIONS:
             self._on_guess(INTEGER, asks)
         return number
 
