@@ -107,8 +107,7 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
     """Why a step of this model cannot be repeated after running out of memory; None if it can."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         return (
-            "hooks use gradients during backward (for example, an optimizer in the backward), so backward updates "
-            "weights"
+            "hooks use gradients during backward (for example, an optimizer in the backward), and would use them twice"
         )
     if world_size() == 1:
         return None
@@ -117,7 +116,10 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
     if is_whole(model):
         return None
     if not isinstance(model, FSDPModule):
-        return "fully_shard has wrapped parts of the model but not the model itself, so its collectives are unknown"
+        return (
+            "fully_shard has wrapped parts of the model but not the model itself, so its collectives are unknown (wrap "
+            "it too, or pass the part that is wrapped)"
+        )
     groups = groups_of(model)
     reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group))]
     if reasons:

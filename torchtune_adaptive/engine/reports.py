@@ -41,10 +41,13 @@ class Totals(NamedTuple):
         for name, value in {"loss_sum": returned.loss_sum, **returned.sums}.items():
             if not isinstance(value, Tensor) or value.dim() or value.requires_grad:
                 raise TypeError(f"{name} of Totals has to be a detached tensor without dimensions, but is {value!r}")
-        tokens = int(returned.target_tokens)
-        if tokens < 0:
-            raise ValueError(f"target_tokens of Totals is {tokens}: it counts, from 0")
-        return cls(_wide(returned.loss_sum), tokens, {name: _wide(value) for name, value in returned.sums.items()})
+        tokens = float(returned.target_tokens)
+        if tokens < 0 or not tokens.is_integer():
+            raise ValueError(
+                f"target_tokens of Totals is {tokens:g}: it counts, so it is a whole number, from 0; weights go into "
+                "sums"
+            )
+        return cls(_wide(returned.loss_sum), int(tokens), {name: _wide(value) for name, value in returned.sums.items()})
 
     def plus(self, other: Totals) -> Totals:
         """The totals of both; raises where one has sums that the other has not."""
@@ -122,6 +125,8 @@ class Report(NamedTuple):
     """What a microbatch communicates besides FSDP."""
     gradients: float = 0
     """1 if the attempt has left any, where that is not known yet or they are to be averaged."""
+    step: float = 0
+    """Its number, or 0 for one without."""
 
     @property
     def microbatch(self) -> Microbatch:
@@ -182,7 +187,12 @@ class Reports(tuple[Report, ...]):
         return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
 
     def check_positions(self) -> None:
-        """Raises where the ranks have issued different numbers of collectives."""
+        """Raises where the ranks ran different steps, or have issued different numbers of collectives."""
+        if len({report.step for report in self}) > 1:
+            raise UnrecoverableError(
+                f"the ranks are in different steps ({[int(report.step) for report in self]}, by rank), so they mixed "
+                "their gradients: where one has left a step by an error of its own, all have to end"
+            )
         positions = [int(report.position) for report in self]
         if len(set(positions)) > 1:
             raise UnrecoverableError(

@@ -211,7 +211,8 @@ class StepRunner(Generic[Sample]):
         self._gradients_beside = 0  # models of other stages that had some before the first attempt
         self._equal_steps = EqualSteps()
         self._checks_steps = fsdp.gathers_from_all(model)  # else a collective does not show that all have begun
-        self._averages = world_size() > 1 and fsdp.is_whole(model)
+        self._is_whole = fsdp.is_whole(model)
+        self._averages = world_size() > 1 and self._is_whole
         self.watch(None)
 
     @property
@@ -349,6 +350,8 @@ class StepRunner(Generic[Sample]):
             raise TypeError(f"samples is a {type(samples).__name__}: pass a list with an entry for each sample")
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got none")
+        if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
+            raise ValueError("the model was sharded after its StepRunner was made: call fully_shard before")
         if _has_gradients(self.model):
             raise ValueError(
                 "parameters have gradients from before this step, which would mix with its own; "
@@ -489,6 +492,7 @@ class StepRunner(Generic[Sample]):
             asked_to_stop=self.recovery.asked_to_stop(),
             foreign_messages=self._ledger.foreign_messages,
             gradients=(self.trains is None or self._averages) and _has_gradients(self.model),
+            step=self.current_step or 0,
         )
         reports = exchange(self.recovery.agreement, mine)
         reports.check_positions()

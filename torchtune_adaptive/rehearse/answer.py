@@ -42,7 +42,7 @@ class Rehearsed:
     """Where a value was read that the card would have computed, and on which sizes may depend."""
 
     @classmethod
-    def read(cls, path: Path, **about: int) -> Rehearsed:
+    def read(cls, path: Path, **about: Any) -> Rehearsed:
         """`about`: what is not in the file, or what was taken for likely before a launcher told."""
         found: dict[str, list[dict[str, Any]]] = {
             "step": [],

@@ -112,6 +112,42 @@ def test_ranks_that_are_at_different_collectives_end_together():
     assert "different numbers of collectives" in first
 
 
+def leave_a_step_by_an_error_of_its_own() -> str:
+    def reading(samples):
+        if runner.current_step == 2 and dist.get_rank() == 1:
+            raise KeyError("a bad sample")
+        return train(samples)
+
+    train = forward_backward_of(model := build(ModelConfig()))
+    runner = runner_of(model, 2, reading)
+    for step in 1, 2, 3:
+        try:
+            runner.run(samples_of(dist.get_rank(), 2), step=step)
+        except KeyError:
+            continue
+        except UnrecoverableError as error:
+            return str(error)
+        model.zero_grad()
+    return "no error"
+
+
+def test_ranks_that_are_a_step_apart_end_together():
+    first, second = run_on_ranks(2, leave_a_step_by_an_error_of_its_own)
+    assert first == second
+    assert first.startswith("the ranks are in different steps ([2, 3], by rank), so they mixed their gradients")
+
+
+def shard_what_a_runner_has() -> None:
+    runner = runner_of(build(ModelConfig(sharded=False)), 2)
+    fully_shard(runner.model)
+    with pytest.raises(ValueError, match="was sharded after its StepRunner was made: call fully_shard before"):
+        runner.run(samples_of(dist.get_rank(), 2), step=0)
+
+
+def test_a_model_that_is_sharded_too_late_is_refused():
+    run_on_ranks(2, shard_what_a_runner_has)
+
+
 def lose_a_peer() -> str:
     runner = runner_of(build(ModelConfig()), 2)
     samples = samples_of(dist.get_rank(), 2)

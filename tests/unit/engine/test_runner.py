@@ -291,7 +291,10 @@ def test_a_runner_whose_recovery_does_not_know_its_model_is_refused():
         (None, "returned NoneType; it has to return Totals"),
         (Totals(1.5, 3), "loss_sum of Totals has to be a detached tensor without dimensions, but is 1.5"),
         (Totals(torch.ones((), requires_grad=True), 3), "loss_sum of Totals has to be a detached tensor"),
-        (Totals(torch.ones(()), -3), "target_tokens of Totals is -3: it counts, from 0"),
+        *(
+            (Totals(torch.ones(()), count), f"target_tokens of Totals is {count}: it counts, so it is a whole number")
+            for count in (-3, 2.5, float("nan"))
+        ),
         (Totals(torch.ones(()), 3, {"margin": 2}), "margin of Totals has to be a detached tensor"),
     ],
 )
