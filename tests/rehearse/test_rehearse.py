@@ -145,6 +145,10 @@ def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
     shards, layer = 4 * 8192 * 8192 * 4 // 8, 8192 * 8192 * 4
     assert held["parameters"] == shards
     assert held["FSDP and DDP buffers"] % layer == 0
+    before_the_update = SHARDED.replace("optimizer.step()", "torch.empty(2**40, device='cuda')", 1)
+    answer = rehearse(before_the_update, "--ranks", "8", command=("train.py", "8"))
+    held = answer.found["out_of_memory"]["held_bytes"]
+    assert (held["parameters"], held["gradients"]) == (shards, shards)
 
 
 def test_what_is_offloaded_takes_no_memory_of_this_machine(rehearse: Rehearse) -> None:

@@ -90,7 +90,7 @@ def weights_in(whose: str, section: Any) -> dict[str, object]:
     return {f"{whose} in {name}": _fingerprint([path]) if path.is_file() else "missing" for name, path in paths.items()}
 
 
-def file_names(value: object) -> list[str]:
+def file_names(value: object, key: str = "checkpointer") -> list[str]:
     """The names in `checkpoint_files`: a list, or torchtune's short form for many of them."""
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if isinstance(plain, list) and plain:
@@ -99,7 +99,7 @@ def file_names(value: object) -> list[str]:
         last = str(plain["max_filename"])
         numbers = (str(number).zfill(len(last)) for number in range(1, int(last) + 1))
         return [str(plain["filename_format"]).format(number, last) for number in numbers]
-    raise ConfigError(f"checkpointer.checkpoint_files is {plain!r}: allowed is a list of names")
+    raise ConfigError(f"{key}.checkpoint_files is {plain!r}: allowed is a list of names")
 
 
 def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:

@@ -24,7 +24,7 @@ from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY, ModelT
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import saves_adapters
+from torchtune_adaptive.checkpoints.identity import file_names, saves_adapters
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer
 from torchtune_adaptive.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
@@ -44,8 +44,7 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
     """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
     section = section_writing_to(cfg, "checkpointer", staging)
     check_what_saves_copy(cfg.checkpointer)
-    if (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
-        raise ConfigError(f"checkpointer.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
+    check_names("checkpointer", cfg.checkpointer)
     from_files = files is not None and not files.distributed
     if files is not None and from_files:
         # On resuming, torchtune looks for an adapter in the largest epoch of output_dir, and fails where there is none.
@@ -55,6 +54,14 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
             section["checkpoint_files"] = list(files.weights)
     built = components.build_section("checkpointer", OmegaConf.create(section), should_load_recipe_state=from_files)
     return cast(Checkpointer, built)
+
+
+def check_names(key: str, section: DictConfig) -> None:
+    """Refuses names that torchtune's checkpointer would stumble over without saying which."""
+    if "checkpoint_files" in section:
+        file_names(section.checkpoint_files, key)
+    if (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
+        raise ConfigError(f"{key}.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
 
 
 def load_reference(settings: Settings, key: str = REFERENCE_SECTION) -> State:

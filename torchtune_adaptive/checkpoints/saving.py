@@ -134,9 +134,8 @@ def gather_weights(sharded: Sharded, device: torch.device) -> State:
     """Collective: these weights, whole and on the host of rank 0, in their own precision if they are quantized;
     elsewhere no weights.
 
-    As torchtune gathers them, but without its barrier after each, which says nothing new: no rank has a whole weight
-    before all have sent their parts, and none goes on before it has it. So rank 0, which copies them, is not left
-    behind.
+    As torchtune gathers them, but without a barrier after each: a gather ends only once every rank has sent its part,
+    and every rank waits for it, so none runs ahead of rank 0, which copies them.
     """
     first, whole = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
     for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
@@ -258,8 +257,8 @@ class Checkpoints:
 
     @contextmanager
     def going_on_to_draw(self, progress: Progress) -> Iterator[None]:
-        """Collective: around the beginning of an epoch, when the loader draws from the generators: in the middle of one
-        that draw is behind us."""
+        """Collective: around the beginning of an epoch, when the loader draws from the generators. Where a run resumes
+        in the middle of one, that draw has been made already and must not count twice."""
         if not progress.steps_in_epoch:
             self._restore_random_state()
         rng = RngState.capture()
@@ -277,7 +276,7 @@ class Checkpoints:
         if reason is not None and dist.get_rank() == 0:
             logger.info("random draws (dropout) restart from the seed: %s", reason)
 
-    def due(self, progress: Progress, asked_to_stop: bool = False) -> bool:
+    def due(self, progress: Progress, asked_to_stop: bool) -> bool:
         """Whether there is to be one here, within an epoch; where an epoch ends, there is one anyway."""
         every, sizes = self._save_every, progress.begun
         within = sizes is not None and progress.steps_in_epoch < sizes.steps
@@ -290,8 +289,8 @@ class Checkpoints:
         if progress.finished:
             THIS_RUN.doing = Doing.LAST_SAVE
         self.wait()
-        in_background = self._background is not None and not progress.finished
-        name = progress.name_of_checkpoint(distributed=in_background)
+        background = None if progress.finished else self._background
+        name = progress.name_of_checkpoint(distributed=background is not None)
         gone = dist.get_rank() == 0 and not self._staging.is_dir()  # or torch would make it anew, on whatever is there
         mine = weights_are_finite(model), gone, capture_random_state()
         finite, gone_on_rank_0, random_states = zip(*from_all_ranks(mine), strict=True)
@@ -299,7 +298,7 @@ class Checkpoints:
             serial=self._serial,
             position=progress.position,
             finished=progress.finished,
-            distributed=in_background,
+            distributed=background is not None,
             ranks=dist.get_world_size(),
             identity=self._identity,
             saved_at=now(),
@@ -307,19 +306,19 @@ class Checkpoints:
         )
         self._serial += 1
         written = Written(name, manifest, list(random_states))
-        if not all(finite):  # they would only push out those that are
+        if not all(finite):  # saved, they would only push out those that are
             raise NotLearningError(
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
-                "run with a lower optimizer.lr or a clip_grad_norm, from the weights of that checkpoint if there is one"
+                f"run with a lower optimizer.lr or a clip_grad_norm{', from its weights' * bool(THIS_RUN.newest)}"
             )
         if any(gone_on_rank_0):
             self._fail(written, GONE)
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         began = time.perf_counter()
         with fatal_where_memory_runs_out(partial(out_of_memory_in, name)):
-            if self._background is not None and in_background:
+            if background is not None:
                 state |= {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
-                self._background.start(self._staging / name, copy_of(state), written)
+                background.start(self._staging / name, copy_of(state), written)
                 return
             optimizer_state = gather_state(model, optimizer, self._device)
             weights = gather_weights(self._contents.sharded(model), self._device)
@@ -424,8 +423,8 @@ class BackgroundSave:
         self.written, self._error = written, None
         self._ended.clear()
         began = time.perf_counter()
-        # One thread, and so one file: of several, torch hears of errors in one alone, and takes a checkpoint that lacks
-        # the others' parts for a whole one. What is on the host need not be copied ahead.
+        # One thread, and so one file: with several, torch notices errors in one of them only, and would accept a
+        # checkpoint that lacks the others' parts. What is on the host need not be copied ahead.
         writer = FileSystemWriter(
             folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0, sync_files=True
         )
@@ -483,7 +482,7 @@ def cause(error: BaseException, directory: Path) -> str:
     if number is None:
         number = _errno_of_a_write(directory / store.SAVING)
     if number is not None:
-        text = os.strerror(number) + f": {file}" * bool(file)
+        text = os.strerror(number) + f": {file}" * bool(file) + " (see ulimit -f)" * (number == errno.EFBIG)
     elif "inline_container" in str(error):
         text = f"torch could not write a file in full ({error})"
     else:

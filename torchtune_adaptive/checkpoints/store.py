@@ -198,7 +198,7 @@ def publish(directory: Path, name: str) -> Path:
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)
-    if os.path.lexists(place):  # incomplete, or of a way that the run was called back from
+    if os.path.lexists(place):  # incomplete, or left by a run that has gone back to an earlier checkpoint
         remove(place)
     staged.rename(place)
     sync(directory)

@@ -20,7 +20,7 @@ from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_adaptive.checkpoints.loading import check_what_saves_copy, missing_directory
+from torchtune_adaptive.checkpoints.loading import check_names, check_what_saves_copy, missing_directory
 from torchtune_adaptive.checkpoints.progress import start_progress
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory, choose, places_of
 from torchtune_adaptive.checkpoints.store import find_checkpoints
@@ -115,7 +115,7 @@ def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bo
         check(check_fits, "profiler", cfg.profiler)
     for key in [key for key in ("checkpointer", "ref_checkpointer", *recipe.keys) if key.endswith("checkpointer")]:
         if cfg.get(key) is not None or key == "checkpointer":
-            check(lambda key: check_fits(key, components.require(cfg, key), should_load_recipe_state=False), key)
+            check(_check_checkpointer, key, components.require(cfg, key))
     if recipe.of_pairs:
         check(_check_pairs, cfg)
     elif recipe in (GRPO, GRPO_LORA):
@@ -155,6 +155,11 @@ def _check_dataset(cfg: DictConfig, findings: Findings) -> None:
                 findings.missing(f"{key}.data_files is {path!r}, which does not exist: correct the path")
 
 
+def _check_checkpointer(key: str, section: DictConfig) -> None:
+    check_fits(key, section, should_load_recipe_state=False)
+    check_names(key, section)
+
+
 def _check_optimizer(cfg: DictConfig) -> None:
     """With its schedule, on one parameter."""
     optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
@@ -170,7 +175,7 @@ def check_fits(key: str, section: Any, *args: object, **kwargs: object) -> None:
     except Exception as error:
         reason = components.in_a_line(error)
         raise ConfigError(f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {reason}") from error
-    if wrong := components.misfit(key, section, args, kwargs):
+    if wrong := components.misfit(key, section, args, kwargs) or components.wrong_values(key, section):
         raise ConfigError(wrong)
 
 

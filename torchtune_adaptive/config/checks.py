@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
@@ -114,6 +115,8 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
         )
     if dim > 1 and value_at(settings.config, "optimizer.fused"):
         yield f"tensor_parallel_dim is {dim} and optimizer.fused is True: set optimizer.fused: False"
+    if isinstance(rate := value_at(settings.config, "optimizer.lr"), float) and not math.isfinite(rate):
+        yield f"optimizer.lr is {rate}: allowed is a finite number"
     repeats = adaptive.recover_from_oom is not False and not settings.optimizer_in_bwd and dim == 1
     if settings.use_maximum_batch_size and adaptive.search in NEED_RECOVERY and not repeats:
         yield (

@@ -60,7 +60,7 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         if (below := error.__cause__) and str(below) not in str(error):  # what a library has wrapped says why
             message += f" ({in_a_line(below)})"
         if component and isinstance(section, DictConfig):
-            message = misfit(key, section, args, kwargs) or _wrong_values(key, section) or message
+            message = misfit(key, section, args, kwargs) or wrong_values(key, section) or message
         raise ConfigError(message) from error
 
 
@@ -76,9 +76,10 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
 
     `args` and `kwargs` are what the component is given besides.
     """
-    parameters = _parameters_of(section[COMPONENT])
+    parameters, named = _parameters_of(section[COMPONENT]), _named(section[COMPONENT])
     if parameters is None:
-        return None
+        is_none = named is not None and not callable(named)
+        return f"{key}.{COMPONENT} is {section[COMPONENT]!r}, which is no class or function" if is_none else None
     by_position = [one for one in parameters if one.kind in (_BY_NAME[0], inspect.Parameter.POSITIONAL_ONLY)]
     given = {*kwargs, *(one.name for one in by_position[: len(args)])}
     free = [one for one in parameters if one.kind in _BY_NAME and one.name not in given]
@@ -97,25 +98,34 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
     return "; ".join(problems) or None
 
 
-def _wrong_values(key: str, section: DictConfig) -> str:
-    """Texts and nulls where the component's signature, or its default, says a number; lists of another length."""
+def wrong_values(key: str, section: DictConfig) -> str:
+    """Texts and nulls where the component's signature, or its default, says a number or a bool; lists of another
+    length."""
     problems = []
     for one in (one for one in _parameters_of(section[COMPONENT]) or () if one.name in section):
         annotation = one.annotation if one.annotation is not one.empty else type(one.default)
         wanted, value = inspect.formatannotation(annotation).replace("torch.", ""), section[one.name]
         takes_it = {str: r"\bstr\b", NoneType: r"\bNone\b|\bOptional\b"}.get(type(value))
         component = section[COMPONENT].rpartition(".")[2]
-        if takes_it and re.search(r"\b(int|float)\b", wanted) and not re.search(takes_it, wanted):
+        if takes_it and re.search(r"\b(int|float|bool)\b", wanted) and not re.search(takes_it, wanted):
             problems.append(f"{key}.{one.name} is {shown(value)}, but {component} takes {wanted}")
         elif isinstance(one.default, tuple) and isinstance(value, ListConfig) and len(value) != len(one.default):
             problems.append(f"{key}.{one.name} is {shown(value)}, but {component} takes {len(one.default)} values")
     return "; ".join(problems)
 
 
-def _parameters_of(component: Any) -> list[inspect.Parameter] | None:
+def _parameters_of(path: str) -> list[inspect.Parameter] | None:
     try:
-        return list(inspect.signature(pkgutil.resolve_name(component), eval_str=True).parameters.values())
-    except (ValueError, TypeError, ImportError, AttributeError, NameError):
+        return list(inspect.signature(_named(path), eval_str=True).parameters.values())
+    except (ValueError, TypeError, NameError):
+        return None
+
+
+def _named(path: str) -> Any:
+    """What a path names; None where that is nothing, which whoever builds it says."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ValueError, ImportError, AttributeError):
         return None
 
 

@@ -129,9 +129,9 @@ class CollectiveRecord:
     trained: tuple[bool, ...]
     """Whether each weight was trained then."""
     schedules: dict[tuple[bool, bool], Schedule] = field(default_factory=dict)
-    """By whether a microbatch is the last of a step, and whether others came before it. That makes a difference only
-    where gradients are summed over replicas, which can wait for the last: elsewhere one schedule holds for all. What
-    earlier microbatches have left, a head that is applied in chunks may send by itself."""
+    """By whether a microbatch is the last of its step, and whether others came before it. That makes a difference only
+    where gradients are summed over replicas, which can wait for the last; elsewhere one schedule holds for all. A head
+    that is applied in chunks may send what earlier microbatches left in a collective of its own."""
     varies: bool = False
     unsteady: str | None = None
     """The setting by which microbatches issue different collectives."""
@@ -209,10 +209,6 @@ def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _ignore(_: torch.Tensor) -> None:
-    pass
-
-
 def refusal(what: str) -> RecoveryUnsupportedError:
     return RecoveryUnsupportedError(
         f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({what}): a failed rank cannot "
@@ -255,7 +251,7 @@ class CollectiveLedger:
         self._begun_at = (0, 0)  # messages and position
         self._already_issued = 0  # collectives that a stand-in must not repeat
         self._issuing = False
-        self.show: Callable[[torch.Tensor], object] = _ignore
+        self.show: Callable[[torch.Tensor], object] = lambda _: None
         self._put_back = [
             fsdp.replace_collectives(
                 root,
@@ -290,7 +286,7 @@ class CollectiveLedger:
         try:
             yield
         finally:
-            self.show = _ignore
+            self.show = lambda _: None
 
     def forget(self, stage: str) -> None:
         """Call it on all ranks if a stage issues other collectives from its next step on."""
@@ -479,7 +475,8 @@ class CollectiveLedger:
     def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
         """Collective: finishes a microbatch that has no record yet, without repeating what was issued already."""
         if self._replicated and number:
-            # peers have sums of earlier microbatches, which FSDP may send by themselves; the failed pass took them here
+            # Peers still hold partial sums of earlier microbatches, which FSDP may send separately. This rank lost its
+            # own in the failed pass, so it makes others first.
             for root in self._replicated:
                 root.set_requires_all_reduce(False)
             self._run_without(sys.maxsize, run_stand_in)

@@ -77,7 +77,7 @@ def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterat
             remedies = (Remedy.ROOM_FOR_NCCL,)
         else:
             said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # gloo begins with its own source
-            waited = ", waits in another collective," * ("imed out" in said)
+            waited = ", has left a step by an error, is in another collective," * ("imed out" in said)
             why = (
                 f"another rank has exited{waited} or the network has failed ({what} failed on rank {rank()}: {said}), "
                 "so the ranks are out of step: restart, from the last checkpoint if there is one"

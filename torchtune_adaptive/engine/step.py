@@ -115,6 +115,7 @@ class Recovery:
         self.ledger = CollectiveLedger(*models, watches=enabled)
         self.agreement = Agreement(len(Report._fields))
         self._stages: set[str] = set()
+        self.left_amid_a_step = False
         self._compared = self._closed = False
 
     def add_stage(self, stage: str, model: nn.Module) -> None:
@@ -137,6 +138,11 @@ class Recovery:
         """Before each step. Collective the first time: compares replicas, since weights may be loaded until then."""
         if self._closed:
             raise ValueError("this runner is closed and would hang if a rank ran out of memory: create a new one")
+        if self.left_amid_a_step:
+            raise UnrecoverableError(
+                f"rank {rank()} has left a step by an error, and its peers may still be in it: end all ranks where one "
+                "fails, and restart from the last checkpoint, if there is one"
+            )
         if not self._compared:
             compare_replicas(self.models)
             self._compared = True
@@ -280,9 +286,9 @@ class StepRunner(Generic[Sample]):
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
         """Collective: forward and backward over all samples, under smaller limits while some rank fails.
 
-        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log.
-        `upcoming` are the samples of the next call, where every rank knows its own: under a limit
-        by length, the number of their microbatches is then agreed on beside the rest. Without them, that costs a
+        Gradients must be None before, and are complete and unscaled afterwards. `step` is the same on all ranks, and
+        another one in each call. `upcoming` are this rank's samples of the next call, if it knows them already: under a
+        limit by length, the number of their microbatches then travels with this step's agreement, and needs no
         reduction of its own.
 
         Raises LimitExhaustedError on every rank where nothing smaller is left. Gradients and random generators are
@@ -422,6 +428,7 @@ class StepRunner(Generic[Sample]):
                 return None, number
         except BaseException:
             self._ledger.abandon()
+            self.recovery.left_amid_a_step = world_size() > 1
             raise
         return totals, None
 

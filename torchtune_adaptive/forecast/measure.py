@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import keys_of
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.errors import AdaptiveError, Remedy
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import trains_on_rollouts
@@ -90,7 +91,9 @@ def measure(question: Question) -> Found:
         if rehearsed.interrupted:
             raise KeyboardInterrupt
         said = [line for line in log.read_text().splitlines() if line.startswith("error")]
-        found = Found(question, rehearsed, _searches(folder), said[-1].partition(": ")[2] if said else "")
+        complaint = said[-1].partition(": ")[2] if said else ""
+        complaint = complaint.replace(KEYS[Remedy.LARGER_BUDGET], "raise memory_limit (a larger card)")
+        found = Found(question, rehearsed, _searches(folder), complaint)
         if not rehearsed.fits and not rehearsed.errors:
             raise AdaptiveError(found.complaint or f"{rehearsed.verdict()}\n{log.read_text()[-2000:]}")
         return found

@@ -76,7 +76,7 @@ def in_use(directory: Path, who: str) -> ConfigError:
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot write to output_dir {str(directory)!r}: {error.filename or directory}: {error.strerror}; set "
-        "output_dir to a folder that this user may write"
-    )
+    in_the_way = isinstance(error, IsADirectoryError)
+    remedy = "remove it" if in_the_way else "set output_dir to a folder that this user may write"
+    what = f"{error.filename or directory}: {error.strerror}"
+    return ConfigError(f"cannot write to output_dir {str(directory)!r}: {what}; {remedy}")

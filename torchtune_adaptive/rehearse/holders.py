@@ -34,11 +34,11 @@ def holders(device: int) -> dict[str, int]:
 
 
 def _holder(block: dict[str, Any], owners: dict[int, str]) -> str:
-    frames = block.get("frames", [])
-    if _any_in(frames, _BEFORE_OWNERS):
+    frames, owner = block.get("frames", []), owners.get(block["address"])
+    if owner != GRADIENTS and _any_in(frames, _BEFORE_OWNERS):
         return BUFFERS
-    if block["address"] in owners:
-        return owners[block["address"]]
+    if owner is not None:
+        return owner
     if not frames:  # autograd's own thread
         return BACKWARD
     by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES}

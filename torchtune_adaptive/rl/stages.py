@@ -83,7 +83,7 @@ class RolloutStages:
                     stage.run,
                     limit=RowLimit(min(stage.rows, stage.samples)),
                     recovery=recovery,
-                    # answers come to be while they are generated, so lengths there go by what may be
+                    # how long an answer is shows when it is there, so generating is planned for the longest
                     kind=SampleKind(
                         length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
                         stand_in=self.policy.stand_in if name == GENERATE else Rollout.stand_in,
@@ -154,7 +154,7 @@ class RolloutStages:
         return tokens / max(1e-9, sum(self.seconds[stage] for stage in during))
 
     def figures_of_run(self, seconds: float) -> dict[str, float]:
-        """What the record has besides, of an iteration that took so long."""
+        """Further figures for the record of the run, of an iteration that took so many seconds."""
         tokens = sum(result.target_tokens for result in self.results[GENERATE])
         peaks = [each.memory for results in self.results.values() for each in results if each.memory is not None]
         fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)

@@ -89,7 +89,8 @@ class Course:
     looks_ahead: bool = False
     """Whether a step is told the samples of the next one."""
     resize: Callable[[Progress, int], EpochSizes] | None = None
-    """Sizes the epoch that begins, or the rest of one, of so many samples a rank; None: it is as it was planned."""
+    """Returns the size of the coming epoch, or of the rest of this one, given the samples that each rank has left;
+    None: all are as planned."""
     resize_every: int | None = None
     """Samples of an epoch, on all ranks, after which that happens; None: only where an epoch begins."""
 
@@ -157,7 +158,7 @@ class Trainer:
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         """The memory that this rank may use, which the models of all stages and the optimizers live in."""
-        models = nn.ModuleList(model for runner in self.stages.values() for model in runner.recovery.models)
+        models = nn.ModuleList(self.stages.training.recovery.models)
         resident = resident_tensors(models, self.optimization.optimizers)
         limit, limits = None, self.run.settings.adaptive.memory_limit
         if limits is not None:
@@ -203,9 +204,9 @@ class Trainer:
 
     def _resize_where_due(self) -> None:
         """Collective: sizes what follows by what was measured."""
-        progress, epochs = replace(self.run.progress, noise=self._noise.state()), list(self.course.epochs)
         if self.course.resize is None:
             return
+        progress, epochs = replace(self.run.progress, noise=self._noise.state()), list(self.course.epochs)
         ranks, done, now = progress.ranks, progress.samples_in_epoch, progress.epochs_run
         before = progress.begun or (progress.past[-1] if progress.past else epochs[now])
         if done and not self.course.resizes_between(done - before.samples_per_step * ranks, done):

@@ -127,6 +127,12 @@ def test_a_component_that_a_run_cannot_build_is_refused(validate: Validate, over
         ([f"batch_increase_function={SECTION}shrinking"], ["batch_increase_function"]),
         (["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR"], ["lr_scheduler"]),
         (["dataset.colour=red"], ["dataset.colour", "has no such argument"]),
+        (["dataset.samples=many"], ["dataset.samples is 'many', but demo_dataset takes int"]),
+        (["dataset.packed=abc"], ["dataset.packed"]),
+        (["metric_logger=abc"], ["metric_logger._component_ is 'abc', which is no class or function"]),
+        (["checkpointer=abc"], ["checkpointer._component_ is 'abc', which is no class or function"]),
+        (["checkpointer.checkpoint_files=5"], ["checkpointer.checkpoint_files is 5: allowed is a list of names"]),
+        (["optimizer.lr=.inf"], ["optimizer.lr is inf: allowed is a finite number"]),
     ],
     ids=lambda value: value[0][:40],
 )

@@ -114,5 +114,5 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path: 
     with pytest.raises(ConfigError, match=r"cannot write to output_dir .*file/out': .*file/out: Not a directory"):
         take(tmp_path / "file" / "out")
     (tmp_path / "out" / LOCK_FILE).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=rf"out/{LOCK_FILE}: Is a directory"):
+    with pytest.raises(ConfigError, match=rf"out/{LOCK_FILE}: Is a directory; remove it"):
         take(tmp_path / "out")
