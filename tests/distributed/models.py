@@ -141,7 +141,9 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
-        with scoring_only(model, partial(_filled_up, model.num_output_chunks) if model.num_output_chunks else None):
+        with scoring_only(
+            model, partial(_filled_up, chunks) if (chunks := getattr(model, "num_output_chunks", 0)) else None
+        ):
             found = model(tokens)
         logits = (found if isinstance(found, Tensor) else torch.cat(found, 1))[:, : labels.size(1)]
         loss = F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), labels.reshape(-1), reduction="sum")

@@ -115,7 +115,6 @@ class Recovery:
         self.ledger = CollectiveLedger(*models, watches=enabled)
         self.agreement = Agreement(len(Report._fields))
         self._stages: set[str] = set()
-        self.left_amid_a_step = False
         self._compared = self._closed = False
 
     def add_stage(self, stage: str, model: nn.Module) -> None:
@@ -138,11 +137,6 @@ class Recovery:
         """Before each step. Collective the first time: compares replicas, since weights may be loaded until then."""
         if self._closed:
             raise ValueError("this runner is closed and would hang if a rank ran out of memory: create a new one")
-        if self.left_amid_a_step:
-            raise UnrecoverableError(
-                f"rank {rank()} has left a step by an error, and its peers may still be in it: end all ranks where one "
-                "fails, and restart from the last checkpoint, if there is one"
-            )
         if not self._compared:
             compare_replicas(self.models)
             self._compared = True
@@ -428,7 +422,6 @@ class StepRunner(Generic[Sample]):
                 return None, number
         except BaseException:
             self._ledger.abandon()
-            self.recovery.left_amid_a_step = world_size() > 1
             raise
         return totals, None
 

@@ -66,8 +66,8 @@ class OptimizerSteps:
         tokens = batches[0].inputs.get("input_ids", torch.empty(1, 0)).shape[-1]
         if counts_tokens and tokens > 1 == max(each.length for each in self._samples):
             raise ConfigError(
-                "use_maximum_batch_size and token_budget go by the tokens of samples, which have none until they are "
-                "collated: tokenize in the dataset, into input_ids"
+                "a search or a budget of tokens goes by the lengths of samples, but these have no tokens until they "
+                "are collated: tokenize in the dataset, into input_ids"
             )
         self._adds_up, padded = self._how_losses_add_up(batches)
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)

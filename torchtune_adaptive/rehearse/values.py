@@ -19,7 +19,7 @@ from torchtune_adaptive.rehearse.answer import INTEGER, MASK
 LARGE = 2**20
 """Elements of a tensor that is read as it is, and of a weight that is not drawn."""
 COUNTS_OPERATIONS = "store_flos"
-"""Of transformers' Trainer: an integer that every distributed run reads, and that no size follows from."""
+"""The function of transformers' Trainer that reads an integer in every distributed run, from which no size follows."""
 _ALL = "_is_so_of_all"
 
 

@@ -112,20 +112,7 @@ def test_ranks_that_are_at_different_collectives_end_together():
     assert "different numbers of collectives" in first
 
 
-def run_different_steps() -> str:
-    runner = runner_of(build(ModelConfig()), 2)
-    with pytest.raises(UnrecoverableError) as raised:
-        runner.run(samples_of(dist.get_rank(), 2), step=2 + dist.get_rank())
-    return str(raised.value)
-
-
-def test_ranks_that_are_a_step_apart_end_together():
-    first, second = run_on_ranks(2, run_different_steps)
-    assert first == second
-    assert first.startswith("the ranks are in different steps ([2, 3], by rank), so they mixed their gradients")
-
-
-def leave_a_step_by_an_error_and_go_on() -> str:
+def skip_a_step_alone() -> str:
     def reading(samples):
         if runner.current_step == 2 and dist.get_rank() == 1:
             raise KeyError("a bad sample")
@@ -133,25 +120,21 @@ def leave_a_step_by_an_error_and_go_on() -> str:
 
     train = forward_backward_of(model := build(ModelConfig()))
     runner = runner_of(model, 2, reading)
-    samples = samples_of(dist.get_rank(), 2)
-    runner.run(samples, step=1)
-    model.zero_grad()
-    try:
-        runner.run(samples, step=2)
-    except KeyError:
-        with pytest.raises(UnrecoverableError) as raised:
-            runner.run(samples, step=3)
-        said = str(raised.value)
-    except UnrecoverableError as error:
-        said = str(error)
-    dist.destroy_process_group()
-    return said
+    for step in 1, 2, 3:
+        try:
+            runner.run(samples_of(dist.get_rank(), 2), step=step)
+        except KeyError:
+            continue
+        except UnrecoverableError as error:
+            return str(error)
+        model.zero_grad()
+    return "no error"
 
 
-def test_a_rank_that_has_left_a_step_by_an_error_communicates_no_more():
-    peer, left = run_on_ranks(2, leave_a_step_by_an_error_and_go_on)
-    assert left.startswith("rank 1 has left a step by an error, and its peers may still be in it: end all ranks")
-    assert peer.startswith("another rank has exited")
+def test_ranks_that_are_a_step_apart_end_together():
+    first, second = run_on_ranks(2, skip_a_step_alone)
+    assert first == second
+    assert first.startswith("the ranks are in different steps ([2, 3], by rank), so they mixed their gradients")
 
 
 def shard_what_a_runner_has() -> None:
