@@ -115,7 +115,7 @@ class Values:
 
 
 def _caller() -> FrameType:
-    """Of who calls this; autograd's own threads have none, and then where the script waits for the backward."""
+    """The frame that called; autograd's threads have none: there it is where the script waits for the backward."""
     called = sys._getframe(1)
     return called.f_back or sys._current_frames()[threading.main_thread().ident or 0]
 
