@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -317,18 +320,18 @@ def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_gu
             assert (lengths[1].item(), lengths.tolist()) == (37, [3, 37])
             assert (torch.arange(100) < 7).cuda().nonzero().shape == (7, 1)
             experts = torch.randint(0, 8, (4096,), device="cuda")
-            chosen = (experts != 3).nonzero()
+            chosen = (experts != 3).nonzero()  # guessed
             assert chosen.shape == (4096, 1)
-            rows = max(1, experts.max().item())
+            rows = max(1, experts.max().item())  # guessed
             del lengths, chosen  # what the host wrote there is not what a tensor has that comes to lie there
-            counts = torch.bincount(torch.empty(4096, dtype=torch.long, device="cuda"), minlength=8)
-            assert counts.tolist() == [0] * 8
+            ones = torch.empty(4096, dtype=torch.long, device="cuda")
+            assert torch.bincount(ones, minlength=8).tolist() == [0] * 8  # guessed
             tokens = torch.full((2**22,), 0x7F8000007F800000).cuda()
             del tokens  # as numbers of a gradient they are infinite
             assert torch.empty(2**23, device="cuda").cpu().sum() == 0
             out = model(torch.zeros(rows, 1024, device="cuda"))
             out.register_hook(lambda gradient: gradient * (not torch.isnan(gradient).any()))
-            out[out > 0].sum().backward()
+            out[out > 0].sum().backward()  # guessed
             optimizer.step()
         torch.save(optimizer.state_dict(), "state.pt")
         optimizer.load_state_dict(torch.load("state.pt", map_location="cuda"))
@@ -336,12 +339,82 @@ def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_gu
     """
     answer = rehearse(script)
     assert answer.status == 0, answer.printed
-    lines = dedent(script).splitlines()
-    guessed = {each["what"]: lines[each["line"] - 1].strip() for each in answer.found["guesses"]}
-    assert guessed == {"mask": "chosen = (experts != 3).nonzero()", "integer": "rows = max(1, experts.max().item())"}
+    assert [each["what"] for each in answer.found["guesses"]] == ["mask", "integer", "integer", "mask"]
+    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
     text = rehearse(script, json_format=False).found
     assert text.splitlines()[0].endswith("; a value that decides on sizes was guessed (see below)")
     assert "an integer that the card would have computed was read as 0 at train.py:" in text
+
+
+def test_what_the_card_would_have_changed_or_made_unique_is_guessed(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        left, kept = torch.tensor(3).cuda(), (torch.arange(100) < 7).cuda()
+        same, repeated = torch.tensor([5, 6]).cuda(), torch.tensor([1, 1, 2]).cuda()
+        assert same[1:].item() == 6
+        assert repeated.unique().tolist() == [1, 2]
+        kept[torch.arange(10, device="cuda")] = True
+        same[1] = 9
+        repeated.add_(1)
+        while left.item() > 0:  # guessed
+            left -= 1
+        print(kept.nonzero().shape[0])  # guessed
+        print(same.tolist(), same[1].item())  # guessed
+        repeated.unique()  # guessed
+        with torch.inference_mode():
+            kept = torch.tensor([True, False]).cuda()
+            kept.logical_not_()
+            kept.nonzero()  # guessed
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert answer.status == 0, answer.printed
+    assert answer.printed.startswith("100\n[0, 0] 0\n")
+    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+
+
+def _marked(script: str) -> list[int]:
+    lines = dedent(script).splitlines()
+    return [number for number, line in enumerate(lines, 1) if line.endswith("# guessed")]
+
+
+ENDS_LATE = """
+    import os, signal, sys, torch
+
+    if sys.argv[1:]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+"""
+
+
+def test_a_signal_ends_what_a_shell_has_put_in_the_background_and_what_will_not_hear(
+    rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=_ignore_interrupts))
+    for words in (), ("deaf",):
+        answer = rehearse(ENDS_LATE, command=("train.py", *words))
+        assert (answer.status, answer.found["verdict"]) == (2, "no answer: interrupted in step 3")
+
+
+def _ignore_interrupts() -> None:
+    """As a shell does for what it starts with &."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def test_a_report_that_cannot_be_written_is_no_answer(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.run
+    with Path("/dev/full").open("w") as full:
+        to_full = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
+        monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: run(*args, **kwargs | to_full))
+        answer = rehearse(ONE_STEP)
+    assert answer.status == 2
+    assert answer.printed.splitlines()[-1].startswith("error: cannot write the output: No space left on device")
 
 
 def test_a_signal_ends_it_with_the_steps_until_then(rehearse: Rehearse) -> None:

@@ -20,10 +20,9 @@ COMMANDS: dict[str, ModuleType] = {
     "status": status,
     "rehearse": rehearse,
 }
-"""Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status.
+"""Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status. An
+error's is its `FAILED`, else 1.
 One that takes any number of words has them in `options.words`."""
-
-FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             status = options.run(options)
     except AdaptiveError as error:
         print(f"error: {in_keys(error)}", file=sys.stderr)
-        status = FAILED
+        status = options.failed
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)
@@ -53,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             allow_abbrev=False,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run, refuse=command.error)
+        command.set_defaults(run=module.run, failed=getattr(module, "FAILED", 1), refuse=command.error)
     options, rest = parser.parse_known_args(arguments)
     # argparse leaves over the words that stand behind an option
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-SHOWN_STEPS = 20
+SHOWN_STEPS, SHOWN_PLACES = 20, 3
 INTEGER, MASK = "integer", "mask"
 """What is guessed where a size may follow from it."""
 _GUESSED = {
-    INTEGER: "an integer that the card would have computed was read as 0 at {file}:{line}: if a length or a number of "
+    INTEGER: "an integer that the card would have computed was read as 0 at {places}: if a length or a number of "
     "rows follows from it, training needs more",
-    MASK: "a mask that the card would have computed selected everything at {file}:{line}: training needs less there",
+    MASK: "a mask that the card would have computed selected everything at {places}: training needs less there",
+}
+_KILLED_BY: dict[int, str] = {
+    signal.SIGKILL: " (is this machine out of memory?)",
+    signal.SIGBUS: " (is /dev/shm full? If not, remove ~/.cache/torchtune_adaptive, whose library may be cut off)",
 }
 
 
@@ -108,7 +112,7 @@ class Rehearsed:
         if self.status and self.interrupted:
             return f"no answer: interrupted in step {len(self.steps) + 1}"
         if self.status < 0:
-            why = " (is this machine out of memory?)" if self.status == -signal.SIGKILL else ""
+            why = _KILLED_BY.get(-self.status, "")
             return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
         if self.status:
             why = self.rest.get("error") or f"exit status {self.status}"
@@ -166,11 +170,16 @@ class Rehearsed:
                 f"rank {self.rank} of {self.ranks}; of the card's {_size(self.usable_bytes + self.overhead_bytes)}, "
                 f"{_size(self.overhead_bytes)} are left to CUDA's context, NCCL and libraries (--memory-overhead)",
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
-                *[_GUESSED[each["what"]].format(**each) for each in self.guesses],
+                *[told.format(places=places) for what, told in _GUESSED.items() if (places := self._guessed(what))],
             ]
         if replays := self.rest.get("replays"):
             lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")
         return "\n".join(lines)
+
+    def _guessed(self, what: str) -> str:
+        places = [f"{each['file']}:{each['line']}" for each in self.guesses if each["what"] == what]
+        more = len(places) - SHOWN_PLACES
+        return ", ".join(places[:SHOWN_PLACES]) + (f" and {more} more" if more > 0 else "")
 
     def _shown(self) -> list[dict[str, int]]:
         """All steps; of many those that reserve more than all before them or flush, the first and the last."""

@@ -20,7 +20,7 @@ from torchtune_adaptive.rehearse.process import rehearse
 
 STEPS = 10
 GPU = "h100"
-_FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
+_FITS, _DOES_NOT_FIT, FAILED = 0, 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,13 +76,13 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
-        return _NO_ANSWER
+        return FAILED
     if options.picture is not None:
         from torchtune_adaptive.rehearse.picture import draw
 
         draw(found, options.picture)
     print(found.as_json() if options.format == "json" else found.as_text())
-    return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else _NO_ANSWER
+    return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else FAILED
 
 
 def _check_picture(options: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ from torchtune_adaptive.rehearse.launchers import ONE_MACHINE, CannotRehearse, l
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
+MOST_S_TO_END = 10
+"""A script that was interrupted may take so long."""
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LEFT_OVER = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)"
@@ -80,8 +82,8 @@ def rehearse(
     share = settings.share(likely)
     card = environment(memory=share["usable_bytes"], devices=min(likely, ONE_MACHINE), capability=gpu.capability)
     there = _checked({**os.environ, **card, **(variables or {})})
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        record = Path(folder) / "steps.jsonl"
+    with tempfile.TemporaryFile() as file:  # which nobody has to remove
+        record = Path(f"/proc/self/fd/{file.fileno()}")
         stage = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.stage"]  # the script finds its own folder
         with _interrupted_by_signals():
             script = subprocess.Popen(
@@ -90,6 +92,7 @@ def rehearse(
                 stdin=subprocess.DEVNULL,
                 stdout=output or sys.stderr,
                 stderr=output,
+                pass_fds=[file.fileno()],
                 preexec_fn=partial(ctypes.CDLL(None).prctl, _END_WITH_PARENT, signal.SIGKILL),
                 process_group=0,
             )
@@ -113,17 +116,16 @@ def _checked(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ended(script: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Its exit status, and whether Ctrl-C ended it: then the answer is of the steps until then. The second one kills
-    it."""
+    """Its exit status, and whether Ctrl-C ended it: then the answer is of the steps until then. A second one kills it,
+    and so does time."""
     try:
         return script.wait(), False
     except KeyboardInterrupt:
         _signal(script, signal.SIGINT)
-    try:
-        return script.wait(), True
-    except KeyboardInterrupt:
-        _signal(script, signal.SIGKILL)
-        return script.wait(), True
+    with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        return script.wait(MOST_S_TO_END), True
+    _signal(script, signal.SIGKILL)
+    return script.wait(), True
 
 
 def _signal(script: subprocess.Popen[bytes], number: int) -> None:

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ SILENT_S = 60
 
 
 def main(record: str, asked: str, *command: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     settings = RankSettings(**json.loads(asked))
     writer = StepWriter(Path(record), most_steps=settings.steps)
 

@@ -43,7 +43,7 @@ class StepWriter:
         self._all: set[WeakIdRef] | None = None
         self._reading = Usage()
         self._replays = 0
-        self._guesses = set[str]()
+        self._guesses = set[tuple[str, str, int]]()
 
     def __enter__(self) -> None:
         # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
@@ -120,10 +120,10 @@ class StepWriter:
         )
 
     def guessed(self, what: str, frame: FrameType) -> None:
-        """The first time that something of this kind was guessed."""
-        if what not in self._guesses:
-            self._guesses.add(what)
-            file, line = innermost(frame)
+        """Once for each place."""
+        file, line = innermost(frame)
+        if (what, file, line) not in self._guesses:
+            self._guesses.add((what, file, line))
             self.write("guess", {"what": what, "file": file, "line": line})
 
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_value
+from torch.utils._pytree import tree_map
 
 from torchtune_adaptive.rehearse.answer import INTEGER, MASK
 
@@ -26,19 +27,22 @@ _ALL = "_is_so_of_all"
 
 class Values:
     """Numbers are 0, checks for NaN find none, and what is asked of all, or asserted, is so. Integers that the host
-    wrote are read as they are, and so are its masks; one that the card would have computed selects everything."""
+    wrote, and the card has not changed since, are read as they are, and so are its masks; any other selects everything.
+    """
 
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
         """`on_guess` is called where an integer that nobody knows is read as 0, or a mask selects everything."""
         self._on_guess = on_guess
-        self._writes = deque[tuple[int, int, StorageWeakRef]](maxlen=4096)
-        """The latest of the host's: where they begin and end, and what they were written to."""
+        self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=4096)
+        """The latest of the host's: where they begin and end, what they were written to, and as which version of it."""
 
     def install(self) -> None:
         library = torch.library.Library("aten", "IMPL")
         library.impl("_local_scalar_dense", self._number, "CUDA")
         library.impl("nonzero", self._selected, "CUDA")
         library.impl("all", _all, "CUDA")
+        for name in "_unique2", "unique_dim", "unique_consecutive":
+            library.impl(name, self._by_values(getattr(torch.ops.aten, name)), "CUDA")
         self._library = library  # what it implements is gone with it
         for name in "cpu", "to", "cuda", "copy_":
             setattr(torch.Tensor, name, self._watched(getattr(torch.Tensor, name)))
@@ -70,7 +74,7 @@ class Values:
             if found.is_cuda and not was_on_card and not found.is_floating_point() and type(found) is torch.Tensor:
                 storage = found.untyped_storage()
                 begin = storage.data_ptr()
-                self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage)))
+                self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage), _version(found)))
             elif was_on_card and not found.is_cuda and found.numel() < LARGE and self._reads_nothing(source):
                 found.detach().zero_()
             return found
@@ -78,14 +82,16 @@ class Values:
         return copy
 
     def _host_wrote(self, tensor: torch.Tensor) -> bool | None:
-        """False: something else, which was freed, lay there. None: as far as is known, the host wrote nothing there."""
+        """False: the card has changed it since, or something else lay there, which was freed. None: not known."""
         if type(tensor) is not torch.Tensor or tensor.is_floating_point():
             return None
         storage = tensor.untyped_storage()
         begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        for first, last, wrote in reversed(self._writes):
+        for first, last, wrote, version in reversed(self._writes):
             if first < end and begin < last:
-                return first == begin and not wrote.expired()
+                if first != begin or wrote.expired():
+                    return False
+                return None if version is None else version == _version(tensor)
         return None
 
     def _reads_nothing(self, tensor: torch.Tensor) -> bool:
@@ -112,6 +118,21 @@ class Values:
             return mask.cpu().nonzero().to(mask.device)
         self._on_guess(MASK, _caller())
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
+
+    def _by_values(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """An operation whose values decide how large its results are."""
+
+        def sized(tensor: torch.Tensor, *args: Any) -> Any:
+            if not self._host_wrote(tensor):
+                self._on_guess(INTEGER, _caller())
+            return tree_map(lambda each: each.to(tensor.device), operation(tensor.cpu(), *args))
+
+        return sized
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often it has been changed in place; None in inference mode, where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _caller() -> FrameType:
