@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
-from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY, ModelType
+from torchtune.training import ModelType
+from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints import store
@@ -60,7 +61,8 @@ def check_names(key: str, section: DictConfig) -> None:
     """Refuses names that torchtune's checkpointer would stumble over without saying which."""
     if "checkpoint_files" in section:
         file_names(section.checkpoint_files, key)
-    if (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
+    is_torchtunes = str(section.get(COMPONENT)).startswith("torchtune.")
+    if is_torchtunes and (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
         raise ConfigError(f"{key}.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
 
 

@@ -36,8 +36,7 @@ class PlanSettings:
     """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null:
     `adaptive.memory_limit` (the smallest, if it is a list)"""
     memory_overhead: str | int | None = option(TEXT | ZERO | NULL, None)
-    """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for one process; 0
-    on a CPU"""
+    """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for one process"""
     sequence_length: int | tuple[int, ...] | None = option(TOKENS | COUNTS | NULL, None)
     """tokens of a row, or several lengths, such as `[2048,8192]`. null: `adaptive.sequence_length`, else
     `tokenizer.max_seq_len`, else 4096 or the model's maximum"""
