@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.checkpoints.saving import FullContents
+from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages
@@ -26,7 +26,7 @@ class AdaptiveFullFinetuneDistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.run = Run(read_full_settings(cfg), FullContents())
+        self.run = Run(read_full_settings(cfg), Contents())
 
     def setup(self) -> None:
         run, settings, place = self.run, self.run.settings, self.run.place

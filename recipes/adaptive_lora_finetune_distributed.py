@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.checkpoints.saving import LoraContents
+from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_lora_settings
 from torchtune_adaptive.engine.step import Stages
@@ -27,7 +27,7 @@ class AdaptiveLoraFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         settings, lora = read_lora_settings(cfg)
-        self.run = Run(settings, LoraContents(lora, settings.save_adapter_weights_only))
+        self.run = Run(settings, Contents("lora", lora, settings.save_adapter_weights_only))
 
     def setup(self) -> None:
         run, settings, place = self.run, self.run.settings, self.run.place

@@ -16,7 +16,7 @@ from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.iterations import Iterations
-from torchtune_adaptive.rl.models import PPOContents, build_checkpointers, build_models
+from torchtune_adaptive.rl.models import PPO_CONTENTS, build_checkpointers, build_models
 from torchtune_adaptive.rl.ppo import build_ppo_loss, figures_of_update, keep_advantages, ppo_stages
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
@@ -31,7 +31,7 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         settings, self._ppo = read_ppo_settings(cfg)
-        self.run = Run(settings, PPOContents(), steps=self._ppo.iterations, build=build_checkpointers)
+        self.run = Run(settings, PPO_CONTENTS, steps=self._ppo.iterations, build=build_checkpointers)
 
     def setup(self) -> None:
         run, settings, ppo, place = self.run, self.run.settings, self._ppo, self.run.place

@@ -14,7 +14,7 @@ from torch.nn.functional import kl_div, pad
 
 from torchtune_adaptive import RowLimit, StepRunner, Totals
 from torchtune_adaptive.checkpoints.loading import load_reference
-from torchtune_adaptive.checkpoints.saving import FullContents
+from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages
@@ -30,7 +30,7 @@ from torchtune_adaptive.tune.trainer import Run, Trainer
 
 class Distillation:
     def __init__(self, cfg: DictConfig) -> None:
-        self.run = Run(read_full_settings(cfg), FullContents(recipe="distillation"))
+        self.run = Run(read_full_settings(cfg), Contents("distillation"))
 
     def setup(self) -> None:
         run, settings, place = self.run, self.run.settings, self.run.place

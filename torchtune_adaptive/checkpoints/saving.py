@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -66,48 +66,28 @@ GONE = "the folder is gone"
 SMALL_WRITE_BYTES = 2**22
 
 
-class Contents(Protocol):
-    """The weights that a recipe saves."""
+@dataclass(frozen=True)
+class Contents:
+    """The weights that a recipe saves. With LoRA: the adapter, and the model with the adapter merged into it unless
+    only the adapter is wanted."""
 
-    recipe: str
-    adapter_only: bool
-    """Whether only the adapter is saved, without the weights of the whole model."""
+    recipe: str = "full"
+    lora: LoraSettings | None = None
+    adapter_only: bool = False
+    parts: tuple[tuple[str, str], ...] = (("", training.MODEL_KEY),)
+    """Modules of what is trained, and their keys in what torchtune's checkpointer takes."""
 
     def sharded(self, model: nn.Module) -> Sharded:
         """What rank 0 has to gather."""
+        whole = {key: model.get_submodule(name).state_dict() for name, key in self.parts}
+        if not self.adapter_only:
+            return whole
+        return {key: peft.get_adapter_state_dict(weights, None) for key, weights in whole.items()}
 
     def finished(self, gathered: State, model: nn.Module) -> State:
         """On rank 0: what was gathered, as torchtune's checkpointer takes it."""
-
-
-@dataclass(frozen=True)
-class FullContents:
-    """A recipe that trains the whole model."""
-
-    recipe: str = "full"
-    adapter_only: bool = False
-
-    def sharded(self, model: nn.Module) -> Sharded:
-        return {training.MODEL_KEY: model.state_dict()}
-
-    def finished(self, gathered: State, model: nn.Module) -> State:
-        return gathered
-
-
-@dataclass(frozen=True)
-class LoraContents:
-    """LoRA: the adapter, and the model with the adapter merged into it unless only the adapter is wanted."""
-
-    lora: LoraSettings
-    adapter_only: bool
-    recipe: str = "lora"
-
-    def sharded(self, model: nn.Module) -> Sharded:
-        weights = model.state_dict()
-        return {training.MODEL_KEY: peft.get_adapter_state_dict(weights, None) if self.adapter_only else weights}
-
-    def finished(self, gathered: State, model: nn.Module) -> State:
-        lora = self.lora
+        if (lora := self.lora) is None:
+            return gathered
         modules = list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
         for_peft = {
             "r": lora.lora_rank,

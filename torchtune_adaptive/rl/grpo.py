@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune_adaptive.checkpoints.loading import load_reference
-from torchtune_adaptive.checkpoints.saving import FullContents, LoraContents
+from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.reports import StepResult
@@ -63,11 +63,10 @@ EPSILON = 1e-4
 """Number that is added to the deviation of a group, as in torchtune's recipe."""
 
 
-def contents_of(settings: Settings, grpo: GRPOSettings) -> FullContents | LoraContents:
+def contents_of(settings: Settings, grpo: GRPOSettings) -> Contents:
     """What a checkpoint has: the policy, or its adapters."""
-    if grpo.lora is None:
-        return FullContents(recipe="full_grpo")
-    return LoraContents(grpo.lora, settings.save_adapter_weights_only, recipe="lora_grpo")
+    name = "full_grpo" if grpo.lora is None else "lora_grpo"
+    return Contents(name, grpo.lora, settings.save_adapter_weights_only)
 
 
 def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoint: Checkpoint) -> nn.Module:

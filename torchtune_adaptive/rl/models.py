@@ -25,7 +25,7 @@ from torchtune_adaptive.checkpoints.loading import (
     read_weights,
     section_writing_to,
 )
-from torchtune_adaptive.checkpoints.saving import Sharded
+from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
@@ -118,20 +118,8 @@ def _of_classifier(settings: Settings, weights: Weights, section: str, files: st
     return weights
 
 
-@dataclass(frozen=True)
-class PPOContents:
-    """What a checkpoint has: both models that are trained."""
-
-    recipe: str = "full_ppo"
-    adapter_only: bool = False
-
-    def sharded(self, model: nn.Module) -> Sharded:
-        """Weights of both models, which are in a ModuleDict."""
-        assert isinstance(model, nn.ModuleDict)
-        return {training.MODEL_KEY: model["policy"].state_dict(), VALUE_MODEL: model["value"].state_dict()}
-
-    def finished(self, gathered: State, model: nn.Module) -> State:
-        return gathered
+PPO_CONTENTS = Contents("full_ppo", parts=(("policy", training.MODEL_KEY), ("value", VALUE_MODEL)))
+"""What a checkpoint has: both models that are trained."""
 
 
 class TwoCheckpointers:

@@ -12,7 +12,7 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.checkpoints.saving import FullContents, LoraContents, gather_weights, weights_are_finite
+from torchtune_adaptive.checkpoints.saving import Contents, gather_weights, weights_are_finite
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
@@ -45,7 +45,7 @@ def as_by_torchtune(options: dict[str, bool]) -> set[str]:
     theirs = training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(dist, "barrier")
-        ours = gather_weights(FullContents().sharded(model), CPU)[training.MODEL_KEY]
+        ours = gather_weights(Contents().sharded(model), CPU)[training.MODEL_KEY]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
     return set(ours)
@@ -72,7 +72,7 @@ def sent_for(adapter_only: bool) -> tuple[set[str], list[tuple[int, ...]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", noting)
-        sharded = LoraContents(None, adapter_only).sharded(model)  # type: ignore[arg-type]
+        sharded = Contents(adapter_only=adapter_only).sharded(model)
         return set(gather_weights(sharded, CPU)[training.MODEL_KEY]), shapes
 
 
