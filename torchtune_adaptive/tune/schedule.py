@@ -140,16 +140,6 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     return function  # type: ignore[no-any-return]
 
 
-class _StepSize(NamedTuple):
-    """A rank's step."""
-
-    batch_size: int
-    microbatches: int
-    rows: int
-    """Rows of the largest microbatch."""
-    samples: int
-
-
 def size_epochs(
     settings: Settings,
     progress: Progress,
@@ -167,16 +157,15 @@ def size_epochs(
     for epoch in range(len(epochs), progress.total_epochs):
         current = epochs[-1].batch_size if epochs else settings.batch_size
         if increase is None:
-            step = steady_step(settings, rows_that_fit)
-            wanted = step.batch_size
+            sizes = steady_sizes(settings, epoch, rows_that_fit)
         else:
             wanted = current if by_measured else _wanted(increase, epoch, current)
-            step = grown_step(settings, current, wanted, rows_that_fit)
+            sizes = grown_sizes(settings, epoch, current, wanted, rows_that_fit)
         samples = samples_per_rank
         if progress.max_steps_per_epoch:
-            counted = settings.samples_per_step if by_measured else step.samples
+            counted = settings.samples_per_step if by_measured else sizes.samples_per_step
             samples = min(samples, progress.max_steps_per_epoch * counted)
-        epochs.append(_sizes(settings, epoch, step, wanted, samples))
+        epochs.append(_filled(sizes, samples))
     return tuple(epochs)
 
 
@@ -194,70 +183,57 @@ def size_by_what_was_measured(
     noise = NoiseScale(progress.noise).interval()
     measured = Measured(noise, samples_per_step, progress.target_tokens, progress.loss)
     wanted = _wanted(increase, progress.epochs_run, current, measured)
-    step = grown_step(settings, current, wanted, rows_that_fit, at_most=samples_left // accumulation)
-    if progress.begun is not None and step.samples > samples_left:
+    at_most = samples_left // accumulation
+    sizes = grown_sizes(settings, progress.epochs_run, current, wanted, rows_that_fit, at_most)
+    if progress.begun is not None and sizes.samples_per_step > samples_left:
         return progress.begun  # it ends as it was to
-    return _sizes(settings, progress.epochs_run, step, wanted, samples_left, progress.steps_in_epoch)
+    return _filled(sizes, samples_left, progress.steps_in_epoch)
 
 
-def grown_step(
-    settings: Settings, current: int, wanted: int, rows_that_fit: int | None, at_most: int = sys.maxsize
-) -> _StepSize:
-    """A step of the batch size wanted, or of the current one where that is more than fits or than `at_most`."""
+def grown_sizes(
+    settings: Settings, epoch: int, current: int, wanted: int, rows_that_fit: int | None, at_most: int = sys.maxsize
+) -> EpochSizes:
+    """Steps of the batch size wanted, or of the current one where that is more than fits or than `at_most`."""
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
     # shrinking towards what fits is never refused
     batch_size = wanted if wanted <= max(current, min(most, at_most)) else current
-    samples = batch_size * settings.gradient_accumulation_steps
-    if batch_size > most:
-        return _StepSize(batch_size, *split_step(samples, most), samples)
-    return _StepSize(batch_size, settings.gradient_accumulation_steps, batch_size, samples)
+    sizes = _sizes(settings, epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
+    return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == wanted else wanted)
 
 
-def _sizes(
-    settings: Settings, epoch: int, step: _StepSize, wanted: int, samples: int, steps_done: int = 0
-) -> EpochSizes:
-    """An epoch of which a rank has so many samples left; those that fill no step are dropped, as in torchtune."""
-    steps = steps_done + samples // step.samples
-    if steps == 0:
-        raise ConfigError(
-            f"epoch {epoch}: a step takes {step.samples} samples, but a rank has only {samples}; lower the "
-            "batch size or its increase"
-        )
-    growth = step.samples / settings.samples_per_step
-    return EpochSizes(
-        epoch=epoch,
-        batch_size=step.batch_size,
-        microbatches=step.microbatches,
-        microbatch_rows=step.rows,
-        samples_per_step=step.samples,
-        steps=steps,
-        lr_factor={"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling],
-        refused_batch_size=None if step.batch_size == wanted else wanted,
-    )
-
-
-def steady_step(settings: Settings, rows_that_fit: int | None) -> _StepSize:
-    """A step that does not grow from epoch to epoch.
+def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> EpochSizes:
+    """Steps that do not grow from epoch to epoch.
 
     `rebalance` keeps the configured samples per step, in as few microbatches as hold them, and grows the step only
     where one microbatch holds more than all of them. `fixed` leaves `gradient_accumulation_steps` alone, so the step
     grows or shrinks with the rows. `keep` never changes the samples per step.
     """
-    configured, accumulation = settings.samples_per_step, settings.gradient_accumulation_steps
-    if rows_that_fit is None:
-        return _StepSize(settings.batch_size, accumulation, settings.batch_size, configured)
+    samples, rows = settings.samples_per_step, rows_that_fit or settings.batch_size
     if settings.adaptive.accumulation == "fixed":
-        return _StepSize(rows_that_fit, accumulation, rows_that_fit, rows_that_fit * accumulation)
-    samples = configured if settings.adaptive.accumulation == "keep" else max(rows_that_fit, configured)
-    microbatches, rows = split_step(samples, rows_that_fit)
-    return _StepSize(rows, microbatches, rows, samples)
+        samples = rows * settings.gradient_accumulation_steps
+    elif settings.adaptive.accumulation == "rebalance":
+        samples = max(rows, samples)
+    return _sizes(settings, epoch, samples, rows)
 
 
-def split_step(samples: int, most_rows: int) -> tuple[int, int]:
-    """The fewest microbatches of at most `most_rows` that hold the step, and the rows of the largest: all are as even
-    as they can be."""
+def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> EpochSizes:
+    """Steps of so many samples, in the fewest microbatches that hold them, all as even as they can be; not yet how many
+    steps."""
     microbatches = math.ceil(samples / most_rows)
-    return microbatches, math.ceil(samples / microbatches)
+    rows, growth = math.ceil(samples / microbatches), samples / settings.samples_per_step
+    lr_factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling]
+    return EpochSizes(epoch, rows, microbatches, rows, samples, steps=0, lr_factor=lr_factor)
+
+
+def _filled(sizes: EpochSizes, samples: int, steps_done: int = 0) -> EpochSizes:
+    """An epoch of which a rank has so many samples left; those that fill no step are dropped, as in torchtune."""
+    steps = steps_done + samples // sizes.samples_per_step
+    if steps == 0:
+        raise ConfigError(
+            f"epoch {sizes.epoch}: a step takes {sizes.samples_per_step} samples, but a rank has only {samples}; "
+            "lower the batch size or its increase"
+        )
+    return replace(sizes, steps=steps)
 
 
 def _wanted(increase: Increase, epoch: int, current: int, *measured: Measured) -> int:
