@@ -58,22 +58,25 @@ class Journal:
     """Appends lines to the two files.
 
     Nothing here raises, since a run is worth more than its journal. The first line that cannot be written is reported;
-    later ones are still tried, because a full disk may have room again.
+    later ones are still tried, because a full disk may have room again. Without a directory, as on all ranks but the
+    first, nothing is kept.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._incomplete = False
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self._report(directory, error)
 
-    def start(self, event: Event) -> None:
-        """Training starts after `event.step`: later steps in the files are void."""
-        self.event(event)
-        if os.path.isfile(self._directory / STEPS_FILE):
-            self._append(STEPS_FILE, {"kind": START, "step": event.step})
+    def start(self, steps_done: int) -> None:
+        """Training starts after so many steps: later ones in the files are void."""
+        reason = f"training starts after step {steps_done}" if steps_done else "training starts"
+        self.event(Event(kind=START, step=steps_done, reason=reason))
+        if self._directory is not None and os.path.isfile(self._directory / STEPS_FILE):
+            self._append(STEPS_FILE, {"kind": START, "step": steps_done})
 
     def event(self, event: Event | Change) -> None:
         self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
@@ -85,12 +88,14 @@ class Journal:
         self._append(ANSWERS_FILE, {"step": step, "prompt": prompt, "answers": answers, "rewards": rewards})
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
+        if self._directory is None:
+            return
         try:
             _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **record}))
         except Exception as error:  # noqa: BLE001 - a figure of any type, or any failure of the disk
             self._report(self._directory / name, error)
 
-    def _report(self, path: Path, error: Exception) -> None:
+    def _report(self, path: Path | None, error: Exception) -> None:
         if not self._incomplete:
             logger.warning("the record of this run is incomplete: %s: %s; training continues", path, reason(error))
         self._incomplete = True

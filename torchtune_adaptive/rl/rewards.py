@@ -29,10 +29,11 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.config.components import in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.life.console import say
+from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.rl.rollouts import SCORE, Group, Rollout, results_of
 from torchtune_adaptive.rl.settings import REWARD_FUNCTIONS, REWARD_SECTION
-from torchtune_adaptive.text import count_of, nearest, shown
-from torchtune_adaptive.tune.metrics import RunJournal
+from torchtune_adaptive.text import count_of, in_columns, nearest, shown
 from torchtune_adaptive.tune.samples import FILLER, INDEX
 
 NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
@@ -174,10 +175,13 @@ class Rewards:
                     rollout.results[function.result] = torch.tensor(reward)
                     rollout.results[SCORE] = so_far + function.weight * reward
 
-    def show(self, journal: RunJournal, group: Sequence[Rollout], iteration: int) -> None:
+    def show(self, journal: Journal, group: Sequence[Rollout], iteration: int) -> None:
         """The answers to a prompt, in the log and in the record."""
         (prompt, *_), answers, _ = self._in_words(group)
-        journal.answers(iteration, prompt, answers, [float(rollout.results[SCORE]) for rollout in group])
+        rewards = [float(rollout.results[SCORE]) for rollout in group]
+        journal.answers(iteration, prompt, answers, rewards)
+        lines = [(f"{reward:.3f}", shown(answer)) for reward, answer in zip(rewards, answers, strict=True)]
+        say(f"iteration {iteration} · answers to {shown(prompt)}\n{in_columns(lines[:8])}")
 
     def _in_words(self, group: Sequence[Rollout]) -> tuple[list[str], list[str], list[list[int]]]:
         """Prompts and answers as text, answers as tokens, without those at which they stop."""

@@ -37,8 +37,7 @@ def plan_course(trainer: Trainer) -> None:
             "checkpoint was saved in the middle of an epoch, so that epoch cannot be resumed: restore the dataset, "
             "or resume from an earlier epoch"
         )
-    # torchtune's own checkpoints do not count steps
-    run.journal.start(before.step or total_steps(before.past))
+    run.journal.start(before.step)
     with trainer.limited_memory() as memory:
         rows = rows_that_fit(trainer, memory, training, whole_step_rows=whole_step_rows(settings, before))
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, on_gpu, value_
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.probes import OnProbe, TrainingStep, find_max_batch_size, profile_memory
+from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
 from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
@@ -264,10 +264,8 @@ def rows(
         "whole_step_rows": whole_step_rows,
     }
 
-    def search(progress: OnProbe) -> SearchResult:
-        samples = run.settings.samples_per_step
-        return find_max_batch_size(step, memory=memory, samples_per_step=samples, progress=progress, **options)
-
+    samples = run.settings.samples_per_step
+    search = partial(find_max_batch_size, step, memory=memory, samples_per_step=samples, **options)
     result, reused = _measured(run, step, memory, kind, folder, options, search, SearchResult)
     found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason}){reused}"
     _tell(run, step, "batch search", found, result, unit="rows", after=result.rows, peak_bytes=peak_of(result))
@@ -284,9 +282,7 @@ def profile(
 ) -> Profile:
     """Collective: what microbatches of up to `most_rows` rows need over rows and length, recorded as a search is."""
 
-    def measure(progress: OnProbe) -> Profile:
-        return profile_memory(step, memory=memory, most_rows=most_rows, progress=progress)
-
+    measure = partial(profile_memory, step, memory=memory, most_rows=most_rows)
     options = {"most_rows": most_rows, "padded": step.runner.kind.padded}
     result, reused = _measured(run, step, memory, kind, folder, options, measure, Profile)
     found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow{reused}"
@@ -298,16 +294,11 @@ def _tell(
     run: Run, step: TrainingStep[Any], what: str, found: str, result: SearchResult | Profile, **figures: Any
 ) -> None:
     """Records what was found in the journal."""
-    stage = step.runner.stage
-    event = Event(
-        kind=SEARCH,
-        step=run.journal.starts_after,
-        stage=stage or None,
-        reason=f"{what}{' · ' * bool(stage)}{stage}: {found}",
-        budget_bytes=result.budget_bytes,
-        **figures,
+    stage, done, budget_bytes = step.runner.stage, run.progress.step, result.budget_bytes
+    reason = f"{what}{' · ' * bool(stage)}{stage}: {found}"
+    run.journal.event(
+        Event(kind=SEARCH, step=done, stage=stage or None, reason=reason, budget_bytes=budget_bytes, **figures)
     )
-    run.journal.event(event)
 
 
 def _measured(
@@ -317,19 +308,30 @@ def _measured(
     kind: Kind,
     folder: str,
     options: Mapping[str, object],
-    measure: Callable[[OnProbe], Result],
+    measure: Callable[..., Result],
     taken: type[Result],
 ) -> tuple[Result, str]:
     """Collective: what an earlier run has found under the same circumstances, with a remark that says so, or what
-    `measure` finds now, shown and recorded."""
+    `measure` finds now, shown and recorded; an error says of which stage, length and sample a row does not fit."""
     directory, stage = Path(run.settings.output_dir) / folder, step.runner.stage
     fingerprint = fingerprint_of(run.settings.config, step, memory, options)
     with memory.unlimited():  # a rank that has no room for a message says so where a row is tried
         result = from_rank_0(read_record(directory, fingerprint, taken) if dist.get_rank() == 0 else None)
     if result is not None:
         return result, ", reused from an earlier run"
-    with _probing(step, kind) as progress:
-        result = measure(progress)
+    with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
+
+        def on_probe(rows: int, measured: Peak | None) -> None:
+            if measured is not None:
+                bar.set_postfix_str(f"{rows} rows", refresh=False)
+                bar.update()
+
+        try:
+            result = measure(progress=on_probe)
+        except OneRowDoesNotFitError as error:
+            scanned = isinstance(step.sample, dict) and INDEX in step.sample
+            longest = f"sample {step.sample[INDEX]} of the dataset" if scanned else ""
+            raise error.with_remarks(stage, kind.length_suffix.strip(), longest) from None
     if dist.get_rank() == 0:
         if isinstance(result, SearchResult):
             logger.info("%s", search_table(result, step.length, stage, kind.noun))
@@ -339,24 +341,6 @@ def _measured(
             draw_profile(directory, result, stage)
         write_record(directory, fingerprint, step.length, result)
     return result, ""
-
-
-@contextmanager
-def _probing(step: TrainingStep[Any], kind: Kind) -> Iterator[OnProbe]:
-    """Counts probes in a progress bar; an error says of which stage, length and sample a row does not fit."""
-    with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
-
-        def on_probe(rows: int, measured: Peak | None) -> None:
-            if measured is not None:
-                bar.set_postfix_str(f"{rows} rows", refresh=False)
-                bar.update()
-
-        try:
-            yield on_probe
-        except OneRowDoesNotFitError as error:
-            scanned = isinstance(step.sample, dict) and INDEX in step.sample
-            longest = f"sample {step.sample[INDEX]} of the dataset" if scanned else ""
-            raise error.with_remarks(step.runner.stage, kind.length_suffix.strip(), longest) from None
 
 
 def fingerprint_of(
@@ -397,10 +381,9 @@ def read_record(directory: Path, fingerprint: Mapping[str, Any], taken: type[Res
         result[probes] = tuple(Probe(**{**each, "peak": Peak(**each["peak"])}) for each in result[probes])
         result[surfaces] = {name: Surface(**each) for name, each in result[surfaces].items()}
         found = taken(**result)
-    except KeyError as error:
-        logger.warning("%s is not a valid search record (missing key %s); searching again", path, error)
-    except (AttributeError, TypeError, ValueError) as error:
-        logger.warning("%s is not a valid search record (%s); searching again", path, error)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        flaw = f"missing key {error}" if isinstance(error, KeyError) else error
+        logger.warning("%s is not a valid search record (%s); searching again", path, flaw)
     else:
         logger.info("batch search · reused from %s; delete it to search again", path)
         return found

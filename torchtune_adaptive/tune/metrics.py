@@ -21,7 +21,6 @@ from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
-from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.noise import FEWEST, NoiseScale, StepNoise
@@ -29,9 +28,9 @@ from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
-from torchtune_adaptive.text import count_of, in_columns, shown
+from torchtune_adaptive.text import count_of, shown
 
 logger = logging.getLogger(__name__)
 
@@ -43,63 +42,27 @@ NOISE, NOISE_LOW, NOISE_HIGH = "gradient_noise_scale", "gradient_noise_scale_low
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
-class RunJournal:
-    """The record of a run in its `output_dir`: its events, its logged steps, and a picture of both. Rank 0 keeps it;
-    on other ranks it does nothing."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._directory = Path(settings.output_dir)
-        self._journal = Journal(self._directory) if dist.get_rank() == 0 else None
-        self.starts_after = 0
-        """The steps that the run had taken when it started."""
-
-    def event(self, event: Event | Change) -> None:
-        if self._journal is not None:
-            self._journal.event(event)
-
-    def step(self, step: int, figures: Mapping[str, object]) -> None:
-        if self._journal is not None:
-            self._journal.step(step, figures)
-
-    def answers(self, step: int, prompt: str, answers: Sequence[str], rewards: Sequence[float]) -> None:
-        """Records the answers to one prompt, and shows some of them."""
-        if self._journal is not None:
-            self._journal.answers(step, prompt, answers, rewards)
-            lines = [(f"{reward:.3f}", shown(answer)) for reward, answer in zip(rewards, answers, strict=True)]
-            say(f"iteration {step} · answers to {shown(prompt)}\n{in_columns(lines[:8])}")
-
-    def start(self, steps_done: int) -> None:
-        """Opens the record at a step. What it holds of later steps, of a run that ended early, does not count."""
-        self.starts_after = steps_done
-        if self._journal is not None:
-            reason = f"training starts after step {steps_done}" if steps_done else "training starts"
-            self._journal.start(Event(kind=START, step=steps_done, reason=reason))
-
-    def epoch(self, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int) -> None:
-        """Records the limit of each stage with which an epoch begins, or goes on, and whether its steps have more or
-        fewer samples than those of the epoch before. A single stage is named ""."""
-        step, epoch, past = progress.step, f"epoch {sizes.epoch}", progress.past
-        for stage, limit in limits.items():
-            reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
-            self.event(
-                Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
-            )
-        earlier = progress.begun or (past[-1] if past else sizes)
-        if earlier.samples_per_step != sizes.samples_per_step:
-            before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
-            reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"
-            self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
-
-    def close(self) -> None:
-        """Draws the picture, once training has ended."""
-        if self._journal is not None:
-            draw_run(self._directory, read_timeline(self._directory))
+def record_epoch(
+    journal: Journal, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int
+) -> None:
+    """Records the limit of each stage with which an epoch begins, or goes on, and whether its steps have more or fewer
+    samples than those of the epoch before. A single stage is named ""."""
+    step, epoch, past = progress.step, f"epoch {sizes.epoch}", progress.past
+    for stage, limit in limits.items():
+        reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
+        event = Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
+        journal.event(event)
+    earlier = progress.begun or (past[-1] if past else sizes)
+    if earlier.samples_per_step != sizes.samples_per_step:
+        before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
+        reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"
+        journal.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
 
 
 class Metrics:
     """Logs each step under torchtune's names and keeps the progress bar of the epoch. Only rank 0 shows anything."""
 
-    def __init__(self, settings: Settings, device: torch.device, journal: RunJournal) -> None:
+    def __init__(self, settings: Settings, device: torch.device, journal: Journal) -> None:
         self._shown = dist.get_rank() == 0
         self._settings, self._device, self._journal = settings, device, journal
         self._memory: MemorySource | None = None
@@ -203,6 +166,7 @@ class Metrics:
             self._memory.reset_peak()
 
     def close(self) -> None:
+        """Says how far the loss has come, and draws the picture of the run."""
         if not self._shown:
             return
         step, first = self._first
@@ -213,6 +177,7 @@ class Metrics:
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()
+        draw_run(Path(self._settings.output_dir), read_timeline(Path(self._settings.output_dir)))
 
 
 class NoiseWatch:

@@ -24,11 +24,12 @@ from torchtune_adaptive.engine.ranks import from_rank_0, rank, world_size
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
+from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.text import count_of, size_for_rank
 from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader, looking_ahead
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
-from torchtune_adaptive.tune.metrics import LossWatch, Metrics, NoiseWatch, RunJournal, StepProfiler
+from torchtune_adaptive.tune.metrics import LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.samples import Sample
@@ -60,7 +61,7 @@ class Run:
         self.checkpoints = Checkpoints(settings, self._start, contents, self.place.device, build)
         self.progress = start_progress(settings, self.place.ranks)
         prepare(settings)
-        self.journal = RunJournal(settings)
+        self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
         self.metrics = Metrics(settings, self.place.device, self.journal)
 
     def resume(
@@ -184,7 +185,7 @@ class Trainer:
             self._resize_where_due()
             sizes = self._sizes = self.course.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.course.limits_of(self.stages, sizes))
-            run.journal.epoch(sizes, self.stages.limits, run.progress, run.place.ranks)
+            record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.place.ranks)
             growth = sizes.samples_per_step / run.settings.samples_per_step
             self.optimization.use_lr_factor(sizes.lr_factor, stride=1 if self.course.resize is None else growth)
             with run.checkpoints.going_on_to_draw(run.progress):
@@ -272,7 +273,6 @@ class Trainer:
         self.stages.training.close()
         self._noise.close()
         self.run.metrics.close()
-        self.run.journal.close()
         self.run.close()
 
 

@@ -15,13 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.governor import RECOVERY, Change
-from torchtune_adaptive.report.journal import EVENTS_FILE, START, STEPS_FILE, Event, Journal, read_timeline
+from torchtune_adaptive.report.journal import EVENTS_FILE, START, STEPS_FILE, Journal, read_timeline
 
 FILES = (EVENTS_FILE, STEPS_FILE)
-
-
-def start(journal: Journal, step: int) -> None:
-    journal.start(Event(kind=START, step=step, reason="training starts"))
 
 
 def recovery(step: int, **others: Any) -> Change:
@@ -30,7 +26,7 @@ def recovery(step: int, **others: Any) -> Change:
 
 def write_a_run(directory: Path, steps: int = 3) -> None:
     journal = Journal(directory)
-    start(journal, 0)
+    journal.start(0)
     for step in range(1, steps + 1):
         journal.step(step, {"loss": 1.0})
         journal.event(recovery(step))
@@ -83,7 +79,7 @@ def test_a_folder_that_vanishes_is_told_of_once_and_is_not_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = Journal(tmp_path / "out")
-    start(journal, 0)
+    journal.start(0)
     shutil.rmtree(tmp_path / "out")
     for step in range(1, 4):
         journal.step(step, {})
@@ -130,7 +126,7 @@ def test_after_a_full_disk_has_room_again_the_record_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
 ) -> None:
     journal = Journal(tmp_path)
-    start(journal, 0)
+    journal.start(0)
     with files_no_larger_than(room):
         for step in range(1, 11):
             journal.step(step, {"loss": 1.0})
@@ -184,7 +180,7 @@ class Story:
     def _writes(self, done: int, steps: list[bool]) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
         """What is written, and what is true once that is on disk."""
         journal, session = Journal(self.directory), self.sessions
-        yield lambda: start(journal, done), lambda: None
+        yield lambda: journal.start(done), lambda: None
         for step, recovers in enumerate(steps, done + 1):
             event = recovery(step, rows=session)
             if recovers:
@@ -228,7 +224,7 @@ def test_killed_at_any_byte_and_resumed_a_run_has_each_step_once(
 def test_lost_steps_do_not_count_even_where_the_start_could_not_be_written(tmp_path: Path) -> None:
     write_a_run(tmp_path, steps=7)
     with files_no_larger_than(1):
-        start(Journal(tmp_path), 3)
+        Journal(tmp_path).start(3)
     Journal(tmp_path).step(4, {})
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
@@ -237,7 +233,7 @@ def test_the_files_are_only_appended_to(tmp_path: Path) -> None:
     write_a_run(tmp_path, steps=3)
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
     journal = Journal(tmp_path)
-    start(journal, 1)
+    journal.start(1)
     journal.step(2, {})
     assert all((tmp_path / name).read_bytes().startswith(content) for name, content in before.items())
 

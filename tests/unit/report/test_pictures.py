@@ -13,7 +13,7 @@ import pytest
 from tests.pictures import is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.report.test_tables import GIB, example, failing, profiled
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
-from torchtune_adaptive.report.journal import EPOCH, START, STEPS_FILE, Event, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import (
     MARKS,
     REPORT_FILE,
@@ -32,7 +32,7 @@ MEMORY = "peak memory of the fullest rank (GiB)"
 
 def started(directory: Path, step: int = 0) -> Journal:
     journal = Journal(directory)
-    journal.start(Event(kind=START, step=step, reason=""))
+    journal.start(step)
     return journal
 
 

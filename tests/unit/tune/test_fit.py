@@ -88,7 +88,7 @@ def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any)
     """The event of a search of 4096 tokens that finds what `measure` returns."""
     step, run = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
-    run.journal.starts_after = 0
+    run.progress.step = 0
     run.settings = settings({"output_dir": str(folder)}, **adaptive)
     with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
         search: Any = fit.profile if adaptive.get("token_budget") else fit.rows
@@ -102,7 +102,7 @@ def test_the_journal_is_told_what_was_found_and_whether_by_an_earlier_run(tmp_pa
     rows = searched(tmp_path, lambda *_, **__: example())
     assert rows.reason == "batch search · policy: 8 rows of 4096 tokens (9.2 fit, rounded down to a power of two)"
     assert (rows.after, rows.unit, rows.budget_bytes) == (8, "rows", example().budget_bytes)
-    again = searched(tmp_path, measure=None)
+    again = searched(tmp_path, measure=pytest.fail)
     assert again == dataclasses.replace(rows, reason=f"{rows.reason}, reused from an earlier run")
     lengths = searched(tmp_path, lambda *_, **__: profiled(), stage="", token_budget="auto")
     assert lengths.reason.startswith("token budget: up to 51")

@@ -3,17 +3,15 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal, read_timeline
 from torchtune_adaptive.tune import metrics
-from torchtune_adaptive.tune.metrics import LossWatch, RunJournal
+from torchtune_adaptive.tune.metrics import LossWatch, record_epoch
 
 PLANS = tuple(
     EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
@@ -26,19 +24,15 @@ def progress(step: int) -> Progress:
     return replace(begun, step=step, steps_in_epoch=step - PLANS[0].steps)
 
 
-def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_is_told_once_however_often_the_run_is_resumed(tmp_path: Path) -> None:
     """Killed after the second epoch began and resumed where it begins; then again, in the middle of it."""
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    settings: Any = mock.Mock(output_dir=str(tmp_path))
     for steps_done in (0, 4, 5):
-        journal = RunJournal(settings)
+        journal = Journal(tmp_path)
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
         reached = replace(progress(max(4, steps_done)), begun=PLANS[1] if steps_done == 5 else None)
-        journal.epoch(PLANS[1], {"": RowLimit(2)}, reached, ranks=2)
+        record_epoch(journal, PLANS[1], {"": RowLimit(2)}, reached, ranks=2)
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})
     timeline = read_timeline(tmp_path)
@@ -47,12 +41,10 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
     assert [record["step"] for record in timeline.steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    settings: Any = mock.Mock(output_dir=str(tmp_path))
-    journal = RunJournal(settings)
-    journal.epoch(PLANS[1], {"reference": RowLimit(8), "policy": RowLimit(2)}, progress(4), ranks=2)
-    journal.epoch(PLANS[1], {"": RowLimit(4)}, progress(5), ranks=2)
+def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    record_epoch(journal, PLANS[1], {"reference": RowLimit(8), "policy": RowLimit(2)}, progress(4), ranks=2)
+    record_epoch(journal, PLANS[1], {"": RowLimit(4)}, progress(5), ranks=2)
     epochs = [event for event in read_timeline(tmp_path).events if event["kind"] == EPOCH]
     assert [(event["step"], event.get("stage"), event["after"]) for event in epochs] == [
         (4, "reference", 8),
