@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -395,14 +394,24 @@ class BackgroundSave:
         """The checkpoint that is being written, or was and has not been waited for."""
         self.seconds = 0.0
         self._publish = publish
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
 
     def start(self, folder: Path, copied: State, written: Written) -> None:
         """Collective: returns at once. What is `copied` no longer changes with training."""
-        self.written, self._error = written, None
-        self._ended.clear()
-        began = time.perf_counter()
+        began, ended = time.perf_counter(), Future[None]()
+
+        def finish(saved: Future[object]) -> None:
+            # The coordinator's future is done after the last rank has written, so what rank 0 publishes is whole.
+            failed: BaseException | None = None
+            try:
+                saved.result()
+                if dist.get_rank() == 0:
+                    self._publish(written)
+            except BaseException as error:  # noqa: BLE001 - a thread has nobody to raise to but `wait`
+                failed = error
+            self.seconds = time.perf_counter() - began
+            ended.set_exception(failed)
+
+        self.written, self._ended = written, ended
         # One thread, and so one file: with several, torch notices errors in one of them only, and would accept a
         # checkpoint that lacks the others' parts. What is on the host need not be copied ahead.
         writer = FileSystemWriter(
@@ -410,25 +419,13 @@ class BackgroundSave:
         )
         future = async_save(copied, storage_writer=writer, process_group=self.group, async_stager=Copied())
         assert isinstance(future, Future)
-        future.add_done_callback(partial(self._finish, written, began))
+        future.add_done_callback(finish)
 
     def wait(self) -> BaseException | None:
         """Waits for the save, and returns what went wrong on this rank."""
-        self._ended.wait()
+        error = self._ended.exception()
         self.written = None
-        return self._error
-
-    def _finish(self, written: Written, began: float, future: Future[object]) -> None:
-        # The coordinator's future is done after the last rank has written, so what rank 0 publishes is whole.
-        try:
-            future.result()
-            if dist.get_rank() == 0:
-                self._publish(written)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - a thread has nobody to raise to but `wait`
-            self._error = error
-        finally:
-            self.seconds = time.perf_counter() - began
-            self._ended.set()
+        return error
 
 
 class Copied(BlockingAsyncStager):

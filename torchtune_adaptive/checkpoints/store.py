@@ -206,26 +206,11 @@ def publish(directory: Path, name: str) -> Path:
 
 
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
-    """Removes what the policy does not keep."""
+    """Removes all but the newest so many, the one that this run was resumed from, and a finished run's last."""
     complete = [checkpoint for checkpoint in find_checkpoints(directory) if checkpoint.manifest]
-    kept = to_keep(complete, keep_last, resumed_from)
-    for checkpoint in complete:
-        if checkpoint not in kept:
+    for checkpoint in complete[len(complete) if keep_last is None else keep_last :]:
+        if checkpoint.name != resumed_from and not (checkpoint.manifest and checkpoint.manifest.finished):
             remove(checkpoint.path)
-
-
-def to_keep(
-    newest_first: Sequence[FoundCheckpoint], keep_last: int | None, resumed_from: str | None
-) -> list[FoundCheckpoint]:
-    """The newest so many, the one that this run was resumed from, and a finished run's last."""
-    return [
-        checkpoint
-        for newer, checkpoint in enumerate(newest_first)
-        if keep_last is None
-        or newer < keep_last
-        or checkpoint.name == resumed_from
-        or (checkpoint.manifest and checkpoint.manifest.finished)
-    ]
 
 
 def remove(folder: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -193,7 +194,10 @@ def test_pruning_keeps_the_newest_the_last_of_a_finished_run_and_the_one_resumed
         store.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, finished=last), None)
         for serial, last in enumerate(finished)
     ][::-1]
-    kept = {each.name for each in store.to_keep(found, keep_last, f"step_{resumed_from}")}
+    removed: list[Path] = []
+    with mock.patch.multiple(store, find_checkpoints=lambda _: found, remove=removed.append):
+        store.prune(Path(), keep_last, f"step_{resumed_from}")
+    kept = {each.name for each in found if each.path not in removed}
     newest = {each.name for each in (found[:keep_last])}
     stays = {each.name for each, last in zip(reversed(found), finished, strict=True) if last} | {f"step_{resumed_from}"}
     assert kept == (newest | stays) & {each.name for each in found}
