@@ -28,7 +28,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.config.registry import GRPO, GRPO_LORA, PLAN, PPO, Recipe
+from torchtune_adaptive.config.registry import FULL_DPO, GRPO, GRPO_LORA, LORA_DPO, PLAN, PPO, Recipe
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
 from torchtune_adaptive.forecast.question import read_question
@@ -116,7 +116,7 @@ def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bo
     for key in [key for key in ("checkpointer", "ref_checkpointer", *recipe.keys) if key.endswith("checkpointer")]:
         if cfg.get(key) is not None or key == "checkpointer":
             check(_check_checkpointer, key, components.require(cfg, key))
-    if recipe.of_pairs:
+    if recipe in (FULL_DPO, LORA_DPO):
         check(_check_pairs, cfg)
     elif recipe in (GRPO, GRPO_LORA):
         check(functions_of, cfg)

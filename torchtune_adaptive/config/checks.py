@@ -49,9 +49,7 @@ NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
 
 def read_full_settings(cfg: DictConfig) -> Settings:
     """Settings of a full finetune; refuses the combinations that torchtune refuses."""
-    settings = read_common(cfg)
-    refuse(contradictions(settings), token_budget(settings))
-    return settings
+    return _read(cfg, "full finetuning")
 
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
@@ -61,13 +59,7 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
     """Settings of full preference training."""
-    settings = read_common(cfg)
-    refuse(
-        not_at_default(settings, NOT_FOR_PAIRS, "preference training"),
-        contradictions(settings, of_pairs=True),
-        token_budget(settings),
-    )
-    return settings
+    return _read(cfg, "preference training", *NOT_FOR_PAIRS, of_pairs=True)
 
 
 def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
@@ -76,18 +68,20 @@ def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
 
 
 def _read_with_adapters(cfg: DictConfig, *, of_pairs: bool) -> tuple[Settings, LoraSettings]:
-    def read_settings() -> Settings:
-        settings = read_common(cfg)
-        refuse(
-            not_at_default(settings, NOT_FOR_LORA, "LoRA finetuning"),
-            quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),
-            contradictions(settings, of_pairs=of_pairs),
-            token_budget(settings),
-        )
-        return settings
-
+    read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA, of_pairs=of_pairs)
     settings, adapters = together((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
+
+
+def _read(cfg: DictConfig, training: str, *not_supported: str, of_pairs: bool = False) -> Settings:
+    settings = read_common(cfg)
+    refuse(
+        not_at_default(settings, not_supported, training),
+        quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),
+        contradictions(settings, of_pairs=of_pairs),
+        token_budget(settings),
+    )
+    return settings
 
 
 def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[str]:

@@ -31,7 +31,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)B")
 _STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Recipe:
     """A recipe of ours, as `ls`, `validate`, a forecast and a resumed run see it."""
 
@@ -39,15 +39,12 @@ class Recipe:
     takes: str | None
     """The recipe of torchtune's in whose place it is; empty where there is none. None: it trains nothing, and takes the
     configs of all others."""
-    takes_unchanged: bool = True
-    """Whether it takes the configs of that recipe as they are; else an error names the lines to change."""
     saved_as: str = ""
     """What the manifest of a checkpoint calls the recipe that wrote it."""
     reader: str = ""
     """The function that reads its settings, which may be a pair: those of every recipe, and its own."""
     own_keys: str = ""
     """Where the keys stand that only this recipe has."""
-    of_pairs: bool = False
 
     def read(self, cfg: DictConfig) -> tuple[Settings, Any]:
         """Its settings, those of every recipe and its own; refuses what they contradict."""
@@ -60,55 +57,33 @@ class Recipe:
 
 
 CHECKS = "torchtune_adaptive.config.checks"
-FULL = Recipe(
-    name="adaptive_full_finetune_distributed",
-    takes="full_finetune_distributed",
-    saved_as="full",
-    reader=f"{CHECKS}:read_full_settings",
-)
-LORA = Recipe(
-    name="adaptive_lora_finetune_distributed",
-    takes="lora_finetune_distributed",
-    saved_as="lora",
-    reader=f"{CHECKS}:read_lora_settings",
-)
+RL = "torchtune_adaptive.rl.settings"
+FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed", "full", f"{CHECKS}:read_full_settings")
+LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", "lora", f"{CHECKS}:read_lora_settings")
 FULL_DPO = Recipe(
-    name="adaptive_full_dpo_distributed",
-    takes="full_dpo_distributed",
-    saved_as="full_dpo",
-    reader=f"{CHECKS}:read_full_dpo_settings",
-    of_pairs=True,
+    "adaptive_full_dpo_distributed", "full_dpo_distributed", "full_dpo", f"{CHECKS}:read_full_dpo_settings"
 )
 LORA_DPO = Recipe(
-    name="adaptive_lora_dpo_distributed",
-    takes="lora_dpo_distributed",
-    saved_as="lora_dpo",
-    reader=f"{CHECKS}:read_lora_dpo_settings",
-    of_pairs=True,
+    "adaptive_lora_dpo_distributed", "lora_dpo_distributed", "lora_dpo", f"{CHECKS}:read_lora_dpo_settings"
 )
 PPO = Recipe(
-    name="adaptive_ppo_full_finetune_distributed",
-    takes="ppo_full_finetune_single_device",
-    takes_unchanged=False,
-    saved_as="full_ppo",
-    reader="torchtune_adaptive.rl.settings:read_ppo_settings",
-    own_keys="torchtune_adaptive.rl.settings:PPO_KEYS",
+    "adaptive_ppo_full_finetune_distributed",
+    "ppo_full_finetune_single_device",
+    "full_ppo",
+    f"{RL}:read_ppo_settings",
+    f"{RL}:PPO_KEYS",
 )
 GRPO = Recipe(
-    name="adaptive_grpo_full_finetune_distributed",
-    takes="grpo_full_finetune_distributed",
-    saved_as="full_grpo",
-    reader="torchtune_adaptive.rl.settings:read_grpo_settings",
-    own_keys="torchtune_adaptive.rl.settings:GRPO_KEYS",
+    "adaptive_grpo_full_finetune_distributed",
+    "grpo_full_finetune_distributed",
+    "full_grpo",
+    f"{RL}:read_grpo_settings",
+    f"{RL}:GRPO_KEYS",
 )
 GRPO_LORA = Recipe(
-    name="adaptive_grpo_lora_finetune_distributed",
-    takes="",
-    saved_as="lora_grpo",
-    reader="torchtune_adaptive.rl.settings:read_grpo_lora_settings",
-    own_keys="torchtune_adaptive.rl.settings:GRPO_KEYS",
+    "adaptive_grpo_lora_finetune_distributed", "", "lora_grpo", f"{RL}:read_grpo_lora_settings", f"{RL}:GRPO_KEYS"
 )
-PLAN = Recipe(name="adaptive_plan", takes=None, own_keys="torchtune_adaptive.forecast.question:PLAN_KEYS")
+PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.forecast.question:PLAN_KEYS")
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)
 }
@@ -151,7 +126,7 @@ def taken_by_ours() -> Iterator[Listed]:
     ours, stock = our_configs(), stock_configs()
     for recipe in RECIPES.values():
         yield from (config for config in ours if config.recipe == recipe.name)
-        if recipe.takes_unchanged:
+        if recipe is not PPO:  # of whose configs, torchtune's, an error names the lines to change
             yield from (Listed(recipe.name, one.name, one.path) for one in stock if one.recipe == recipe.takes)
 
 

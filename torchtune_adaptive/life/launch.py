@@ -67,8 +67,16 @@ def run_without_training(question: Command, keys: Collection[str]) -> None:
     """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
     if not dist.is_torchelastic_launched():
         os.environ.pop("RANK", None)  # another program's, which the shell still has
+
+    def ask() -> None:
+        path, overrides = config_and_overrides(sys.argv[1:])
+        cfg = read_config(path, overrides)
+        check_keys(cfg, keys, aloud=True)
+        with printing(), refusing_early_exits():
+            question(cfg, path, overrides)
+
     if _rank() == 0:
-        _ending_well(lambda: _ask(question, keys))
+        _ending_well(ask)
 
 
 def _run(recipe_type: type, keys: Collection[str]) -> None:
@@ -134,14 +142,6 @@ def _who_was_asked() -> str:
     by_rank = {rank: number.name for rank, number in enumerate(from_all_ranks(THIS_RUN.signal)) if number is not None}
     where = "" if 0 in by_rank else f" on {ranks_named(by_rank)}"
     return f"{by_rank[min(by_rank)]}{where}"
-
-
-def _ask(question: Command, keys: Collection[str]) -> None:
-    path, overrides = config_and_overrides(sys.argv[1:])
-    cfg = read_config(path, overrides)
-    check_keys(cfg, keys, aloud=True)
-    with printing(), refusing_early_exits():
-        question(cfg, path, overrides)
 
 
 @contextmanager
