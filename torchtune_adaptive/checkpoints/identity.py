@@ -46,12 +46,10 @@ NOT_TRAINED = {
     "full_grpo": {"reference weights": "ref_checkpointer", "reward weights": "reward_checkpointer"},
     "lora_grpo": {"frozen weights": "checkpointer", "reward weights": "reward_checkpointer"},
 }
-"""Recipe -> weights that belong to a run of it, and the section that names their files: an adapter is worth nothing
-without those it was trained beside, nor a policy's loss without its reference's."""
+"""Recipe -> weights that a run of it depends on and does not train, and the section that names their files."""
 CONTENT_OF = "content of "
 """Before the path of a data file, in the key of a fingerprint."""
 MOST_SHOWN = 3
-"""Changed keys that a message names."""
 ENDS_BYTES = 2**22
 """Bytes that are read at either end of a file, to tell it from another of its size; of several files, in all."""
 
@@ -103,8 +101,8 @@ def file_names(value: object, key: str = "checkpointer") -> list[str]:
 
 
 def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """The keys whose values are not those that the checkpoint's run had, and both values. Another recipe is all that
-    there is to say."""
+    """The keys whose values are not those that the checkpoint's run had, and both values. Of another recipe, only
+    that."""
     another_recipe = configured.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
@@ -118,8 +116,7 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
 
 
 def _files_named(text: str) -> list[Path]:
-    """The files that a text of a dataset's section names: one, those of a pattern, or a folder's own. A folder that the
-    text names without a slash may be meant for something else."""
+    """The files that a text names: one, those of a pattern, or a folder's own, if there is a slash in its name."""
     path = text.removeprefix("file://")
     pattern = f"{path}/*" if "/" in path and Path(path).is_dir() else path
     return sorted(Path(found) for found in glob(pattern) if Path(found).is_file())

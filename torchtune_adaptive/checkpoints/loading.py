@@ -127,8 +127,8 @@ def read_weights(checkpointer: Checkpointer, key: str = "checkpointer") -> State
 
 
 def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
-    """Collective: what the work returns; where it fails, the first rank's problem, on all of them. Or that some rank
-    was asked to end the run."""
+    """Collective: what the work returns; where it fails on any rank, the first one's problem is raised on all of
+    them."""
     result, problem = None, None
     try:
         result = work()
@@ -156,8 +156,8 @@ def finds_files_itself(section: DictConfig) -> bool:
 
 
 def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:
-    """What is wrong where there is no directory of weights: torchtune's checkpointers name neither key nor directory.
-    None where nothing is; refuses a section that gives none."""
+    """What is wrong where there is no directory of weights; torchtune's checkpointers name neither key nor
+    directory."""
     directory = section.get("checkpoint_dir")
     if not isinstance(directory, str):
         raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")
@@ -170,8 +170,7 @@ def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | N
 
 
 def check_what_saves_copy(section: DictConfig) -> None:
-    """Refuses files beside the weights that torchtune's checkpointers, and the demo's, could not copy into a
-    checkpoint, before anything is trained."""
+    """Refuses, before training, files beside the weights that a save could not copy into a checkpoint."""
     if not str(section.get(COMPONENT)).startswith("torchtune"):
         return
     for root, folders, files in os.walk(str(section.checkpoint_dir)):

@@ -102,7 +102,6 @@ def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
 
 
 def _begin(tensor: Tensor) -> tuple[int, ...]:
-    """Where this rank's shard begins, in each dimension."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim()
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])

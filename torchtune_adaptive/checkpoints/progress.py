@@ -70,9 +70,7 @@ class Progress:
     step: int = 0
     """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
     samples: int = 0
-    """Samples of all ranks in these steps."""
     target_tokens: int = 0
-    """Target tokens of all ranks in these steps."""
     loss: float | None = None
     """The loss of late, where each step counts a tenth."""
     limit: SavedLimits | None = None
@@ -123,8 +121,8 @@ class Progress:
         )
 
     def resumed(self, checkpoint: Mapping[str, Any], keys: Mapping[str, str] = GIVEN) -> Progress:
-        """The progress that a checkpoint continues. `keys`: fields that the config gives, and by which keys, so that
-        the log says which value counts."""
+        """The progress that a checkpoint continues. `keys`: fields that the config gives, for the log, and by which
+        keys."""
         if absent := [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "

@@ -50,8 +50,6 @@ DISTRIBUTED_METADATA = ".metadata"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts: the same on all ranks."""
-
     serial: int
     """The serial of its next checkpoint."""
     files: Files | None = None
@@ -74,10 +72,8 @@ class Start:
 
 
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
-    """Collective: the decision, which raises `RunFinished` or the same error on every rank.
-
-    `steps` says how many the whole run has on so many ranks, where it counts them and not epochs.
-    """
+    """Collective: the decision, which raises `RunFinished` or the same error on every rank. `steps` says how many the
+    whole run has on so many ranks, where it counts them and not epochs."""
     decided: Start | Exception | None = None
     locks: list[IO[bytes]] = []
     launchers = sorted(set(filter(None, from_all_ranks(this_launcher()))))
@@ -142,8 +138,8 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
 def choose(
     settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
 ) -> tuple[Files | None, Manifest | None]:
-    """What a run goes on from, and what that says of itself; nothing for a fresh start. Refuses what cannot be meant,
-    and changes nothing."""
+    """What a run goes on from, and its manifest; nothing for a fresh start. Refuses what cannot be meant, changes
+    nothing."""
     directory, mode = checkpoint_directory(settings), settings.resume_from_checkpoint
     if fact := store.in_the_way(directory):
         raise ConfigError(f"{fact}: move it, or change output_dir")
@@ -170,7 +166,6 @@ def choose(
 
 
 def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory: Path) -> None:
-    """Refuses another run's checkpoint."""
     if changed := difference(identity_of(settings.config, recipe), saved.identity):
         raise ConfigError(
             f"cannot resume: {changed} in the run whose checkpoints are in {directory}; set it back, or start a new "
@@ -192,8 +187,8 @@ def _check_unfinished(
 
 
 def _check_may_overwrite(checkpoints: Sequence[FoundCheckpoint], settings: Settings, directory: Path) -> None:
-    """Refuses a fresh start that would mix its checkpoints with these, unless it may remove them. A launcher repeats
-    the command, and they may be the run's own then."""
+    """Refuses a fresh start beside these checkpoints, unless it may remove them: not where a launcher repeats the
+    command, since they may be the run's own then."""
     fresh = settings.resume_from_checkpoint is False
     if fresh and settings.overwrite_output_dir and not THIS_RUN.restarted:
         _check_not_needed(settings.config, checkpoints)
@@ -224,8 +219,7 @@ def _check_not_needed(cfg: DictConfig, checkpoints: Sequence[FoundCheckpoint]) -
 
 
 def _prepare(directory: Path) -> str:
-    """Prepares the folder for checkpoints, and leaves a mark where they are staged; what is wrong with it shows now and
-    not at the first save."""
+    """Prepares the folder for checkpoints, so that what is wrong shows now, and leaves a mark where they are staged."""
     mark = uuid.uuid4().hex
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -271,12 +265,8 @@ def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
 def named_files(
     settings: Settings, recipe: str, directory: Path, checkpoints: Sequence[FoundCheckpoint]
 ) -> tuple[Files, Manifest | None]:
-    """What the config names for `resume_from_checkpoint: True`, relative to the output directory, and its manifest
-    where it has one.
-
-    Weights and state have to be of one epoch. torchtune takes its one `recipe_state/recipe_state.pt` and the adapter of
-    the largest epoch on trust; here what is not named comes from the folder of what is.
-    """
+    """What the config names for `resume_from_checkpoint: True`, and its manifest where it has one. Weights and state
+    have to be of one epoch, which torchtune takes on trust; what is not named comes from the folder of what is."""
     if not checkpoints:
         raise ConfigError(
             f"resume_from_checkpoint is True, but checkpointer.output_dir {str(directory)!r} contains no checkpoint: "

@@ -110,12 +110,9 @@ class Contents:
 
 
 def gather_weights(sharded: Sharded, device: torch.device) -> State:
-    """Collective: these weights, whole and on the host of rank 0, in their own precision if they are quantized;
-    elsewhere no weights.
-
-    As torchtune gathers them, but without a barrier after each: a gather ends only once every rank has sent its part,
-    and every rank waits for it, so none runs ahead of rank 0, which copies them.
-    """
+    """Collective: these weights, whole and on the host of rank 0, in their own precision if they are quantized.
+    torchtune's has a barrier after each, but a gather ends only once every rank has sent its part, so none runs ahead
+    of rank 0."""
     first, whole = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
     for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
         gathered = weight.to(device) if weight.is_cpu else weight
@@ -133,7 +130,6 @@ def gather_weights(sharded: Sharded, device: torch.device) -> State:
 
 @torch.no_grad()
 def weights_are_finite(model: nn.Module) -> bool:
-    """Whether no trained weight of this rank is NaN or infinite."""
     # A sum is NaN or infinite where any term is, and needs no memory to say so, as `isfinite` would.
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
@@ -142,7 +138,6 @@ def weights_are_finite(model: nn.Module) -> bool:
 
 
 def capture_random_state() -> RandomState:
-    """What this rank would draw next."""
     torch_state = RngState.capture()
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
@@ -189,8 +184,7 @@ class Checkpoints:
         device: torch.device,
         build: Callable[[DictConfig, Path, Files | None], Checkpointer] = loading.build_checkpointer,
     ) -> None:
-        """Collective: creates the group that checkpoints are saved on beside training. `build` makes what reads and
-        writes the weights."""
+        """Collective: creates the group that checkpoints are saved on beside training."""
         self._start = start
         self._contents = contents
         self._device = device
@@ -356,16 +350,13 @@ class Checkpoints:
         self._settle(written, problem, self._background.seconds)
 
     def close(self) -> None:
-        """Collective: finishes what is still being written."""
         self.wait()
         if dist.get_rank() == 0:
             shutil.rmtree(self._staging, ignore_errors=True)
 
     def _settle(self, written: Written, problem: str | None, seconds: float) -> None:
-        """Collective: rank 0 tells whether the checkpoint is there, and whether it was asked to stop in the meantime.
-
-        So not one step more is trained.
-        """
+        """Collective: rank 0 tells whether the checkpoint is there, and whether it was asked to stop in the
+        meantime."""
         problem, self._asked_to_stop = from_rank_0((problem, THIS_RUN.asked_to_stop()))
         if problem is not None:
             self._fail(written, problem)
@@ -374,7 +365,6 @@ class Checkpoints:
             logger.info("checkpoint %s saved in %.1f s", THIS_RUN.newest, seconds)
 
     def _fail(self, written: Written, problem: str) -> NoReturn:
-        """On every rank: ends the run."""
         message = f"checkpoint {written.name} could not be saved to {self._directory}: {problem}; {_last_good()}"
         if dist.get_rank() == 0:
             store.discard_staged(self._directory)
@@ -382,10 +372,7 @@ class Checkpoints:
 
 
 class BackgroundSave:
-    """A save beside training: torch.distributed.checkpoint writes a copy of the state in a thread, one save at a time.
-
-    Its collectives have a group of their own, where they cannot meet training's.
-    """
+    """A save beside training, in a thread, one at a time. Its collectives have a group of their own."""
 
     def __init__(self, publish: Callable[[Written], None]) -> None:
         """Collective: creates the group. `publish` is called on rank 0, once every rank has written its part."""
@@ -422,7 +409,6 @@ class BackgroundSave:
         future.add_done_callback(finish)
 
     def wait(self) -> BaseException | None:
-        """Waits for the save, and returns what went wrong on this rank."""
         error = self._ended.exception()
         self.written = None
         return error

@@ -37,7 +37,6 @@ WEIGHTS = re.compile(r"model-\d+-of-\d+\.(bin|safetensors)")
 
 VERSION = 1
 OWN_CHECKSUM = "crc32"
-"""Key of the manifest's own checksum."""
 CHUNK_BYTES, PART_BYTES = 2**22, 2**26
 
 State = dict[str, Any]
@@ -61,10 +60,8 @@ class Position:
     """How far a run has come. Any boundary between two steps is one. Epochs count from 0, as torchtune's folders do."""
 
     epochs: int
-    """Epochs that are finished."""
     steps_in_epoch: int
     step: int
-    """Steps since the run began."""
 
     def __str__(self) -> str:
         if not self.steps_in_epoch:
@@ -84,8 +81,8 @@ class Manifest:
     """What a complete checkpoint says of itself."""
 
     serial: int
-    """Counts the checkpoints of an output directory. The newest is the one with the largest, whatever its name: a run
-    that was sent back to an earlier epoch passes the same names again."""
+    """Counts the checkpoints of an output directory: the newest has the largest, since a run that was sent back to an
+    earlier epoch passes the same names again."""
     position: Position
     finished: bool
     """Whether the run had no epoch left. It can go on all the same if `epochs` is raised."""
@@ -96,13 +93,10 @@ class Manifest:
     """The part of the config that makes the run this one and no other."""
     saved_at: str
     files: Mapping[str, FileRecord]
-    """Every other file of the folder."""
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder that has the name of a checkpoint."""
-
     path: Path
     manifest: Manifest | None
     fault: Fault | None
@@ -119,7 +113,6 @@ class FoundCheckpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
         return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
 
 
@@ -154,7 +147,6 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
 
 
 def named(directory: Path) -> list[Path]:
-    """Everything in a directory that has the name of a checkpoint."""
     return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
 
 
@@ -224,7 +216,6 @@ def remove(folder: Path) -> None:
 
 
 def remove_all(directory: Path) -> None:
-    """Removes every checkpoint, of whatever run."""
     for path in named(directory):
         if path.is_symlink() or path.is_dir():
             remove(path)
@@ -273,10 +264,8 @@ def read_manifest(folder: Path) -> Manifest | Fault:
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and checksum of every file in a folder, by its name in there.
-
-    A manifest that is there already is another checkpoint's: torchtune copies what lies beside a run's first weights.
-    """
+    """Size and checksum of every file in a folder. A manifest that is there already is another checkpoint's: torchtune
+    copies what lies beside a run's first weights."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)
@@ -291,8 +280,8 @@ def changed_file(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _checksums(paths: Sequence[Path]) -> list[int]:
-    """Checksums against torn and rotten files. CRC-32 runs at the speed of a disk, unlike a cryptographic one; a large
-    file is read in parts, by all cores, and its checksum is that of the checksums of its parts."""
+    """CRC-32 runs at the speed of a disk. A large file is read in parts, by all cores: its checksum is that of
+    theirs."""
 
     def crc32_of(part: tuple[Path, int]) -> bytes:
         path, offset = part

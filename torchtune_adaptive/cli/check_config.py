@@ -161,7 +161,6 @@ def _check_checkpointer(key: str, section: DictConfig) -> None:
 
 
 def _check_optimizer(cfg: DictConfig) -> None:
-    """With its schedule, on one parameter."""
     optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
     if cfg.get("lr_scheduler") is not None:
         components.build("lr_scheduler", cfg, optimizer, num_training_steps=SOME_STEPS, last_epoch=-1)
@@ -197,7 +196,6 @@ def _check_pairs(cfg: DictConfig) -> None:
 def _check_together(
     settings: Settings, own: Any, recipe: Recipe, model: nn.Module | None, ranks: int | None, findings: Findings
 ) -> None:
-    """Values that are well each by itself."""
     check, adaptive, packed = findings.collect, settings.adaptive, is_packed(settings.config)
     check(obstacle_to_recovery, settings)
     check(check_growth, settings)

@@ -58,12 +58,10 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
-    """Settings of full preference training."""
     return _read(cfg, "preference training", *NOT_FOR_PAIRS, of_pairs=True)
 
 
 def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Settings of preference training of adapters, some of them from the model's section."""
     return _read_with_adapters(cfg, of_pairs=True)
 
 
@@ -85,7 +83,6 @@ def _read(cfg: DictConfig, training: str, *not_supported: str, of_pairs: bool = 
 
 
 def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[str]:
-    """Settings that do not go together."""
     device, adaptive, dim = settings.device, settings.adaptive, settings.tensor_parallel_dim
     if settings.fsdp_cpu_offload and device.startswith("cpu"):
         yield f"fsdp_cpu_offload is True, but device is {device!r}: the weights are already on the CPU; set it to False"

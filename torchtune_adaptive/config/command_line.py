@@ -38,7 +38,6 @@ def config_and_overrides(arguments: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def locate(name: str) -> Path:
-    """The file of a config given by its path or its name."""
     return file_named(name, config_files(), "config", "--config ")
 
 

@@ -41,7 +41,6 @@ def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
 
 
 def build(key: str, cfg: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """The object that section `key` of the config describes."""
     return build_section(key, require(cfg, key), *args, **kwargs)
 
 
@@ -72,10 +71,8 @@ def path_of(key: str, section: object) -> str:
 
 
 def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
-    """What a component does not take of its section, or lacks; None where it can be called, or nothing can tell.
-
-    `args` and `kwargs` are what the component is given besides.
-    """
+    """What a component does not take of its section, or lacks; None where it can be called, or nothing can tell. `args`
+    and `kwargs` are what it is given besides."""
     parameters, named = _parameters_of(section[COMPONENT]), _named(section[COMPONENT])
     if parameters is None:
         is_none = named is not None and not callable(named)

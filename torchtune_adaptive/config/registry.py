@@ -37,8 +37,8 @@ class Recipe:
 
     name: str
     takes: str | None
-    """The recipe of torchtune's in whose place it is; empty where there is none. None: it trains nothing, and takes the
-    configs of all others."""
+    """The recipe of torchtune's in whose place it is, if any. None: it trains nothing, and takes the configs of all
+    others."""
     saved_as: str = ""
     """What the manifest of a checkpoint calls the recipe that wrote it."""
     reader: str = ""
@@ -131,20 +131,17 @@ def taken_by_ours() -> Iterator[Listed]:
 
 
 def recipe_files() -> dict[str, Path]:
-    """Name -> file of every recipe, ours and torchtune's."""
     ours = {name: importlib.util.find_spec(name) for name in RECIPES}
     files = {name: Path(spec.origin) for name, spec in ours.items() if spec is not None and spec.origin}
     return files | {recipe.name: STOCK / "recipes" / recipe.file_path for recipe in _stock_recipes()}
 
 
 def config_files() -> dict[str, Path]:
-    """Name -> file of every config, ours and torchtune's."""
     return {config.name: config.path for config in (*our_configs(), *stock_configs())}
 
 
 def started_with(config: Path) -> tuple[str, str | None]:
-    """What a file's own comments give to the launcher, `--nproc_per_node 8`, and the recipe that they start, ours in
-    place of torchtune's; None where they do not say."""
+    """What a file's comments give to the launcher, and the recipe that they start, ours in place of torchtune's."""
     command = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
     if command is None:
         return "", None

@@ -53,8 +53,7 @@ class LossyStream(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Keeps a run alive if stdout is a pipe that closes (`| head`) or a file on a full disk: torchtune's metric loggers
-    and other components print there."""
+    """Keeps a run alive if stdout is a pipe that closes (`| head`) or a file on a full disk: components print there."""
     before = sys.stdout
     if before is not sys.__stdout__ or not isinstance(before, io.TextIOWrapper):  # replaced by its user, or closed
         return
@@ -85,8 +84,7 @@ class _LogLines(io.TextIOBase):
 def progress_bar(
     what: str, total: int | None, unit: str, *, done: int = 0, shown: bool = True, at_once: bool = False
 ) -> Iterator[tqdm[Any]]:
-    """A bar in a terminal; elsewhere a line of the log every 30 seconds. With `at_once`, the bar stays when it is full,
-    and there is a first and a last line."""
+    """A bar in a terminal; elsewhere a line of the log every 30 seconds. With `at_once` the last state stays."""
     in_a_terminal = sys.stderr.isatty()
     options: dict[str, Any] = {"desc": what, "total": total, "initial": done, "unit": f" {unit}", "leave": at_once}
     if not in_a_terminal:

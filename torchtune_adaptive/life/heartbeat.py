@@ -60,9 +60,7 @@ class Silent(NamedTuple):
 
 def own_connection(attempt: str, timeout_s: float) -> Any:
     """A connection of its own to the group's store: on the group's, the main thread's waits would hold up the beats.
-
-    `attempt` keeps apart what other attempts at this run may have left there.
-    """
+    `attempt` keeps apart what other attempts have left there."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
@@ -101,8 +99,7 @@ class Heartbeat:
             thread.start()
 
     def stop(self, *, as_it_should: bool = True) -> None:
-        """The rank ends, and may be silent from now on. Where it has failed, its peers may wait for it, and are to
-        find it silent."""
+        """The rank ends. Where it has failed, its peers may wait for it, and are to find it silent."""
         self._says_so = as_it_should
         self._stopping.set()
         for thread in self._threads:

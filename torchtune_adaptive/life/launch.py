@@ -51,11 +51,8 @@ Command: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
 
 
 def main(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act.
-
-    A recipe has the four methods, and its settings in `run.settings`. `keys` are those that only this recipe knows,
-    `remedies` what the library advises, in keys of its config.
-    """
+    """Collective: runs a recipe as the command line says; exit status 1 where a user has to act. `keys` are those that
+    only this recipe knows, `remedies` what the library advises, in keys of its config."""
     end_with_the_launcher()
     outlive_readers()
     listen()
@@ -174,11 +171,8 @@ def refusing_early_exits() -> Iterator[None]:
 
 
 def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Does the work. Whatever ends it early is reported once, by the rank that met it first.
-
-    The ranks are not in step then, and the group is still there: its threads are let go, or they could abort the
-    process after its last word.
-    """
+    """Does the work. What ends it early is reported once, by the rank that met it first. The group is still there then:
+    its threads are let go, or they could abort the process after its last word."""
     try:
         try:
             show_decisions()

@@ -57,11 +57,8 @@ def this_launcher() -> str | None:
 
 
 def end_with_the_launcher() -> None:
-    """Ends this rank as soon as torchrun is gone, even by SIGKILL.
-
-    A thread watches the process that has started this one. The kernel could (PR_SET_PDEATHSIG), but what it watches is
-    the thread: a launcher that starts ranks from a thread which ends would kill healthy ones.
-    """
+    """Ends this rank as soon as torchrun is gone, even by SIGKILL. PR_SET_PDEATHSIG would watch only the thread of the
+    launcher that started it, which may end earlier."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
 
@@ -83,13 +80,9 @@ def attempt_folder() -> Path | None:
 
 
 def speaks_first() -> bool:
-    """Whether this rank is the first of its machine to report a failure. From then on no SIGTERM cuts its message off:
-    peers that end without one let the launcher end all others.
-
-    The first to make a file in the launcher's own directory speaks. It is the one that failed: its peers lose their
-    connections to it later, when its process ends. Without such a launcher ranks cannot know of each other, and each
-    speaks.
-    """
+    """Whether this rank is the first of its machine to report a failure, by a file in the launcher's folder. That one
+    failed: its peers lose their connections later, when its process ends. Without such a folder each speaks. From then
+    on no SIGTERM cuts the message off: peers that end silently let the launcher end all others."""
     folder = attempt_folder()
     if folder is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
@@ -103,8 +96,8 @@ def speaks_first() -> bool:
 
 
 def tell_the_launcher(message: str) -> None:
-    """Leaves the message with which this rank ends where torchrun looks for it. It reads that of the rank whose process
-    ends first, which may be a peer that says nothing, so each rank of this machine gets it."""
+    """Leaves the message with which this rank ends where torchrun looks for it, for each rank of this machine: it reads
+    that of the rank whose process ends first."""
     said = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
     folder = attempt_folder()
     for place in folder.iterdir() if folder is not None and folder.is_dir() else ():

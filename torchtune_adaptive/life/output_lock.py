@@ -30,8 +30,7 @@ _POLL_S = 0.1
 
 
 def take(directory: Path) -> IO[bytes]:
-    """Makes the directory if it is not there. Who closes the file, or ends, lets others in. Raises ConfigError, which
-    says who holds it."""
+    """Makes the directory and locks it until the file is closed. Raises ConfigError, which says who holds it."""
     until_s = time.monotonic() + (launcher_waits_s() + MORE_AFTER_RESTART_S if THIS_RUN.restarted else WAIT_S)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,6 @@ def take(directory: Path) -> IO[bytes]:
 
 
 def holder(directory: Path) -> str | None:
-    """The run that holds a directory, if any; nothing is changed."""
     with suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -30,7 +30,6 @@ ASKED, STOPPED, FINISHED, ERROR = "asked", "stopped", "finished", "error"
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
     command: str
-    """The command that goes on with this run."""
     folder: str
     """The folder in which to type it."""
     checkpoints: str
@@ -42,7 +41,6 @@ class RunFile:
     """One of the above; None: it runs, or something has ended it that left it no time to say so."""
     message: str = ""
     launchers: list[str] = field(default_factory=list)
-    """The launchers of its ranks."""
 
 
 def now() -> str:
@@ -100,7 +98,6 @@ class ThisRun:
     asked_by: str = ""
     """What has ended the run, once all ranks know it: `SIGTERM`, `SIGHUP on rank 1`."""
     newest: Path | None = None
-    """The newest complete checkpoint."""
     place: Path | None = None
     """The folder of its record; None before it has found out where it starts."""
     finished_before: RunFile | None = None

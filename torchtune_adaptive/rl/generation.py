@@ -46,20 +46,15 @@ def sampling_of(tokenizer: Tokenizer, rl: RolloutSettings, seed: int) -> Samplin
 
 
 def draws(keys: Sequence[tuple[object, ...]], count: int) -> Tensor:
-    """`count` numbers from 0 up to 1 for each key, a row each, on the host.
-
-    They depend on the key alone. A larger count does not change the first ones.
-    """
+    """`count` numbers from 0 up to 1 for each key, a row each, on the host. They depend on the key alone."""
     # Not torch's generator: on the host it keeps 32 bits of a seed, so two samples in a long run would share theirs.
     rows = [[generator.random() for _ in range(count)] for generator in (Random(repr(key)) for key in keys)]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), count)
 
 
 def choose(probabilities: Tensor, drawn: Tensor) -> Tensor:
-    """One choice a row: the first whose cumulated probability exceeds the number that was drawn for the row.
-
-    Rows need not sum to one. What has no probability is never chosen.
-    """
+    """One choice a row: the first whose cumulated probability exceeds the number that was drawn for the row. Rows need
+    not sum to one. What has no probability is never chosen."""
     cumulated = probabilities.double().cumsum(-1)
     threshold = drawn.to(cumulated.device)[..., None] * cumulated[..., -1:]
     chosen = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
@@ -78,10 +73,8 @@ def generate(
     dtype: torch.dtype,
     groups: Sequence[int | None] = (),
 ) -> Tensor:
-    """Collective: the new tokens. `drawn`, of the same rows and columns, has a number for each, as of `draws`.
-
-    Rows of one group, by their numbers, have one prompt, which goes through the model once.
-    """
+    """Collective: the new tokens, for each of which `drawn` has a number. Rows of one group, by their numbers, have one
+    prompt, which goes through the model once."""
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
@@ -132,11 +125,8 @@ def _repeat_caches(model: TransformerDecoder, rows: Tensor) -> None:
 def _caching(
     model: TransformerDecoder, rows: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Open, the model keeps keys and values, and does not drop out; nothing of that is left afterwards.
-
-    torchtune's own context manager would leave caches half made where memory runs out amid them: it looks at the first
-    layer only, and only once all are there.
-    """
+    """Open, the model keeps keys and values, and does not drop out. torchtune's own context manager would leave caches
+    half made where memory runs out amid them."""
     training = model.training
     try:
         model.eval()

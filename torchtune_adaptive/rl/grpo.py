@@ -80,8 +80,8 @@ def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoin
 def grpo_stages(
     policy: nn.Module, sampling: Sampling, settings: Settings, grpo: GRPOSettings, place: Place
 ) -> dict[str, RolloutStage]:
-    """Collective: the stages of GRPO, in order, with the models that are not trained. The policy is asked only where
-    an iteration has several updates, the reference only where leaving it costs something."""
+    """Collective: the stages of GRPO, in order. The policy is asked only where an iteration has several updates, the
+    reference only where leaving it costs something."""
     scorer = AnswerScorer(device=place.device, temperature=sampling.temperature)
     loss, rows = grpo.loss, grpo.forward_batch_size * grpo.grpo_samples
     stage = partial(RolloutStage, samples=grpo.answers, rows=rows)

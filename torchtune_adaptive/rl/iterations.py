@@ -39,7 +39,7 @@ class Iterations:
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
         """Collective: searches where the config asks for it, and sets schedules and limits to where the run has come
-        to. `model` is what is trained, `weights` the keys of its files."""
+        to."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         check_room((stage.model for stage in stages.values()), settings.adaptive, rl.max_generated_tokens)
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
@@ -48,9 +48,7 @@ class Iterations:
         runners, limits = self.stages.runners, self.stages.state_dict
         self.trainer = Trainer(run, model, self.data, optimization, runners, limits=limits, weights=weights)
         self._figures: dict[str, float] = {}
-        """Figures of this iteration's answers."""
         self._updates: list[dict[str, float]] = []
-        """Figures of this iteration's updates."""
         self._skipped, self._began = 0, 0.0
         self._plan()
 
@@ -95,8 +93,8 @@ class Iterations:
         return tuple(epochs)
 
     def answered(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:
-        """Collective: answers to prompts, with what all stages without a backward find for them. Those of all ranks,
-        in order of their numbers, on every rank: so all compute the same advantages."""
+        """Collective: answers to prompts, with what all stages without a backward find for them: those of all ranks, on
+        every rank, in order of their numbers."""
         self._began = time.perf_counter()
         self.stages.begin_iteration()
         size = self._rl.grpo_samples

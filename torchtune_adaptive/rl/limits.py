@@ -38,7 +38,6 @@ from torchtune_adaptive.tune.trainer import Trainer
 
 Result = TypeVar("Result", SearchResult, Profile)
 Limits = Mapping[str, Limit]
-"""The limit of each stage."""
 
 
 def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) -> None:
@@ -66,8 +65,8 @@ class LimitFinder:
         self._most_tokens = longest_taken(stage.model for stage in stages.stages.values())
 
     def find(self, memory: MemorySource | None) -> Limits:
-        """Collective: limits as the config says, or measured where it asks for that; shown before training. Prompts
-        beside which there is no room for an answer are refused from then on."""
+        """Collective: limits as the config says, or measured where it asks for that. Prompts beside which there is no
+        room for an answer are refused from then on."""
         budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
         if isinstance(budget, int):
             say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
@@ -117,7 +116,6 @@ class LimitFinder:
         return limits
 
     def _what_models_take(self, most: int) -> tuple[str, str]:
-        """The fact, and what makes rollouts shorter."""
         fact = f" plus an answer, since the models take at most {most} tokens (their max_seq_len)"
         return fact, f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - self._new}"
 
@@ -164,8 +162,7 @@ class LimitFinder:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
-        """Collective: the longest prompt with the longest answer. The stage that trains last updates all models, and
-        runs beside the gradients of the others."""
+        """Collective: the longest prompt with the longest answer. The stage that trains last updates all models."""
         stages, new = self._stages.stages, self._new
         *earlier, last = (stage for stage in stages.values() if stage.trains is not None)
         models = [stage.model for stage in earlier]

@@ -66,7 +66,6 @@ class Models:
 
     @property
     def trained(self) -> nn.ModuleDict:
-        """The models that are updated and saved, as one module."""
         return nn.ModuleDict({"policy": self.policy, "value": self.value})
 
     @property

@@ -34,8 +34,6 @@ from torchtune_adaptive.tune.finetuning import scoring_only
 
 
 class RolloutPass(Protocol):
-    """One microbatch of a stage."""
-
     @property
     def model(self) -> nn.Module:
         """What it runs."""
@@ -62,8 +60,8 @@ class Generate:
         return self.stays and self.reshards and isinstance(self.model, FSDPModule)
 
     def stand_in(self, rollout: Rollout) -> Rollout:
-        """Communicates like the whole. Where parameters stay gathered, so does a single token, and with less memory:
-        a rank that has no room for all of them has to keep its peers company, too."""
+        """The least that communicates like the whole: where parameters stay gathered, a single token does, and a rank
+        that has no room for all of them has to keep its peers company, too."""
         least = rollout.stand_in()
         return replace(least, answer=least.answer[:1]) if self.stays else least
 
@@ -144,7 +142,6 @@ class Ask:
     question: Callable[[nn.Module, Sequence[Rollout]], Tensor]
     name: str
     around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
-    """Open while the model is asked."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         with torch.no_grad(), self.around(self.model):
@@ -160,7 +157,6 @@ class TrainPolicy:
     model: nn.Module
     scorer: AnswerScorer
     clip: tuple[float, float]
-    """By how much a ratio may fall and rise."""
     kl_coeff: float = 0.0
     """What it costs to leave the reference."""
 
@@ -187,12 +183,9 @@ def policy_loss(
     reference: Tensor | None = None,
     kl_coeff: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted loss and what is logged, summed over tokens that count; others get a gradient of 0. Rows are
-    answers, columns their tokens; `weights` are those of answers.
-
-    The divergence from the reference is estimated from the tokens: e^d - d - 1, of its log-probabilities less ours.
-    Half the mean of `squares` is about that from the policy that gave the answers.
-    """
+    """The weighted loss and what is logged, summed over tokens that count. Rows are answers, columns their tokens;
+    `weights` are those of answers. The divergence from the reference is estimated as e^d - d - 1, of its
+    log-probabilities less ours; half the mean of `squares` is about that from the policy that gave the answers."""
     change = torch.where(counts, log_probs - before, 0.0)
     ratios, (low, high) = change.exp(), clip
     free, clipped = advantages * ratios, advantages * ratios.clamp(1 - low, 1 + high)

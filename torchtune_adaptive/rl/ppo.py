@@ -131,7 +131,6 @@ def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> d
 def ppo_stages(
     models: Models, loss: PPOLoss, sampling: Sampling, settings: Settings, ppo: PPOSettings, device: torch.device
 ) -> dict[str, RolloutStage]:
-    """The stages of PPO, in order."""
     policy, value, reference, reward = models.everything
     scorer = AnswerScorer(device=device, temperature=sampling.temperature)
     before = partial(RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)

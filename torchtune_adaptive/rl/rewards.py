@@ -55,12 +55,9 @@ class RewardFunction:
 
     @property
     def result(self) -> str:
-        """Its name among the results of a rollout, and in the log."""
         return f"reward/{self.name}"
 
     def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
-        """The rewards of a group, without the weight."""
-
         def error(what: str) -> RewardError:
             first = shown(answers[0][:80])
             return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
@@ -176,7 +173,6 @@ class Rewards:
                     rollout.results[SCORE] = so_far + function.weight * reward
 
     def show(self, journal: Journal, group: Sequence[Rollout], iteration: int) -> None:
-        """The answers to a prompt, in the log and in the record."""
         (prompt, *_), answers, _ = self._in_words(group)
         rewards = [float(rollout.results[SCORE]) for rollout in group]
         journal.answers(iteration, prompt, answers, rewards)

@@ -25,10 +25,8 @@ from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
 ADVANTAGES, RETURNS, COUNTS, VALUED, WEIGHT = "advantages", "returns", "counts", "valued", "weight"
-"""Results of a rollout: a number for each token of its answer, except for score and weight.
-
-COUNTS are the tokens that the policy has chosen, VALUED one more, where there is one: the complete answer has a value.
-"""
+"""Results of a rollout: a number for each token of its answer, except for score and weight. COUNTS are the tokens that
+the policy has chosen, VALUED one more, where there is one: the complete answer has a value."""
 
 
 @dataclass
@@ -61,7 +59,6 @@ class Rollout:
 
     @property
     def whole_length(self) -> int:
-        """Tokens of prompt and answer."""
         return len(self.prompt) + self.length
 
     @property
@@ -70,10 +67,8 @@ class Rollout:
         return len(self.prompt) + len(self.answer)
 
     def stand_in(self) -> Rollout:
-        """The least that goes through a model like the whole. It generates as many tokens, since ranks do so together.
-
-        Its results are its own: they must not become the sample's.
-        """
+        """The least that goes through a model like the whole. It generates as many tokens, since ranks do so together,
+        and its results are its own: they must not become the sample's."""
         length, results = min(1, self.length), dict(self.results)
         return replace(self, prompt=self.prompt[:1], length=length, results=results, group=None)
 
@@ -141,12 +136,10 @@ def results_of(rollouts: Sequence[Rollout], name: str, device: torch.device | st
 
 
 def answer_tokens(rollouts: Sequence[Rollout]) -> int:
-    """Tokens of the answers of a microbatch."""
     return sum(rollout.length for rollout in rollouts if not rollout.fills)
 
 
 def share_cut_off(rollouts: Sequence[Rollout], stop_tokens: Sequence[int]) -> float:
-    """The share of answers that do not end by themselves."""
     whole = [each.answer.tolist() for each in rollouts if each.length == len(each.answer)]
     return sum(answer[-1] not in stop_tokens for answer in whole) / len(rollouts)
 
@@ -156,7 +149,6 @@ Group: TypeAlias = tuple[Sample, list[Rollout]]
 
 
 def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answers: int = 1) -> list[Group]:
-    """The groups of this rank, still without their answers."""
     groups: list[Group] = []
     for place, sample in enumerate(prompts):
         prompt, first = torch.as_tensor(sample["tokens"]).long(), (place * world_size() + rank()) * answers
@@ -186,10 +178,8 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
 
 
 def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
-    """Collective: the rollouts of all ranks, in order of their numbers, on every rank.
-
-    They are small beside any model. With all of them, every rank computes the same advantages.
-    """
+    """Collective: the rollouts of all ranks, in order of their numbers, on every rank: so all compute the same
+    advantages."""
     shares = from_all_ranks(list(mine))
     return sorted((rollout for share in shares for rollout in share), key=lambda rollout: rollout.number)
 

@@ -85,16 +85,13 @@ class RolloutSettings:
 
     @property
     def answers(self) -> int:
-        """Answers of a rank in an iteration."""
         return self.batch_size * self.grpo_samples
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of an iteration."""
         return self.ppo_epochs
 
     def iterations(self, ranks: int) -> int:
-        """Iterations of the whole run."""
         return self.num_steps
 
 
@@ -139,8 +136,6 @@ class PPOLossSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss:
-    """GRPO's section `loss`."""
-
     epsilon: float = option(CLIP, 0.2)
     epsilon_high: float | None = option(CLIP | NULL, None)
     kl_coeff: float = option(FINITE_OR_0, 0.0)
@@ -148,7 +143,6 @@ class GRPOLoss:
 
     @property
     def clip(self) -> tuple[float, float]:
-        """By how much a ratio may fall and rise."""
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 

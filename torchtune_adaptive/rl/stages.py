@@ -40,13 +40,9 @@ STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 
 @dataclass(frozen=True)
 class RolloutStage:
-    """What a stage runs."""
-
     run: RolloutPass
     samples: int
-    """Samples of a rank."""
     rows: int
-    """Rows of a microbatch, as the config says."""
     trains: str | None = None
     """The name under which its model is updated, empty where it is all that is trained; None without a backward."""
 
@@ -167,7 +163,6 @@ class RolloutStages:
         }
 
     def state_dict(self) -> SavedLimits:
-        """The state for a checkpoint, the same on all ranks."""
         return self.runners.state_dict() | {"stays": not self._gave_up_gathering}
 
     def load_state_dict(self, saved: SavedLimits) -> None:

@@ -66,7 +66,6 @@ class NamedSamples(Dataset[Sample]):
             ) from error
 
     def read(self, index: int) -> Any:
-        """The sample as the dataset has it."""
         try:
             return self._dataset[index]
         except (Exception, SystemExit) as error:  # whose status would be that of the run
@@ -107,7 +106,6 @@ class NamedSamples(Dataset[Sample]):
         self._room = longest, remedy
 
     def check_room(self, index: int, length: int) -> None:
-        """Refuses a sample for which a microbatch has no room."""
         if self._room is not None and length > self._room[0]:
             raise SampleTooLargeError(
                 f"sample {index} of the dataset has {length} tokens{self.kind.length_suffix}, but a microbatch has "

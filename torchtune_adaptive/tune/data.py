@@ -145,9 +145,7 @@ def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
 
 def _flaw_of_files(data_files: Any) -> str | None:
     """The first file without content, or the first line of a JSONL file that is no object; None where all can be read.
-
-    The library that reads them names neither file nor line.
-    """
+    Whatever reads them names neither file nor line."""
     files = [data_files] if isinstance(data_files, str) else data_files if isinstance(data_files, ListConfig) else []
     for path in (Path(str(file)) for file in files):
         if not path.is_file():
@@ -204,8 +202,8 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
 
 
 def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
-    """Collective: the loader of this data-parallel rank; a dataset that does not fill one configured step is an error,
-    as is one that is another on another rank."""
+    """Collective: the loader of this data-parallel rank. Ranks must have one dataset, with samples for a step of
+    all."""
     ranks, samples = mesh["dp"].size(), len(dataset)
     first, *others = from_all_ranks(samples)
     for rank, other in enumerate(others, start=1):
@@ -237,7 +235,6 @@ class StepLoader(Generic[Item]):
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of this rank in an epoch, the same for all ranks."""
         return len(self._sampler)
 
     def samples_left_per_rank(self, samples_done: int) -> int:
@@ -245,11 +242,8 @@ class StepLoader(Generic[Item]):
         return (int(self._sampler.total_size) - samples_done) // int(self._sampler.num_replicas)
 
     def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Item]]:
-        """The first `steps` whole steps of an epoch, or of the rest that `samples_done` samples of all ranks leave.
-
-        Ranks take turns through one order of all samples, so the samples that any number of ranks has done are its
-        beginning, and any other number can share the rest.
-        """
+        """The first `steps` whole steps of an epoch, or of the rest. Ranks take turns through one order of its samples:
+        those that any number of ranks has done are its beginning, and any other number can share the rest."""
         self._sampler.set_epoch(epoch)
         sampler: Any = self._sampler.share(samples_done) if samples_done else self._sampler
         self._loader = StatefulDataLoader(
@@ -266,7 +260,6 @@ class Sampler(StatefulDistributedSampler):
     """torchtune's sampler, with its order in an array: 8 bytes a sample, where lists of numbers take 40."""
 
     def share(self, samples_done: int = 0) -> np.ndarray[Any, Any]:
-        """This rank's indices of the epoch, after so many samples of all ranks."""
         samples, generator = len(self.dataset), torch.Generator().manual_seed(self.seed + self.epoch)
         order = (torch.randperm(samples, generator=generator) if self.shuffle else torch.arange(samples)).numpy()
         places = np.arange(samples_done + self.rank, self.total_size, self.num_replicas)

@@ -71,24 +71,19 @@ def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -
 
 
 class _Weighed(NamedTuple):
-    """A step whose sizes travel."""
-
     packets: list[bytes]
     sizes: Tensor
-    """[ranks, samples + 1, 2 or more]: bytes of every sample, and the tokens of each of its sequences; last whether the
-    rank is to end the run."""
+    """[ranks, samples + 1, 2 or more]: bytes of each sample, tokens of its sequences; last whether the rank is to end
+    the run."""
     arrival: dist.Work
 
 
 class _Travelling(NamedTuple):
-    """A step whose samples travel."""
-
     received: Tensor
     """Bytes of the samples for this rank, in the order of the ranks that have read them."""
     packet_bytes: list[int]
     arrival: dist.Work
     sent: Tensor
-    """Kept until it has arrived."""
 
 
 class Dealer:

@@ -57,7 +57,6 @@ def check_cuts(loss_fn: nn.Module, model: nn.Module) -> None:
 
 
 def checked_loss(cfg: DictConfig) -> nn.Module:
-    """The loss as its builder leaves it."""
     loss_fn: nn.Module = components.build("loss", cfg)
     if not hasattr(loss_fn, "ignore_index"):
         raise ConfigError(
@@ -127,17 +126,14 @@ class ForwardBackward:
 
 
 def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
-    """The states at these positions, or all, and so many more."""
     states = states if targets is None else states.index_select(1, targets)
     return pad(states, (0, 0, 0, missing)) if missing else states
 
 
 @contextmanager
 def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """While open, the model makes logits only of the states that `chosen` returns of all; None: of all.
-
-    What follows a token of a prompt is neither learned nor judged; logits may be the largest tensors there are.
-    """
+    """While open, the model makes logits only of the states that `chosen` returns of all: they may be the largest
+    tensors."""
     if chosen is None:
         yield
         return

@@ -89,11 +89,8 @@ def rows_that_fit(
     most_samples: int | None = None,
     whole_step_rows: int | None = None,
 ) -> int | None:
-    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them.
-
-    A rank has `most_samples` to run at most, or all those of an epoch. From `whole_step_rows` on a step is one
-    microbatch.
-    """
+    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them. A rank has
+    `most_samples` to run, or all those of an epoch. From `whole_step_rows` on a step is one microbatch."""
     settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
     grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
@@ -118,7 +115,6 @@ def rows_that_fit(
 
 
 def _tell_of_short_samples(data: Data, measured: int) -> None:
-    """Says that rows leave memory unused where most samples are far shorter than the longest."""
     dataset = data.dataset
     lengths = [data.kind.length_of(dataset[at]) for at in range(0, len(dataset), -(-len(dataset) // LOOKED_AT))]
     median = statistics.median_low(lengths)
@@ -130,8 +126,8 @@ def _tell_of_short_samples(data: Data, measured: int) -> None:
 
 
 def limits_by_length(trainer: Trainer, memory: MemorySource | None, most_rows: int) -> dict[str, Limit]:
-    """Collective: the token budget of the config for each stage, or what was measured for it; none without a budget, or
-    where nothing can be measured. A step has `most_rows` samples at most."""
+    """Collective: for each stage the token budget of the config, or what was measured for it, for steps of up to
+    `most_rows` samples; none without a budget, or where nothing can be measured."""
     data, stages, budget = trainer.data, trainer.stages, trainer.run.settings.adaptive.token_budget
     limits: dict[str, Limit] = {}
     if isinstance(budget, int):
@@ -166,9 +162,8 @@ def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
 
 
 def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | None = None) -> None:
-    """Collective: refuses samples for which a microbatch has no room, by default with the ways to make room: before
-    training if the tokenizer does not cut samples to that length, and else, whatever a dataset makes of it, when they
-    are read."""
+    """Collective: refuses samples for which a microbatch has no room: before training if the tokenizer does not cut
+    samples to that length, and whenever one is read. `remedy`: by default the ways to make room."""
     kind = data.kind
     if remedy is None:
         shortest, configured = kind.longest_at(longest), value_at(settings.config, "tokenizer.max_seq_len")
@@ -182,7 +177,6 @@ def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | No
 
 
 def ways_to_make_room(settings: Settings, shorter: str) -> str:
-    """Ways to make room for longer samples, or to have shorter ones."""
     if settings.adaptive.token_budget != "auto":
         return f"raise adaptive.token_budget, or {shorter}"
     # then it is memory that says how many tokens fit
@@ -191,8 +185,8 @@ def ways_to_make_room(settings: Settings, shorter: str) -> str:
 
 
 def worst_sample(data: Data, sequence_length: int | None) -> Sample:
-    """Collective: a sample of which every token is a target, as long as samples get: of the configured length and the
-    tokenizer's the shorter, else as long as the longest there is. Never longer than the model takes."""
+    """Collective: a sample of targets only, as long as samples get: of the configured length and the tokenizer's the
+    shorter, else as long as the longest there is. Never longer than the model takes."""
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
         raise ConfigError(
@@ -231,7 +225,6 @@ def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
 def training_step(
     runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module | None, kind: Kind, sample: Sample
 ) -> TrainingStep[Sample]:
-    """The recipe's step, as a search runs it."""
     return TrainingStep(
         runner=runner,
         sample=sample,
@@ -252,11 +245,8 @@ def rows(
     whole_step_rows: int | None = None,
     folder: str = "",
 ) -> SearchResult:
-    """Collective: the most rows, up to `most_rows`, that every rank can train with.
-
-    From `whole_step_rows` on, a step is one microbatch; None: it may have several whatever the rows. The search is
-    recorded in this folder of `output_dir`, and in the journal of the run.
-    """
+    """Collective: the most rows, up to `most_rows`, that every rank can train with, recorded in this folder of
+    `output_dir`. From `whole_step_rows` on, a step is one microbatch; None: it may have several whatever the rows."""
     options: dict[str, Any] = {
         "strategy": run.settings.adaptive.search,
         "round_to": run.settings.adaptive.round_to,
@@ -273,7 +263,6 @@ def rows(
 
 
 def peak_of(result: SearchResult) -> int | None:
-    """What the chosen rows have needed."""
     return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
@@ -293,7 +282,6 @@ def profile(
 def _tell(
     run: Run, step: TrainingStep[Any], what: str, found: str, result: SearchResult | Profile, **figures: Any
 ) -> None:
-    """Records what was found in the journal."""
     stage, done, budget_bytes = step.runner.stage, run.progress.step, result.budget_bytes
     reason = f"{what}{' · ' * bool(stage)}{stage}: {found}"
     run.journal.event(
@@ -363,7 +351,6 @@ def fingerprint_of(
 
 
 def write_record(directory: Path, fingerprint: Mapping[str, Any], length: int, result: SearchResult | Profile) -> None:
-    """Writes a result for later runs. If that fails, a warning says so."""
     record = {"fingerprint": fingerprint, "sequence_length": length, "result": asdict(result)}
     keep_file(directory / SEARCH_FILE, f"{json.dumps(record, indent=2)}\n".encode(), "the next run will search again")
 

@@ -45,8 +45,8 @@ PROFILER = "torchtune.training.setup_torch_profiler"
 def record_epoch(
     journal: Journal, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int
 ) -> None:
-    """Records the limit of each stage with which an epoch begins, or goes on, and whether its steps have more or fewer
-    samples than those of the epoch before. A single stage is named ""."""
+    """Records the limit of each stage with which an epoch begins, or goes on, and whether its steps have other
+    sizes."""
     step, epoch, past = progress.step, f"epoch {sizes.epoch}", progress.past
     for stage, limit in limits.items():
         reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
@@ -68,7 +68,6 @@ class Metrics:
         self._memory: MemorySource | None = None
         self._step_began = time.perf_counter()
         self._first, self._latest = (0, ""), ""
-        """The step whose figure was shown first, its name and value, and the value that was shown last."""
         self._skipped = 0
         self._logger_failed = False
         if self._shown:
@@ -89,7 +88,6 @@ class Metrics:
     def epoch(
         self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, called: str = "steps"
     ) -> Iterator[Item]:
-        """The steps left of an epoch, with a progress bar around them, where they are `called` that."""
         self._samples_per_step = sizes.samples_per_step
         what = f"epoch {sizes.epoch}"
         with progress_bar(what, sizes.steps, called, done=steps_done, shown=self._shown, at_once=True) as self._bar:
@@ -107,8 +105,7 @@ class Metrics:
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
     ) -> float:
-        """Logs a step and returns its loss: the mean over target tokens, or over so many samples. `more` are figures
-        of a step that has several stages. Reading them waits for the GPU."""
+        """Logs a step and returns its loss: the mean over target tokens, or over so many samples. Waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
@@ -186,7 +183,6 @@ class NoiseWatch:
     def __init__(self, state: Sequence[float]) -> None:
         self._scale = NoiseScale(state)
         self._samples = 0
-        """Samples of the last measured step, on all ranks."""
         self._warned = False
 
     def state(self) -> Sequence[float]:
@@ -213,7 +209,6 @@ class NoiseWatch:
         return {name: value for name, value in names.items() if math.isfinite(value)}
 
     def close(self) -> None:
-        """Says what was found."""
         interval, step = self._scale.interval(), self._samples
         if not step:
             return
@@ -236,11 +231,8 @@ class NoiseWatch:
 
 
 class LossWatch:
-    """Tells a run that learns from one that merely goes on: with NaN losses, or with nothing to learn.
-
-    The losses are those of all ranks together, so every rank comes to the same verdict. They are numbers on the host
-    already, since they were logged: nothing here waits for a GPU.
-    """
+    """Tells a run that learns from one that merely goes on: with NaN losses, or with nothing to learn. The losses are
+    those of all ranks together, already on the host, so every rank comes to the same verdict."""
 
     def __init__(self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files") -> None:
         self._max_skipped, self._files = max_skipped_steps, files
@@ -248,8 +240,8 @@ class LossWatch:
         self._said_why_not_saved = False
 
     def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None) -> None:
-        """Warns of the first of several steps whose loss or gradient norm is NaN or infinite, and raises
-        NotLearningError after too many. Without a norm, an optimizer in the backward has updated the weights."""
+        """Warns of the first of several steps whose loss or gradient norm is NaN or infinite; too many are an error.
+        Without a norm, an optimizer in the backward has updated the weights."""
         self._steps += 1
         self._learning_steps += target_tokens > 0
         self._nan_steps += not math.isfinite(loss)
@@ -271,11 +263,8 @@ class LossWatch:
             logger.warning("step %d: the %s; %s", step, what, effect)
 
     def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
-        """Whether something was learned that a checkpoint could keep. Raises NotLearningError at the end of an epoch if
-        no step so far had a label, or every loss was NaN or infinite.
-
-        Such steps look like progress to whoever resumes, and are none.
-        """
+        """Whether something was learned that a checkpoint could keep, else whoever resumes would take it for progress.
+        At the end of an epoch, NotLearningError says why nothing was."""
         if self._steps and self._learning_steps == 0 and ends_epoch:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn (all labels "
@@ -297,8 +286,7 @@ class LossWatch:
 
 
 class StepProfiler:
-    """Steps the profiler of the config's `profiler` section, and records CUDA's memory history over its active steps;
-    without one, does nothing."""
+    """Steps the profiler of the config, if it has one, and records CUDA's memory history over its active steps."""
 
     def __init__(self, cfg: DictConfig, device: torch.device) -> None:
         section = cfg.get("profiler")

@@ -35,7 +35,6 @@ CHECKPOINTER = "checkpointer"
 """The section that names the files of weights, where a recipe has no other for them."""
 Checkpoint = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
-"""A model's, by name."""
 
 
 class Unfilled(dict[str, torch.Tensor]):

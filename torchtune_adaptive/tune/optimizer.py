@@ -41,8 +41,8 @@ class Optimization:
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
     def start_schedule(self, *, total_steps: int, steps_done: float, lr_factor: float, strides: bool = False) -> None:
-        """`lr_factor`: by which a resumed run has already multiplied its learning rate. `strides`: steps of the run may
-        be several of the schedule's."""
+        """`lr_factor`: a resumed run's, so far. `strides`: whether a step of the run may be several of the
+        schedule's."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
             return
@@ -60,8 +60,7 @@ class Optimization:
             self.checkpointed.set_lr_scheduler(self._scheduler)
 
     def use_lr_factor(self, factor: float, stride: float = 1) -> None:
-        """Multiplies the schedule's learning rate by this from the next step on, and takes so many of its steps with
-        each."""
+        """From the next step on, multiplies the schedule's learning rate, and takes so many of its steps with each."""
         self._stride = stride
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
@@ -72,11 +71,8 @@ class Optimization:
             self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
     def update(self, summed_over: SummedOver) -> float | None:
-        """Collective: one update, from gradients that are summed over target tokens, or pairs, and averaged over ranks.
-
-        Returns the gradients' norm, or None where they are used up inside the backward. Gradients that are NaN or
-        infinite update nothing; the schedule moves on.
-        """
+        """Collective: one update, from gradients that are summed over target tokens, or pairs, and averaged over ranks;
+        NaN or infinite ones update nothing. Returns their norm, or None where they are used up inside the backward."""
         norm = None
         if not isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
             # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
@@ -103,11 +99,9 @@ class Optimization:
 
 
 def clip(model: nn.Module, max_norm: float | None) -> float:
-    """Collective: the norm of all gradients, which are scaled so that it is at most `max_norm`, if there is one.
-
-    Under tensor parallelism some are spread over more ranks than others, and torch takes no norm over both: it is
-    taken of each kind, then of these norms.
-    """
+    """Collective: the norm of all gradients, which are scaled so that it is at most `max_norm`. Under tensor
+    parallelism torch takes no norm over gradients on different meshes: it is taken of each kind, then of these
+    norms."""
     kinds: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -130,7 +124,6 @@ def _whole(norm: Tensor) -> Tensor:
 def build_optimization(
     settings: Settings, model: nn.Module, checkpoint: Mapping[str, Any], device: torch.device
 ) -> Optimization:
-    """The optimizer of the config, with its state where the checkpoint has one."""
     state = checkpoint.get(training.OPT_KEY)
     if state:
         _check_state(settings, state, device)

@@ -34,7 +34,6 @@ Meshes = Mapping[str, DeviceMesh]
 over, and replicated."""
 SHARDING = "sharding"
 WHATEVER_IS_LEFT = -1
-"""As many as are left, as a dimension of a mesh."""
 GREETS_EVERY_S = 0.02
 OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
 """What nodes may have of their own, besides paths."""
@@ -44,8 +43,6 @@ MOST_NAMED = 3
 
 
 class Place(NamedTuple):
-    """Where this process works, and with whom."""
-
     device: torch.device
     mesh: Meshes
 
@@ -103,7 +100,6 @@ def store_of_this_start() -> dict[str, Any]:
 
 
 def _greeted(store: Any, world_size: int) -> str:
-    """The name of this start, once every rank has heard it."""
     name, answered = uuid.uuid4().hex, dict.fromkeys(range(1, world_size), "")
     until_s = time.monotonic() + default_pg_timeout.total_seconds()
     while waiting := [rank for rank in answered if not store.check([f"{name}/heard/{rank}"])]:
@@ -118,8 +114,8 @@ def _greeted(store: Any, world_size: int) -> str:
 
 
 def check_same_config(cfg: DictConfig) -> None:
-    """Collective: refuses a run whose ranks were given different values, which would train different models, or wait
-    forever. Paths may differ: disks do."""
+    """Collective: refuses ranks with different values, which would train different models, or wait forever. Paths may
+    differ."""
     first, *others = from_all_ranks(dict(_values("", OmegaConf.to_container(cfg))))
     other = next((rank for rank, theirs in enumerate(others, start=1) if theirs != first), None)
     if other is None:
@@ -151,8 +147,6 @@ def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 class MeshShape(NamedTuple):
-    """How the ranks of a run share its model."""
-
     replicas: int
     shards: int
     tensor_parallel: int
@@ -179,7 +173,6 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
 
 
 def mesh_of(device: torch.device, settings: Settings) -> Meshes:
-    """Collective: the meshes of this run."""
     replicas, shards, tensor_parallel = mesh_shape(settings, dist.get_world_size())
     if replicas == 1:
         whole = init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))

@@ -45,12 +45,9 @@ PAIRS = "pairs"
 ANSWERS = ("chosen", "rejected")
 
 PairPass = Callable[[Sequence[Sample]], Totals]
-"""One microbatch of a stage."""
 
 
 class Scores(NamedTuple):
-    """A model's opinion of the answers of some pairs."""
-
     log_probs: Tensor
     """[2, pairs]: summed over the labels of the chosen and of the rejected answers."""
     logits: Tensor
@@ -85,11 +82,8 @@ def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 class _SumsOfParts(torch.autograd.Function):
-    """The sum over each of the parts of one row, in one block of memory.
-
-    `index_add` adds up in another order each time on a GPU. `segment_reduce` adds one number after another: of 4096 it
-    loses a digit that `sum` keeps.
-    """
+    """The sum over each part of one row. `index_add` adds up in another order each time on a GPU; `segment_reduce` adds
+    one number after another, and of 4096 loses a digit that `sum` keeps."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, lengths: list[int]) -> Tensor:
@@ -118,7 +112,6 @@ def passes_of(
     activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
 
     def refer(pairs: Sequence[Sample]) -> Totals:
-        """Run again, it writes the same once more."""
         with torch.no_grad(), as_reference():
             scores = score(reference, pairs, data, device)
         for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
@@ -145,8 +138,7 @@ def passes_of(
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """While open, a LoRA model is what it was before it was trained, without dropout. It trains again afterwards,
-    whatever happens in it."""
+    """While open, a LoRA model is what it was before it was trained, without dropout."""
     training = model.training
     model.eval()
     try:
@@ -158,7 +150,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor) -> dict[str, Tensor]:
-    """The sums of which the figures of a step are made, over pairs or over their tokens."""
     sums = {PAIRS: counted.sum(), "rewards/accuracies": ((rewards[0] > rewards[1]) * counted).sum()}
     means, tokens = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
     if means.size(0) == len(tokens):  # without what pads them
@@ -213,8 +204,8 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
 
 
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
-    """Rewards, log-probabilities and logits of the answers under torchtune's names: means over the pairs of a step, or
-    over their tokens. Waits for the GPU."""
+    """Figures of the answers under torchtune's names: means over the pairs of a step, or over their tokens. Waits for
+    the GPU."""
     sums = {name: float(value) for name, value in results[POLICY].sums.items()}
     names = ["rewards/accuracies", *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
     figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in names}

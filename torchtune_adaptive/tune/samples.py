@@ -19,7 +19,6 @@ from torchtune_adaptive.engine.step import SampleKind
 
 Sample = dict[str, Any]
 Cost: TypeAlias = Callable[[int], float]
-"""The cost of a sequence of so many tokens."""
 
 INDEX = "index in the dataset"
 """The key under which a sample carries its index; no collate function sees it."""
@@ -48,13 +47,11 @@ class Kind:
 
     sequences: tuple[Fields, ...]
     ignored_label: int = CROSS_ENTROPY_IGNORE_IDX
-    """The label that the loss ignores."""
     padded: bool = True
     """Whether the rows of a microbatch are padded to the longest, or its sequences follow each other in one row."""
 
     @property
     def rows(self) -> int:
-        """Rows of a microbatch for each of its samples."""
         return len(self.sequences)
 
     @property
@@ -68,7 +65,6 @@ class Kind:
         return self.rows if self.padded else 1
 
     def for_steps(self, model: nn.Module) -> SampleKind[Sample]:
-        """As a step of this model takes it."""
         return SampleKind(
             length_of=self.length_of,
             row_lengths_of=self.lengths_of if self.rows > 1 else None,
@@ -79,11 +75,9 @@ class Kind:
         )
 
     def lengths_of(self, sample: Sample) -> tuple[int, ...]:
-        """Tokens of each sequence."""
         return tuple(len(sample[fields.tokens]) for fields in self.sequences)
 
     def length_of(self, sample: Sample) -> int:
-        """The length for limits by length."""
         lengths = self.lengths_of(sample)
         return max(lengths) if self.padded else sum(lengths)
 
@@ -110,10 +104,8 @@ class Kind:
         return self._beginnings(sample, max(1, self.longest_at(length)))
 
     def stand_in(self, sample: Sample) -> Sample:
-        """The first two tokens of each sequence: the least that goes through the model like the whole.
-
-        Samples with images stay whole: their masks tie every token to the images.
-        """
+        """The first two tokens of each sequence: the least that goes through the model like the whole. Samples with
+        images stay whole: their masks tie every token to the images."""
         if "encoder_input" in sample:
             return sample
         short = self._beginnings(sample, 2)
@@ -128,10 +120,8 @@ class Kind:
         return short
 
     def rows_of(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The rows of a microbatch, each as a sample of text: the first sequences of all samples, then the second.
-
-        A sequence without tokens, which no model can run alone, is one token that is not learned.
-        """
+        """The rows of a microbatch: the first sequences of all samples, then the second. A sequence without tokens,
+        which no model can run alone, is one token that is not learned."""
         rows: list[Sample] = []
         for tokens, labels, _ in self.sequences:
             for sample in samples:
@@ -156,10 +146,8 @@ PAIR = Kind(sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("reje
 
 
 def cost_of(model: nn.Module) -> Cost:
-    """The cost of a sequence in tokens: the products of the layers, and the attention's.
-
-    The latter is left out where it is not known: where a model takes more than text, or has an attention of its own.
-    """
+    """The cost of a sequence in tokens: the products of the layers, and the attention's, where that is known to be
+    torchtune's."""
     layer = next(iter(model.layers), None) if isinstance(model, TransformerDecoder) else None
     attention = getattr(layer, "attn", None)
     if layer is None or not isinstance(attention, MultiHeadAttention):

@@ -45,9 +45,7 @@ class Measured(NamedTuple):
     noise: Interval | None
     """The noise scale in samples; None while too few steps have measured it."""
     samples_per_step: int
-    """Samples of a step so far, on all ranks."""
     target_tokens: int
-    """Target tokens that the run has seen."""
     loss: float | None
     """The loss of late, a mean in which each step counts a tenth; None before the first."""
 
@@ -148,11 +146,8 @@ def size_epochs(
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
 ) -> tuple[EpochSizes, ...]:
-    """Every epoch of the run, in order. With a function the configured size is the start and what fits is the bound: an
-    increase beyond it is skipped. A function that takes `measured` is not asked yet.
-
-    Epochs that a resumed run has begun are as they were: what fits today does not change them.
-    """
+    """Every epoch of the run, in order; those that a resumed run has begun are as they were. With a function the
+    configured size is the start, and what fits the bound. A function that takes `measured` is not asked yet."""
     epochs, by_measured = _begun(progress)[: progress.total_epochs], asks_what_was_measured(increase)
     for epoch in range(len(epochs), progress.total_epochs):
         current = epochs[-1].batch_size if epochs else settings.batch_size
@@ -172,8 +167,8 @@ def size_epochs(
 def size_by_what_was_measured(
     settings: Settings, progress: Progress, samples_left: int, *, increase: Increase, rows_that_fit: int | None = None
 ) -> EpochSizes:
-    """The epoch that begins, or the rest of one that is under way, of which a rank has so many samples left. Its
-    `max_steps_per_epoch` are steps as configured, as the learning-rate schedule counts them."""
+    """The epoch that begins, or the rest of one, of which a rank has so many samples left. Its `max_steps_per_epoch`
+    are steps as configured, as the learning-rate schedule counts them."""
     current = _begun(progress)[-1].batch_size if _begun(progress) else settings.batch_size
     if progress.max_steps_per_epoch:
         done = progress.samples_in_epoch // progress.ranks
@@ -217,8 +212,7 @@ def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> E
 
 
 def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> EpochSizes:
-    """Steps of so many samples, in the fewest microbatches that hold them, all as even as they can be; not yet how many
-    steps."""
+    """Steps of so many samples, in the fewest microbatches, as even as can be; not yet how many steps."""
     microbatches = math.ceil(samples / most_rows)
     rows, growth = math.ceil(samples / microbatches), samples / settings.samples_per_step
     lr_factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling]
@@ -268,7 +262,6 @@ def check_growth(settings: Settings) -> None:
 
 
 def total_steps(epochs: Sequence[EpochSizes]) -> int:
-    """Optimizer steps of the whole run: what a learning-rate schedule is made for."""
     return sum(sizes.steps for sizes in epochs)
 
 

@@ -36,14 +36,11 @@ from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.schedule import announce_end
 
 Samples = tuple[list[Sample], list[Sample] | None]
-"""The samples of a step, and of the next one where they are planned ahead."""
 
 
 class Run:
-    """A run before it has a model: its place among the ranks, where it starts, its checkpoints and its record.
-
-    `progress` is how far it has come.
-    """
+    """A run before it has a model: its place among the ranks, where it starts, its checkpoints, its record and
+    progress."""
 
     def __init__(
         self,
@@ -53,8 +50,7 @@ class Run:
         steps: StepsOnRanks | None = None,
         build: Callable[[DictConfig, Path, Files | None], Checkpointer] = build_checkpointer,
     ) -> None:
-        """Collective: joins the other ranks, and finds where to start. `steps` and `build` are those of `find_start`
-        and of `Checkpoints`."""
+        """Collective: joins the other ranks, and finds where to start."""
         self.settings = settings
         self.place = join(settings)
         self._start = find_start(settings, contents.recipe, steps=steps)
@@ -90,8 +86,8 @@ class Course:
     looks_ahead: bool = False
     """Whether a step is told the samples of the next one."""
     resize: Callable[[Progress, int], EpochSizes] | None = None
-    """Returns the size of the coming epoch, or of the rest of this one, given the samples that each rank has left;
-    None: all are as planned."""
+    """Returns the size of the coming epoch, or of the rest of this one, given the samples left for each rank; None: as
+    planned."""
     resize_every: int | None = None
     """Samples of an epoch, on all ranks, after which that happens; None: only where an epoch begins."""
 
@@ -116,11 +112,8 @@ class Course:
 
 
 class Step(NamedTuple):
-    """A step to be run."""
-
     number: int
     samples: list[Sample]
-    """This rank's."""
     upcoming: list[Sample] | None
     """This rank's samples of the next step, where they are planned ahead."""
 
@@ -129,7 +122,6 @@ class Trainer:
     """Takes a run through the epochs of its `course`: what is watched, logged and saved around its steps."""
 
     course: Course
-    """Set before training begins."""
 
     def __init__(
         self,
@@ -143,9 +135,8 @@ class Trainer:
         limits: Callable[[], SavedLimits] | None = None,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
-        """`model` is what is trained and saved. A search tells the phases of a step apart by `loss_fn`. A checkpoint
-        keeps the stages' limits as `limits` returns them. An error about NaN weights names the files of the key
-        `weights`."""
+        """A search tells the phases of a step apart by `loss_fn`. A checkpoint keeps the stages' limits as `limits`
+        returns them. An error about NaN weights names the files of the key `weights`."""
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn = loss_fn
         trained = stages.training.model
@@ -168,8 +159,7 @@ class Trainer:
 
     @contextmanager
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
-        """Collective: yields the steps that are left of the run; while it is open, memory is limited and measured. A
-        progress bar calls the steps `called`."""
+        """Collective: yields the steps that are left of the run; while it is open, memory is limited and measured."""
         start_clean(self.run.place.device)
         self._profiler.start()
         with self.limited_memory() as memory:
@@ -235,8 +225,8 @@ class Trainer:
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Collective: logs a step and does whatever is due after it. The loss is a mean over target tokens, or over so
-        many samples; `more` are further figures."""
+        """Collective: logs a step and does whatever is due after it. The loss is a mean over target tokens, or over
+        `samples`."""
         loss = self.run.metrics.log_step(
             self.run.progress.step + 1,
             result,
@@ -249,8 +239,8 @@ class Trainer:
         self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
 
     def logged(self, loss: float, target_tokens: int, grad_norm: float | None, *, asked_to_stop: bool) -> None:
-        """Collective: after a step that is in the log. Counts it, ends a run that does not learn, saves where that is
-        due, and ends the run if the ranks have agreed to stop."""
+        """Collective: after a step that is in the log. Counts it, saves where that is due, and ends a run that is to
+        end."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.place.ranks, target_tokens, loss)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm)

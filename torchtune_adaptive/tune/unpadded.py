@@ -39,23 +39,17 @@ TRIED_SAMPLE, TRIED_OTHERS = (1, 2, 3), ((4,), (5, 6))
 
 
 class Documents(NamedTuple):
-    """Where the samples of a row end. It travels through torchtune's decoder as the mask.
-
-    A NamedTuple, because FSDP, activation checkpointing and torch.compile look for tensors inside of those.
-    """
+    """Where the samples of a row end: the mask of torchtune's decoder. A NamedTuple, because FSDP, activation
+    checkpointing and torch.compile look for tensors inside of those."""
 
     ends: Tensor
     """int32, on the model's device; a 0 before the first."""
     longest: int
-    """Tokens of the longest sample."""
 
 
 def joined(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
-    """A collate function: the samples one after another, without padding; positions begin anew with each.
-
-    The first label of each sample is ignored: labels are shifted by one afterwards, and then it would be what the last
-    token of the sample before has to predict.
-    """
+    """A collate function: the samples one after another; positions begin anew with each. Its first label is ignored:
+    labels are shifted by one afterwards, and it would be what the last token of the sample before has to predict."""
     lengths = [len(sample["tokens"]) for sample in samples]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     tokens, labels = (
@@ -80,10 +74,8 @@ def batch_to_device(batch: Batch, device: torch.device) -> None:
 
 
 def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
-    """Positions in the row whose label counts, or the first if none does; None where rows are padded.
-
-    With padding every token has its logits: there, rows are stock's to the bit.
-    """
+    """Positions in the row whose label counts, or the first if none does; None where rows are padded, and stock's to
+    the bit."""
     if not isinstance(batch.get("mask"), Documents):
         return None
     positions = labels[0].ne(ignored).nonzero()[:, 0]
@@ -93,10 +85,8 @@ def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
 
 @contextmanager
 def taking_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """While open, the model takes a row of any length if each sample in it is short enough.
-
-    `max_seq_len` limits positions, and these begin anew with each sample; torchtune compares it with the row.
-    """
+    """While open, the model takes a row of any length if each sample in it is short enough: torchtune compares
+    `max_seq_len`, which limits positions, with the row."""
     most: Any = getattr(model, "max_seq_len", None)
     if most is None or not isinstance(batch.get("mask"), Documents):
         yield
@@ -204,10 +194,8 @@ def _buffer_like(tensor: Tensor) -> Tensor:
 
 
 def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts [tokens, heads, width] into samples, each as torch's kernel takes it: [1, heads, tokens, width].
-
-    All are cut at once: beside the kernel of a short sample, views made one by one take time that shows.
-    """
+    """Cuts [tokens, heads, width] into samples, as torch's kernel takes them: [1, heads, tokens, width]. All at once:
+    views made one by one take time that shows."""
     lengths = ends.diff().tolist()
     return zip(*(row.transpose(0, 1)[None].split(lengths, dim=2) for row in rows), strict=True)
 
@@ -215,10 +203,8 @@ def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def is_padded(
     model: nn.Module, settings: Settings, device: torch.device, *, packed: bool, run_model: bool = False
 ) -> bool:
-    """Whether rows are padded, as `adaptive.padding` says; logs why, or raises, where they have to be.
-
-    Collective with `run_model`, for a model that has its weights: a row of several samples goes through it.
-    """
+    """Whether rows are padded, as `adaptive.padding` says; logs why, or raises, where they have to be. Collective with
+    `run_model`, for a model that has its weights: a row of several samples goes through it."""
     if settings.adaptive.token_budget is None or settings.adaptive.padding:
         return True
     reason = next(_obstacles(model, settings, device, packed=packed), None)
@@ -274,11 +260,8 @@ def _name(thing: object) -> str:
 
 
 def _mixing(model: nn.Module, device: torch.device) -> str | None:
-    """Collective: tries whether the logits of a sample depend on the others in its row.
-
-    An attention that was replaced can be seen. A hook that shifts tokens, or positions counted by place in the row
-    instead of by `input_pos`, cannot, and without padding such a model would silently learn something else.
-    """
+    """Collective: tries whether the logits of a sample depend on the others in its row. A hook that shifts tokens, or
+    positions counted by place in the row, cannot be seen, and such a model would silently learn something else."""
     (alone,) = _logits(model, device, [TRIED_SAMPLE])
     row = [TRIED_SAMPLE, TRIED_OTHERS[0], TRIED_SAMPLE, TRIED_OTHERS[1], TRIED_SAMPLE]
     apart = torch.stack([(logits - alone).norm(dim=-1) for logits in _logits(model, device, row)[::2]])
