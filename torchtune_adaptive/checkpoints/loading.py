@@ -38,8 +38,6 @@ from torchtune_adaptive.engine.ranks import Value, from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.life.this_run import THIS_RUN
 
-REFERENCE_SECTION = "ref_checkpointer"
-
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
     """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
@@ -66,11 +64,11 @@ def check_names(key: str, section: DictConfig) -> None:
         raise ConfigError(f"{key}.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
 
 
-def load_reference(settings: Settings, key: str = REFERENCE_SECTION) -> State:
+def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
     """Collective: the weights that a section names, which never change."""
     section = section_writing_to(settings.config, key, checkpoint_directory(settings) / store.SAVING)
     checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
-    weights: State = _on_all_ranks(partial(read_weights, checkpointer, key), "the weights", key)[training.MODEL_KEY]
+    weights: State = _on_all_ranks(partial(read_state, checkpointer, key), "the weights", key)[training.MODEL_KEY]
     return weights
 
 
@@ -87,10 +85,10 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
 def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
     """Collective: the weights to start from and, when resuming, the state that belongs to them."""
     if files is None or files.distributed:
-        return _on_all_ranks(partial(read_weights, checkpointer), "the weights")
+        return _on_all_ranks(partial(read_state, checkpointer), "the weights")
 
     def read() -> State:
-        state = read_weights(checkpointer)
+        state = read_state(checkpointer)
         _check_belongs_together(state, files, recipe)
         return state
 
@@ -117,7 +115,7 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, gr
     return state
 
 
-def read_weights(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
+def read_state(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
     state = checkpointer.load_checkpoint()
     if not isinstance(weights := state[training.MODEL_KEY], Mapping):
         raise ConfigError(
@@ -150,18 +148,14 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
     return cast(Value, result)
 
 
-def finds_files_itself(section: DictConfig) -> bool:
-    """Whether the checkpointer is one of torchtune's, which look where the config says; the demo's makes its files."""
-    return str(section.get(COMPONENT)).startswith("torchtune.training.")
-
-
 def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:
     """What is wrong where there is no directory of weights; torchtune's checkpointers name neither key nor
     directory."""
     directory = section.get("checkpoint_dir")
     if not isinstance(directory, str):
         raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")
-    if not finds_files_itself(section) or Path(directory).is_dir():
+    # torchtune's look where the config says; the demo's makes its files
+    if not str(section.get(COMPONENT)).startswith("torchtune.training.") or Path(directory).is_dir():
         return None
     return (
         f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "

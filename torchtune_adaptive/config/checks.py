@@ -11,15 +11,7 @@ from itertools import chain
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config.keys import (
-    AdaptiveConfig,
-    LoraSettings,
-    Settings,
-    keys_of,
-    read,
-    read_common,
-    value_at,
-)
+from torchtune_adaptive.config.keys import AdaptiveConfig, LoraSettings, Settings, keys_of, read, read_common, value_at
 from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError, raise_together, together
 from torchtune_adaptive.text import nearest

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.saving import Contents
+from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.reports import StepResult
@@ -49,13 +50,7 @@ from torchtune_adaptive.rl.stages import (
     RolloutStage,
     generating,
 )
-from torchtune_adaptive.tune.model import (
-    Checkpoint,
-    build_frozen_model,
-    build_full_model,
-    build_lora_model,
-    drop_nothing,
-)
+from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, drop_nothing
 from torchtune_adaptive.tune.place import Place
 from torchtune_adaptive.tune.preference import without_adapters
 
@@ -69,7 +64,7 @@ def contents_of(settings: Settings, grpo: GRPOSettings) -> Contents:
     return Contents(name, grpo.lora, settings.save_adapter_weights_only)
 
 
-def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoint: Checkpoint) -> nn.Module:
+def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoint: State) -> nn.Module:
     """Collective."""
     build = build_full_model if grpo.lora is None else build_lora_model
     policy = build(settings, place, checkpoint)

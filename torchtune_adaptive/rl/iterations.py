@@ -145,6 +145,6 @@ class Iterations:
         logged = {**self._figures, **figures, **means, "skipped_updates": self._skipped}
         logged |= {"lr": self.optimization.learning_rate(), **self.stages.figures()}
         recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
-        self.run.metrics.log_iteration(iteration, logged, recorded)
+        self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
         tokens, stopping = int(recorded["target_tokens"]), self.stages.asked_to_stop
         self.trainer.logged(means["loss"], tokens, means["grad_norm"], asked_to_stop=stopping)

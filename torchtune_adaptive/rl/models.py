@@ -19,12 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.checkpoints.loading import (
-    build_checkpointer,
-    load_reference,
-    read_weights,
-    section_writing_to,
-)
+from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, read_state, section_writing_to
 from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
 from torchtune_adaptive.config import components
@@ -41,7 +36,6 @@ from torchtune_adaptive.rl.settings import (
 from torchtune_adaptive.tune.bad_samples import vocabulary_of
 from torchtune_adaptive.tune.model import (
     META,
-    Checkpoint,
     Unfilled,
     Weights,
     build_frozen_model,
@@ -73,7 +67,7 @@ class Models:
         return self.policy, self.value, self.reference, self.reward
 
 
-def build_models(settings: Settings, place: Place, checkpoint: Checkpoint, seed: int) -> Models:
+def build_models(settings: Settings, place: Place, checkpoint: State, seed: int) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
     value = _of_classifier(settings, checkpoint[VALUE_MODEL], VALUE_SECTION, VALUE_FILES, seed)
     reference = load_reference(settings, PPO_REFERENCE_FILES)
@@ -129,7 +123,7 @@ class TwoCheckpointers:
 
     def load_checkpoint(self) -> State:
         state = self._policy.load_checkpoint()
-        return {**state, VALUE_MODEL: read_weights(self._value, VALUE_FILES)[training.MODEL_KEY]}
+        return {**state, VALUE_MODEL: read_state(self._value, VALUE_FILES)[training.MODEL_KEY]}
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
         """Writes both, and moves the value model to where the policy is."""

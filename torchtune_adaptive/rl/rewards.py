@@ -19,6 +19,7 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,24 +87,17 @@ def within(seconds: float | None, function: Callable[[], Any]) -> Any:
     """What it returns; TimeoutError where that takes longer."""
     if seconds is None:
         return function()
-    returned: list[Any] = []
-    failed: list[BaseException] = []
+    returned: Future[Any] = Future()
 
     def run() -> None:
         try:
-            returned.append(function())
+            returned.set_result(function())
         except BaseException as error:  # noqa: BLE001
-            failed.append(error)
+            returned.set_exception(error)
 
     # nothing can end a function from outside: the thread is left behind, and ends with the process
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not returned:
-        raise TimeoutError
-    return returned[0]
+    threading.Thread(target=run, daemon=True).start()
+    return returned.result(seconds)
 
 
 def functions_of(cfg: DictConfig, timeout_s: float | None = None) -> tuple[RewardFunction, ...]:

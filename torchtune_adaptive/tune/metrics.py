@@ -65,7 +65,8 @@ class Metrics:
     def __init__(self, settings: Settings, device: torch.device, journal: Journal) -> None:
         self._shown = dist.get_rank() == 0
         self._settings, self._device, self._journal = settings, device, journal
-        self._memory: MemorySource | None = None
+        self.memory: MemorySource | None = None
+        """What each logged step begins a new peak of."""
         self._step_began = time.perf_counter()
         self._first, self._latest = (0, ""), ""
         self._skipped = 0
@@ -80,10 +81,6 @@ class Metrics:
             path, text = Path(settings.output_dir) / CONFIG, OmegaConf.to_yaml(settings.config, resolve=True)
             if keep_file(path, text.encode(), "the config of this run is not saved"):
                 logger.info("config: %s", path)
-
-    def watch(self, memory: MemorySource | None) -> None:
-        """Logs the peak of this memory, which starts anew at every logged step."""
-        self._memory = memory
 
     def epoch(
         self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, called: str = "steps"
@@ -133,14 +130,10 @@ class Metrics:
             "target_tokens_per_second": tokens_per_second / sharing,
             **({} if result.memory is None else result.memory._asdict()),
         }
-        self._log(step, f"loss {loss:.4f}", figures, run)
+        self.log(step, f"loss {loss:.4f}", figures, run)
         return loss
 
-    def log_iteration(self, step: int, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
-        """Logs an iteration of several steps: `run` are figures that only the record has."""
-        self._log(step, f"reward {figures['scores']:.4f}", figures, run)
-
-    def _log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
+    def log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
         """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
         if self._shown:
             self._first = self._first if self._first[0] else (step, headline)
@@ -159,8 +152,8 @@ class Metrics:
                     logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
                 self._logger_failed = True
             self._journal.step(step, {**figures, **run})
-        if self._memory is not None:
-            self._memory.reset_peak()
+        if self.memory is not None:
+            self.memory.reset_peak()
 
     def close(self) -> None:
         """Says how far the loss has come, and draws the picture of the run."""

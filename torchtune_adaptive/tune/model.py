@@ -20,6 +20,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import peft
 
+from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import quantized_replicas, refuse
 from torchtune_adaptive.config.keys import Settings
@@ -33,7 +34,6 @@ from torchtune_adaptive.tune.unpadded import take_documents
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"
 """The section that names the files of weights, where a recipe has no other for them."""
-Checkpoint = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -42,7 +42,7 @@ class Unfilled(dict[str, torch.Tensor]):
 
 
 def build_full_model(
-    settings: Settings, place: Place, checkpoint: Checkpoint, key: str = "model", files: str = CHECKPOINTER
+    settings: Settings, place: Place, checkpoint: State, key: str = "model", files: str = CHECKPOINTER
 ) -> nn.Module:
     """Collective: the model of a section with every parameter trainable, filled from the checkpoint."""
     device, mesh = place
@@ -85,7 +85,7 @@ def drop_nothing(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def build_lora_model(settings: Settings, place: Place, checkpoint: Checkpoint) -> nn.Module:
+def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
     device, mesh = place
     dtype = dtype_of(settings, device)

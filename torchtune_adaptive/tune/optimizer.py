@@ -128,7 +128,11 @@ def build_optimization(
     if state:
         _check_state(settings, state, device)
     if not settings.optimizer_in_bwd:
-        return one_optimizer(settings, model, state, device)
+        optimizer = components.build("optimizer", settings.config, list(model.parameters()))
+        optimization = Optimization(settings, model, optimizer, optimizer)
+        if state:
+            load_state(model, optimizer, state, device)
+        return optimization
     # one for each parameter, which steps as soon as the gradient is there
     optimizers = {p: components.build("optimizer", settings.config, [p]) for p in model.parameters()}
     training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
@@ -141,17 +145,6 @@ def build_optimization(
                 "resume with the optimizer_in_bwd of the run that saved it"
             )
         load_state(model, wrapper.optim_map[name], one_state, device)
-    return optimization
-
-
-def one_optimizer(
-    settings: Settings, model: nn.Module, state: Mapping[str, Any] | None, device: torch.device
-) -> Optimization:
-    """One optimizer for all parameters, with its state where there is one."""
-    optimizer = components.build("optimizer", settings.config, list(model.parameters()))
-    optimization = Optimization(settings, model, optimizer, optimizer)
-    if state:
-        load_state(model, optimizer, state, device)
     return optimization
 
 
