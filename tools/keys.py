@@ -5,9 +5,12 @@ python tools/keys.py             # writes what has drifted
 
 from __future__ import annotations
 
+import ast
+import inspect
+from itertools import pairwise
 from pathlib import Path
 
-from torchtune_adaptive.config.keys import AdaptiveConfig, Settings, meanings_of, options_of
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings, options_of
 from torchtune_adaptive.forecast.keys import PlanSettings
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +22,17 @@ INCREASE = (
 )
 """Its place is below the key of the search; no dataclass has it."""
 END = "<!-- end of keys -->"
+
+
+def meanings_of(kind: type) -> dict[str, str]:
+    """What the string below each field says, without its line breaks; only the source has it."""
+    (section,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(section, ast.ClassDef)
+    return {
+        field.target.id: " ".join(ast.literal_eval(text.value).split())
+        for field, text in pairwise(section.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+    }
 
 
 def begin(name: str) -> str:

@@ -21,15 +21,7 @@ from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, file_names, identity_of, saves_adapters
-from torchtune_adaptive.checkpoints.store import (
-    ADAPTER_FILE,
-    RECIPE_STATE,
-    RECIPE_STATE_FILE,
-    Files,
-    FoundCheckpoint,
-    Manifest,
-    files_of,
-)
+from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
@@ -153,7 +145,7 @@ def choose(
     if newest is not None and newest.manifest is not None:
         _check_same_run(newest.manifest, settings, recipe, directory)
         _check_unfinished(newest, newest.manifest, settings, steps)
-        return files_of(newest.path, newest.manifest), newest.manifest
+        return store.files_of(newest.path, newest.manifest), newest.manifest
     if mode is True:
         files, manifest = named_files(settings, recipe, directory, checkpoints)
         # in mid-epoch, a changed order or size of steps would repeat samples and miss others
@@ -314,17 +306,19 @@ def _named(settings: Settings, recipe: str, directory: Path, complete: Sequence[
     else:
         if name := section.get("adapter_checkpoint"):
             adapter = existing(name, "adapter_checkpoint")
-        elif state is not None and state.with_name(ADAPTER_FILE).is_file():
-            adapter = state.with_name(ADAPTER_FILE)
+        elif state is not None and state.with_name(store.ADAPTER_FILE).is_file():
+            adapter = state.with_name(store.ADAPTER_FILE)
         else:
-            adapter = newest("epoch_", ADAPTER_FILE) / ADAPTER_FILE
+            adapter = newest("epoch_", store.ADAPTER_FILE) / store.ADAPTER_FILE
         weights = []
     read = [adapter] if adapter else weights
     folder = read[0].parent
     if state is None:
-        places = [place / RECIPE_STATE_FILE for place in (folder, directory / RECIPE_STATE)]
+        places = [place / store.RECIPE_STATE_FILE for place in (folder, directory / store.RECIPE_STATE)]
         if (state := next(filter(Path.is_file, places), None)) is None:
-            raise FileNotFoundError(f"neither {folder} nor {directory / RECIPE_STATE} has a {RECIPE_STATE_FILE}")
+            raise FileNotFoundError(
+                f"neither {folder} nor {directory / store.RECIPE_STATE} has a {store.RECIPE_STATE_FILE}"
+            )
     homes = {path.resolve().parent for path in (*read, state)}
     of_ours = not homes.isdisjoint(path.resolve() for path in complete)  # else they are compared when they are read
     if len({path.parent for path in read}) > 1 or (len(homes) > 1 and of_ours):

@@ -21,26 +21,11 @@ import re
 import sys
 from pathlib import Path
 
-from torchtune_adaptive.config.registry import (
-    FULL,
-    FULL_DPO,
-    GRPO,
-    GRPO_LORA,
-    LORA,
-    LORA_DPO,
-    PPO,
-    RECIPES,
-    Recipe,
-    config_of,
-    recipe_for,
-    started_with,
-)
+from torchtune_adaptive.config.registry import FULL, LORA, RECIPES, SIGNS, Recipe, config_of, recipe_for, started_with
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import did_you_mean
 
 FITS, REFUSED = 0, 1
-SIGNS = {"grpo_samples": (GRPO, GRPO_LORA), "ppo_batch_size": (PPO, PPO), "loss.DPOLoss": (FULL_DPO, LORA_DPO)}
-"""What a config has that is not for finetuning, and the recipes that take it: of all weights, and of adapters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

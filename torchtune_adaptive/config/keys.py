@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -110,17 +107,6 @@ def keys_of(kind: type) -> list[str]:
 
 def options_of(kind: type) -> list[Field[Any]]:
     return [field for field in fields(kind) if "rule" in field.metadata]
-
-
-def meanings_of(kind: type) -> dict[str, str]:
-    """What the string below each field says, without its line breaks; only the source has it."""
-    (section,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(section, ast.ClassDef)
-    return {
-        field.target.id: " ".join(ast.literal_eval(text.value).split())
-        for field, text in pairwise(section.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
-    }
 
 
 def _checked(option: Field[Any], values: Mapping[Any, object], prefix: str) -> object:

@@ -87,6 +87,8 @@ PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.forecast.quest
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)
 }
+SIGNS = {"grpo_samples": (GRPO, GRPO_LORA), "ppo_batch_size": (PPO, PPO), "loss.DPOLoss": (FULL_DPO, LORA_DPO)}
+"""What a config has that is not for finetuning, and the recipes that take it: of all weights, and of adapters."""
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.launcher import (
-    a_peer_has_failed,
-    attempt_folder,
-    launcher_waits_s,
-    makes_first,
-    note_own_pid,
-    speaks_first,
-)
+from torchtune_adaptive.life import launcher, this_run
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -44,7 +36,7 @@ def listen() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave_it_to_the_thread)
             signal.siginterrupt(number, False)  # nor is a system call in the main thread disturbed
-    note_own_pid()
+    launcher.note_own_pid()
     os.register_at_fork(after_in_child=stop_listening)  # a data worker that is told to end is no end of the run
     threading.Thread(target=_hear, args=(reader,), daemon=True).start()
 
@@ -74,18 +66,18 @@ def _hear(reader: int) -> None:
 
 
 def _first(asked_by: signal.Signals) -> None:
-    if asked_by == signal.SIGTERM and a_peer_has_failed():
+    if asked_by == signal.SIGTERM and launcher.a_peer_has_failed():
         os._exit(128 + asked_by)  # the launcher ends the others then: there is nobody to agree with
     THIS_RUN.signal = asked_by
-    rank, folder = int(os.environ.get("RANK", "0")), attempt_folder()
+    rank, folder = int(os.environ.get("RANK", "0")), launcher.attempt_folder()
     if rank != 0:
         time.sleep(RANK_0_FIRST_S)
     # the first of its machine to be asked says so; without a launcher's folder that is rank 0, if any
-    if rank != 0 if folder is None else not makes_first(folder / ASKED_FILE):
+    if rank != 0 if folder is None else not launcher.makes_first(folder / ASKED_FILE):
         return
     name = asked_by.name + f" on rank {rank}" * (rank != 0)
     launched = folder is not None
-    time_left = f" (if torchrun forwarded the signal, it waits {launcher_waits_s():g} s)" if launched else ""
+    time_left = f" (if torchrun forwarded the signal, it waits {launcher.launcher_waits_s():g} s)" if launched else ""
     _say(
         f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
         "A second signal ends the run immediately"
@@ -95,7 +87,7 @@ def _first(asked_by: signal.Signals) -> None:
 
 
 def _end_at_once(asked_by: signal.Signals) -> None:
-    if speaks_first():
+    if launcher.speaks_first():
         first = THIS_RUN.signal
         # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
         which = "again" if first in (None, asked_by) else f"after {first.name}"

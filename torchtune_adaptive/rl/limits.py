@@ -33,7 +33,7 @@ from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 from torchtune_adaptive.text import format_bytes, in_columns
 from torchtune_adaptive.tune import fit
 from torchtune_adaptive.tune.bad_samples import longest_taken
-from torchtune_adaptive.tune.fit import LONGEST_SAMPLE, check_lengths, ways_to_make_room, worst_sample
+from torchtune_adaptive.tune.fit import LONGEST_SAMPLE, SKIPPED, check_lengths, ways_to_make_room, worst_sample
 from torchtune_adaptive.tune.trainer import Trainer
 
 Result = TypeVar("Result", SearchResult, Profile)
@@ -70,17 +70,17 @@ class LimitFinder:
         budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
         if isinstance(budget, int):
             say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
-            return self._by_tokens(dict.fromkeys(configured, TokenLimit(budget)))
+            return self._with_room(dict.fromkeys(configured, TokenLimit(budget)))
         if budget is None and not self._settings.use_maximum_batch_size:
-            return self._by_rows(configured)
+            return self._with_room(configured)
         if memory is None:
             what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
-            say(f"{what} · skipped: a CPU has no memory limit to search within; set adaptive.memory_limit{remedy}")
-            return self._by_rows(configured)
+            say(f"{what} · {SKIPPED}{remedy}")
+            return self._with_room(configured)
         with self._as_in_training(memory):
             if budget is not None:
                 profiles = {stage: self._measured(memory, stage, fit.profile) for stage in configured}
-                return self._by_tokens({stage: profile.limit for stage, profile in profiles.items()})
+                return self._with_room({stage: profile.limit for stage, profile in profiles.items()})
             results: dict[str, SearchResult] = {}
             for stage in configured:
                 whole = self._stages.stages[stage].samples
@@ -90,34 +90,25 @@ class LimitFinder:
             peak = fit.peak_of(result) or 0
             lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
         say(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
-        return self._by_rows({stage: RowLimit(result.rows) for stage, result in results.items()})
+        return self._with_room({stage: RowLimit(result.rows) for stage, result in results.items()})
 
-    def _by_tokens(self, limits: Limits) -> Limits:
-        """Collective: beside each prompt there is room for an answer, in every stage."""
-        longest, most = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()), self._most_tokens
-        ways = ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
-        if longest <= self._new:
+    def _with_room(self, limits: Limits) -> Limits:
+        """Collective: refuses prompts beside which a microbatch, or a model, has no room for an answer."""
+        longest = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values())
+        new, most = self._new, self._most_tokens
+        fact, ways = "", ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
+        if longest <= new:
             raise ConfigError(
                 f"a microbatch has room for {longest} tokens (adaptive.token_budget: "
                 f"{self._settings.adaptive.token_budget}), but even a prompt of one token and its answer may have "
-                f"{self._new + 1}: {ways}"
+                f"{new + 1}: {ways}"
             )
-        fact = " plus an answer"
         if most is not None and most < longest:
-            longest, (fact, ways) = most, self._what_models_take(most)
-        check_lengths(self._settings, self._data, longest - self._new, f"{fact}; {ways}")
+            longest, fact = most, f", since the models take at most {most} tokens (their max_seq_len)"
+            ways = f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - new}"
+        if longest < LONGEST_SAMPLE:
+            check_lengths(self._settings, self._data, longest - new, f" plus an answer{fact}; {ways}")
         return limits
-
-    def _by_rows(self, limits: Limits) -> Limits:
-        """Collective: beside each prompt the models have room for an answer."""
-        if (most := self._most_tokens) is not None:
-            fact, ways = self._what_models_take(most)
-            check_lengths(self._settings, self._data, most - self._new, f"{fact}; {ways}")
-        return limits
-
-    def _what_models_take(self, most: int) -> tuple[str, str]:
-        fact = f" plus an answer, since the models take at most {most} tokens (their max_seq_len)"
-        return fact, f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - self._new}"
 
     @contextmanager
     def _as_in_training(self, memory: MemorySource) -> Iterator[None]:

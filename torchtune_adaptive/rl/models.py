@@ -34,15 +34,7 @@ from torchtune_adaptive.rl.settings import (
     VALUE_SECTION,
 )
 from torchtune_adaptive.tune.bad_samples import vocabulary_of
-from torchtune_adaptive.tune.model import (
-    META,
-    Unfilled,
-    Weights,
-    build_frozen_model,
-    build_full_model,
-    built_on,
-    drop_nothing,
-)
+from torchtune_adaptive.tune.model import META, Unfilled, build_frozen_model, build_full_model, built_on, drop_nothing
 from torchtune_adaptive.tune.place import Place
 
 HEAD = "output.weight"
@@ -93,7 +85,7 @@ def build_judge(settings: Settings, place: Place, section: str, seed: int) -> nn
     return build_frozen_model(settings, place, weights, section, REWARD_FILES)
 
 
-def _of_classifier(settings: Settings, weights: Weights, section: str, files: str, seed: int) -> Weights:
+def _of_classifier(settings: Settings, weights: State, section: str, files: str, seed: int) -> State:
     """Weights for a model of one number a token. A language model's head is replaced by a new one."""
     if isinstance(weights, Unfilled):
         return weights

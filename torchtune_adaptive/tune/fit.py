@@ -34,22 +34,13 @@ from torchtune_adaptive.report.journal import SEARCH, Event
 from torchtune_adaptive.report.pictures import draw_profile, draw_search
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
-from torchtune_adaptive.tune.schedule import (
-    announce,
-    asks_what_was_measured,
-    build_increase_function,
-    end_of_begun_epoch,
-    size_by_what_was_measured,
-    size_epochs,
-    total_steps,
-    whole_step_rows,
-)
 from torchtune_adaptive.tune.trainer import Course, Run, Trainer, restore_limits
 
 logger = logging.getLogger(__name__)
@@ -108,13 +99,15 @@ def plan_course(trainer: Trainer) -> None:
         )
     run.journal.start(before.step)
     with trainer.limited_memory() as memory:
-        rows = rows_that_fit(trainer, memory, training, whole_step_rows=whole_step_rows(settings, before))
+        rows = rows_that_fit(trainer, memory, training, whole_step_rows=schedule.whole_step_rows(settings, before))
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)
-        progress = end_of_begun_epoch(before, rows, left, ranks)
-        increase, samples = build_increase_function(settings.config), data.loader.samples_per_rank
+        progress = schedule.end_of_begun_epoch(before, rows, left, ranks)
+        increase, samples = schedule.build_increase_function(settings.config), data.loader.samples_per_rank
         with nullcontext() if memory is None else memory.unlimited():
             # as on rank 0, since a function of the user's may draw, or read a clock
-            epochs = from_rank_0(size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase))
+            epochs = from_rank_0(
+                schedule.size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase)
+            )
         most_samples = max(sizes.samples_per_step for sizes in epochs)
         limits = limits_by_length(trainer, memory, most_samples)
         if rows is not None:
@@ -122,7 +115,7 @@ def plan_course(trainer: Trainer) -> None:
             limits |= {stage: RowLimit(most) for stage, most in searched.items() if most is not None}
         limit = limits.get(training)
         dealer = dealer_of(trainer.model, settings, data, limit)
-        announce(epochs, settings, before, ranks, limit, samples)
+        schedule.announce(epochs, settings, before, ranks, limit, samples)
         for stage in earlier:
             if stage in limits:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
@@ -133,15 +126,15 @@ def plan_course(trainer: Trainer) -> None:
         limits=limits,
         dealer=dealer,
         looks_ahead=looks_ahead,
-        resize=partial(size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows)
-        if asks_what_was_measured(increase)
+        resize=partial(schedule.size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows)
+        if schedule.asks_what_was_measured(increase)
         else None,
         resize_every=settings.adaptive.increase_every,
     )
     # torchtune's own checkpoints do not count steps
-    step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
+    step = schedule.total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
     latest = progress.begun or (progress.past[-1] if progress.past else None)
-    whole, done = total_steps(epochs), float(step)
+    whole, done = schedule.total_steps(epochs), float(step)
     if trainer.course.resize is not None:
         # how many steps there will be is not known: the schedule counts them as configured
         of_an_epoch = min(samples // settings.samples_per_step, progress.max_steps_per_epoch or samples)

@@ -73,12 +73,11 @@ class Metrics:
         self._logger_failed = False
         if self._shown:
             self._logger = components.build("metric_logger", settings.config)
-            saved = Path(settings.output_dir) / "torchtune_config.yaml"  # by torchtune's loggers, which would wait
-            if saved.exists() and not saved.is_file():
-                raise ConfigError(f"{str(saved)!r} is not a file: remove it, or change output_dir")
-            self._logger.log_config(settings.config)
             # the whole config as it runs, where torchtune's own loggers put it; others would not
             path, text = Path(settings.output_dir) / CONFIG, OmegaConf.to_yaml(settings.config, resolve=True)
+            if path.exists() and not path.is_file():  # which torchtune's loggers would wait for
+                raise ConfigError(f"{str(path)!r} is not a file: remove it, or change output_dir")
+            self._logger.log_config(settings.config)
             if keep_file(path, text.encode(), "the config of this run is not saved"):
                 logger.info("config: %s", path)
 
@@ -206,15 +205,12 @@ class NoiseWatch:
         if not step:
             return
         if interval is None:
-            say(
-                f"gradient noise · fewer than {FEWEST} steps were measured, too few to tell: lower "
-                "adaptive.measure_noise, or train for more steps"
-            )
+            few = f"fewer than {FEWEST} steps were measured, too few to tell"
+            say(f"gradient noise · {few}: lower adaptive.measure_noise, or train for more steps")
             return
+        scale = f"above {interval.low:.0f} samples"
         if math.isfinite(interval.high):
             scale = f"{interval.scale:.0f} samples ({interval.low:.0f} to {interval.high:.0f})"
-        else:
-            scale = f"above {interval.low:.0f} samples"
         advice = "the batch is about as large as is worth it"
         if step < interval.low:
             advice = "a larger batch would train about as well a sample"
@@ -258,24 +254,23 @@ class LossWatch:
     def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
         """Whether something was learned that a checkpoint could keep, else whoever resumes would take it for progress.
         At the end of an epoch, NotLearningError says why nothing was."""
-        if self._steps and self._learning_steps == 0 and ends_epoch:
-            raise NotLearningError(
-                f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn (all labels "
-                "are masked); check that the dataset's columns and prompt template match the data, and that "
-                "tokenizer.max_seq_len does not cut off the answers"
+        nothing = self._learning_steps == 0
+        if not nothing and self._nan_steps < self._steps:
+            return True
+        if ends_epoch and self._steps:
+            why = (
+                "no sample has a token to learn (all labels are masked); check that the dataset's columns and prompt "
+                "template match the data, and that tokenizer.max_seq_len does not cut off the answers"
+                if nothing
+                else "every loss was NaN or infinite; lower optimizer.lr, or check that the weights of "
+                f"{self._files} are not NaN"
             )
-        all_nan = self._steps > 0 and self._nan_steps == self._steps
-        if all_nan and ends_epoch:
-            raise NotLearningError(
-                f"nothing was trained in {count_of(self._steps, 'step')}: every loss was NaN or infinite; lower "
-                f"optimizer.lr, or check that the weights of {self._files} are not NaN"
-            )
-        worth_it = self._learning_steps > 0 and not all_nan
-        if not worth_it and not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
+            raise NotLearningError(f"nothing was trained in {count_of(self._steps, 'step')}: {why}")
+        if not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
             self._said_why_not_saved = True
-            why = "every loss was NaN or infinite" if all_nan else "no sample so far has a token to learn"
+            why = "no sample so far has a token to learn" if nothing else "every loss was NaN or infinite"
             logger.warning("step %d: no checkpoint is saved yet, since %s", step, why)
-        return worth_it
+        return False
 
 
 class StepProfiler:

@@ -146,19 +146,13 @@ def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
         yield key, shown(value)
 
 
-class MeshShape(NamedTuple):
-    replicas: int
-    shards: int
-    tensor_parallel: int
-
-
-def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
-    """The mesh for so many ranks; refuses what does not come out even."""
+def mesh_shape(settings: Settings, ranks: int) -> tuple[int, int, int]:
+    """Replicas, shards and tensor-parallel ranks of a mesh of so many ranks; refuses what does not come out even."""
     replicas, tensor_parallel = settings.data_parallel_replicate_dim, settings.tensor_parallel_dim
     given = None if settings.data_parallel_shard_dim == WHATEVER_IS_LEFT else settings.data_parallel_shard_dim
     shards = ranks // (replicas * tensor_parallel) if given is None else given
     if replicas * shards * tensor_parallel == ranks and shards > 0:
-        return MeshShape(replicas, shards, tensor_parallel)
+        return replicas, shards, tensor_parallel
     dims = {
         "data_parallel_replicate_dim": None if replicas == 1 else replicas,
         "data_parallel_shard_dim": given,

@@ -44,8 +44,6 @@ KEPT = "reference_log_probs"
 PAIRS = "pairs"
 ANSWERS = ("chosen", "rejected")
 
-PairPass = Callable[[Sequence[Sample]], Totals]
-
 
 class Scores(NamedTuple):
     log_probs: Tensor
@@ -99,43 +97,6 @@ class _SumsOfParts(torch.autograd.Function):
         return torch.cat([of_part.expand(length) for of_part, length in of_parts]), None
 
 
-def passes_of(
-    policy: nn.Module,
-    reference: nn.Module,
-    loss_fn: nn.Module,
-    data: Data,
-    settings: Settings,
-    device: torch.device,
-) -> tuple[PairPass, PairPass]:
-    """One microbatch of each stage, in their order. A policy that is its own reference has its adapters off there."""
-    as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
-    activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
-
-    def refer(pairs: Sequence[Sample]) -> Totals:
-        with torch.no_grad(), as_reference():
-            scores = score(reference, pairs, data, device)
-        for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
-            pair[KEPT] = log_probs
-        return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
-
-    def train(pairs: Sequence[Sample]) -> Totals:
-        """Adds the gradients of pairs, summed over them, to the policy's."""
-        asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
-        counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
-        with forgetting_after_errors(activations):
-            with activations:
-                scores = score(policy, pairs, data, device)
-            losses, *rewards = loss_fn(*scores.log_probs, *asked)
-            sums = _sums_over_pairs(scores, rewards, counted)
-            target_tokens = scores.target_tokens
-            del scores  # or the logits would live through the backward
-            loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
-            loss.backward()
-        return Totals(loss.detach(), target_tokens, sums)
-
-    return refer, train
-
-
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """While open, a LoRA model is what it was before it was trained, without dropout."""
@@ -172,12 +133,37 @@ def build_stages(
     device: torch.device,
     on_change: Callable[[Change], object],
 ) -> Stages[Sample]:
-    """Collective: both stages, in microbatches of `batch_size` pairs to begin with."""
+    """Collective: both stages, in microbatches of `batch_size` pairs to begin with. A policy that is its own reference
+    has its adapters off there."""
     plan_padding(data, policy, settings, device)
-    refer, train = passes_of(policy, reference, loss_fn, data, settings, device)
+    as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
+    activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
+
+    def refer(pairs: Sequence[Sample]) -> Totals:
+        with torch.no_grad(), as_reference():
+            scores = score(reference, pairs, data, device)
+        for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
+            pair[KEPT] = log_probs
+        return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
+
+    def train(pairs: Sequence[Sample]) -> Totals:
+        """Adds the gradients of pairs, summed over them, to the policy's."""
+        asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
+        counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
+        with forgetting_after_errors(activations):
+            with activations:
+                scores = score(policy, pairs, data, device)
+            losses, *rewards = loss_fn(*scores.log_probs, *asked)
+            sums = _sums_over_pairs(scores, rewards, counted)
+            target_tokens = scores.target_tokens
+            del scores  # or the logits would live through the backward
+            loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
+            loss.backward()
+        return Totals(loss.detach(), target_tokens, sums)
+
     recovery = build_recovery(settings, on_change, *dict.fromkeys((policy, reference)))
 
-    def runner_of(model: nn.Module, run: PairPass, stage: str) -> StepRunner[Sample]:
+    def runner_of(model: nn.Module, run: Callable[[Sequence[Sample]], Totals], stage: str) -> StepRunner[Sample]:
         kind, limit = data.kind.for_steps(model), RowLimit(settings.batch_size)
         return StepRunner(model, run, kind=kind, limit=limit, recovery=recovery, stage=stage)
 
