@@ -101,8 +101,7 @@ def file_names(value: object, key: str = "checkpointer") -> list[str]:
 
 
 def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """The keys whose values are not those that the checkpoint's run had, and both values. Of another recipe, only
-    that."""
+    """The keys whose values are not those that the checkpoint's run had, and both. Of another recipe, only that."""
     another_recipe = configured.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):

@@ -125,8 +125,7 @@ def read_state(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
 
 
 def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
-    """Collective: what the work returns; where it fails on any rank, the first one's problem is raised on all of
-    them."""
+    """Collective: what the work returns; where it fails on any rank, that one's problem is raised on all of them."""
     result, problem = None, None
     try:
         result = work()
@@ -149,8 +148,7 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
 
 
 def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:
-    """What is wrong where there is no directory of weights; torchtune's checkpointers name neither key nor
-    directory."""
+    """What is wrong where there is no directory of weights; torchtune names neither key nor directory."""
     directory = section.get("checkpoint_dir")
     if not isinstance(directory, str):
         raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")

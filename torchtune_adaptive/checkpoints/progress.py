@@ -121,8 +121,7 @@ class Progress:
         )
 
     def resumed(self, checkpoint: Mapping[str, Any], keys: Mapping[str, str] = GIVEN) -> Progress:
-        """The progress that a checkpoint continues. `keys`: fields that the config gives, for the log, and by which
-        keys."""
+        """The progress that a checkpoint continues. `keys`: fields that the config gives, for the log, and its keys."""
         if absent := [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "

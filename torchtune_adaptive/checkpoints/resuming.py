@@ -130,8 +130,7 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
 def choose(
     settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
 ) -> tuple[Files | None, Manifest | None]:
-    """What a run goes on from, and its manifest; nothing for a fresh start. Refuses what cannot be meant, changes
-    nothing."""
+    """What a run goes on from, and its manifest; nothing for a fresh start. Changes nothing."""
     directory, mode = checkpoint_directory(settings), settings.resume_from_checkpoint
     if fact := store.in_the_way(directory):
         raise ConfigError(f"{fact}: move it, or change output_dir")

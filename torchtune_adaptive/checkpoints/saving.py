@@ -111,8 +111,7 @@ class Contents:
 
 def gather_weights(sharded: Sharded, device: torch.device) -> State:
     """Collective: these weights, whole and on the host of rank 0, in their own precision if they are quantized.
-    torchtune's has a barrier after each, but a gather ends only once every rank has sent its part, so none runs ahead
-    of rank 0."""
+    torchtune has a barrier after each; but a gather ends only once all have sent, so none runs ahead of rank 0."""
     first, whole = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
     for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
         gathered = weight.to(device) if weight.is_cpu else weight
@@ -355,8 +354,7 @@ class Checkpoints:
             shutil.rmtree(self._staging, ignore_errors=True)
 
     def _settle(self, written: Written, problem: str | None, seconds: float) -> None:
-        """Collective: rank 0 tells whether the checkpoint is there, and whether it was asked to stop in the
-        meantime."""
+        """Collective: rank 0 tells whether the checkpoint is there, and whether it was asked to stop meanwhile."""
         problem, self._asked_to_stop = from_rank_0((problem, THIS_RUN.asked_to_stop()))
         if problem is not None:
             self._fail(written, problem)

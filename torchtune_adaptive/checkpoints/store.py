@@ -280,7 +280,7 @@ def changed_file(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _checksums(paths: Sequence[Path]) -> list[int]:
-    """CRC-32 runs at the speed of a disk. A large file is read in parts, by all cores: its checksum is that of
+    """CRC-32 runs at the speed of a disk. A large file is read in parts, by all cores; its checksum is that of
     theirs."""
 
     def crc32_of(part: tuple[Path, int]) -> bytes:

@@ -13,13 +13,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.life.endings import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
 
-COMMANDS: dict[str, ModuleType] = {
-    "ls": ls,
-    "cp": cp,
-    "validate": validate,
-    "status": status,
-    "rehearse": rehearse,
-}
+COMMANDS: dict[str, ModuleType] = {"ls": ls, "cp": cp, "validate": validate, "status": status, "rehearse": rehearse}
 """Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status. An
 error's is its `FAILED`, else 1.
 One that takes any number of words has them in `options.words`."""

@@ -96,8 +96,7 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
 
 
 def wrong_values(key: str, section: DictConfig) -> str:
-    """Texts and nulls where the component's signature, or its default, says a number or a bool; lists of another
-    length."""
+    """Texts and nulls where the component wants a number or a bool; lists of another length."""
     problems = []
     for one in (one for one in _parameters_of(section[COMPONENT]) or () if one.name in section):
         annotation = one.annotation if one.annotation is not one.empty else type(one.default)

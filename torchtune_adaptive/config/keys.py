@@ -75,12 +75,7 @@ def some_of(*choices: str) -> Rule:
     return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
 
 
-def option(
-    rule: Rule,
-    default: object = MISSING,
-    *,
-    convert: Callable[[Any, str], object] | None = None,
-) -> Any:
+def option(rule: Rule, default: object = MISSING, *, convert: Callable[[Any, str], object] | None = None) -> Any:
     """A field of a section; required when it has no default.
 
     The string below it is what docs/keys.md says of it; torchtune's own keys have none.

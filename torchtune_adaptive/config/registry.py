@@ -37,8 +37,7 @@ class Recipe:
 
     name: str
     takes: str | None
-    """The recipe of torchtune's in whose place it is, if any. None: it trains nothing, and takes the configs of all
-    others."""
+    """torchtune's recipe in whose place it is, if any. None: it trains nothing, and takes the configs of all others."""
     saved_as: str = ""
     """What the manifest of a checkpoint calls the recipe that wrote it."""
     reader: str = ""

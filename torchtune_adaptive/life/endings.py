@@ -18,8 +18,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Around what prints a result: a closed pipe (`| head`), a full disk or a terminal without some letters is no
-    traceback."""
+    """Around what prints a result: a closed pipe (`| head`) or a full disk is no traceback."""
     if sys.stdout is None:  # closed before the start, as by `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
     with suppress(OSError):  # what was a file at the start, and is a pipe now, cannot be asked where it is

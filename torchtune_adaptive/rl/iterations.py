@@ -38,8 +38,7 @@ class Iterations:
         rl: RolloutSettings,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
-        """Collective: searches where the config asks for it, and sets schedules and limits to where the run has come
-        to."""
+        """Collective: searches where the config asks for it, and sets schedules and limits to where the run is."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         check_room((stage.model for stage in stages.values()), settings.adaptive, rl.max_generated_tokens)
         self.data = build_prompts(settings, tokenizer, run.place.mesh)

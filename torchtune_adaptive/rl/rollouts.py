@@ -178,8 +178,7 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
 
 
 def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
-    """Collective: the rollouts of all ranks, in order of their numbers, on every rank: so all compute the same
-    advantages."""
+    """Collective: the rollouts of all ranks, by number, on every rank: so all compute the same advantages."""
     shares = from_all_ranks(list(mine))
     return sorted((rollout for share in shares for rollout in share), key=lambda rollout: rollout.number)
 

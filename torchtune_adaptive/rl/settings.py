@@ -175,10 +175,7 @@ PPO_KEYS = (
     *(POLICY_SECTION, VALUE_SECTION, PPO_REFERENCE_FILES, VALUE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
     *keys.keys_of(PPOSettings),
 )
-GRPO_KEYS = (
-    *(REWARD_SECTION, GRPO_REFERENCE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
-    *keys.keys_of(GRPOSettings),
-)
+GRPO_KEYS = (*(REWARD_SECTION, GRPO_REFERENCE_FILES, REWARD_FILES, REWARD_FUNCTIONS), *keys.keys_of(GRPOSettings))
 """Sections and keys of a config besides those of finetuning."""
 
 

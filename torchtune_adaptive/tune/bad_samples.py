@@ -1,8 +1,5 @@
-"""Samples that the model cannot take: each is looked at once, where it is read, and named in the error.
-
-A CPU would say of a token that the model does not know "index out of range", a GPU that some assertion failed, in
-whatever it is asked to do next. Looking takes a tenth of a millisecond for 2,048 tokens.
-"""
+"""Samples that the model cannot take: each is looked at once, where it is read, and named in the error. A CPU would say
+of an unknown token "index out of range", a GPU that some assertion failed, in whatever comes next."""
 
 from __future__ import annotations
 

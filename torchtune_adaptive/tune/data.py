@@ -202,8 +202,7 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
 
 
 def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
-    """Collective: the loader of this data-parallel rank. Ranks must have one dataset, with samples for a step of
-    all."""
+    """Collective: this data-parallel rank's loader. Ranks must have one dataset, with samples for a step of all."""
     ranks, samples = mesh["dp"].size(), len(dataset)
     first, *others = from_all_ranks(samples)
     for rank, other in enumerate(others, start=1):

@@ -73,8 +73,7 @@ def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -
 class _Weighed(NamedTuple):
     packets: list[bytes]
     sizes: Tensor
-    """[ranks, samples + 1, 2 or more]: bytes of each sample, tokens of its sequences; last whether the rank is to end
-    the run."""
+    """[ranks, samples + 1, 2 or more]: bytes and tokens of each sample; last whether the rank is to end the run."""
     arrival: dist.Work
 
 

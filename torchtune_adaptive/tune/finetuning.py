@@ -132,7 +132,7 @@ def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
 
 @contextmanager
 def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """While open, the model makes logits only of the states that `chosen` returns of all: they may be the largest
+    """While open, the model makes logits only of the states that `chosen` returns: logits may be the largest
     tensors."""
     if chosen is None:
         yield

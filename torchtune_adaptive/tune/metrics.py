@@ -45,8 +45,7 @@ PROFILER = "torchtune.training.setup_torch_profiler"
 def record_epoch(
     journal: Journal, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int
 ) -> None:
-    """Records the limit of each stage with which an epoch begins, or goes on, and whether its steps have other
-    sizes."""
+    """Records each stage's limit as an epoch begins, or goes on, and whether its steps have other sizes."""
     step, epoch, past = progress.step, f"epoch {sizes.epoch}", progress.past
     for stage, limit in limits.items():
         reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"

@@ -41,7 +41,7 @@ class Optimization:
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
     def start_schedule(self, *, total_steps: int, steps_done: float, lr_factor: float, strides: bool = False) -> None:
-        """`lr_factor`: a resumed run's, so far. `strides`: whether a step of the run may be several of the
+        """`lr_factor`: a resumed run's so far. `strides`: whether a step of the run may be several of the
         schedule's."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
@@ -99,9 +99,8 @@ class Optimization:
 
 
 def clip(model: nn.Module, max_norm: float | None) -> float:
-    """Collective: the norm of all gradients, which are scaled so that it is at most `max_norm`. Under tensor
-    parallelism torch takes no norm over gradients on different meshes: it is taken of each kind, then of these
-    norms."""
+    """Collective: the norm of all gradients, scaled to at most `max_norm`. Under tensor parallelism torch takes none
+    over gradients on different meshes: it is taken of each kind, then of these norms."""
     kinds: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:

@@ -79,12 +79,10 @@ def leave() -> None:
 
 
 def store_of_this_start() -> dict[str, Any]:
-    """Where a launcher may restart its ranks, a part of its store that holds nothing of those that died.
-
-    torch 2.13 keeps one store for all starts, so ranks would call at the addresses of the dead. Launchers of several
-    nodes count restarts each for itself, so the ranks agree on a name: each says that it is there under a name that is
-    new, and rank 0 answers those names until all have heard it. What the dead have said gets an answer nobody reads.
-    """
+    """Where a launcher may restart its ranks, a part of its store that holds nothing of those that died, whose
+    addresses they would call. Launchers count restarts each for itself, so each rank says that it is there under a new
+    name, and rank 0 answers those names until all have heard it: what the dead have said gets an answer nobody
+    reads."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or REHEARSAL.on:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
@@ -114,7 +112,7 @@ def _greeted(store: Any, world_size: int) -> str:
 
 
 def check_same_config(cfg: DictConfig) -> None:
-    """Collective: refuses ranks with different values, which would train different models, or wait forever. Paths may
+    """Collective: refuses ranks with different values, which would train different models, or wait. Paths may
     differ."""
     first, *others = from_all_ranks(dict(_values("", OmegaConf.to_container(cfg))))
     other = next((rank for rank, theirs in enumerate(others, start=1) if theirs != first), None)

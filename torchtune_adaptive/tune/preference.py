@@ -190,8 +190,7 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
 
 
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
-    """Figures of the answers under torchtune's names: means over the pairs of a step, or over their tokens. Waits for
-    the GPU."""
+    """Figures of the answers under torchtune's names: means over pairs, or over their tokens. Waits for the GPU."""
     sums = {name: float(value) for name, value in results[POLICY].sums.items()}
     names = ["rewards/accuracies", *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
     figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in names}

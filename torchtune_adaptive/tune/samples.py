@@ -37,13 +37,9 @@ class Fields(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of sample.
-
-    A microbatch of n samples is n rows for each of their sequences: limits count samples (`batch_size` is that of
-    torchtune), and a limit that counts tokens is told how many rows a sample has. The length of a sample is that of its
-    longest sequence, to which all rows of its microbatch are padded. Where nothing is padded, a limit has to know its
-    tokens instead, so there its length is the sum of its sequences.
-    """
+    """A microbatch of n samples is n rows for each of their sequences: limits count samples, and one that counts tokens
+    is told how many rows a sample has. The length of a sample is that of its longest sequence, to which all rows of its
+    microbatch are padded; where nothing is padded, the sum of its sequences."""
 
     sequences: tuple[Fields, ...]
     ignored_label: int = CROSS_ENTROPY_IGNORE_IDX
@@ -146,8 +142,7 @@ PAIR = Kind(sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("reje
 
 
 def cost_of(model: nn.Module) -> Cost:
-    """The cost of a sequence in tokens: the products of the layers, and the attention's, where that is known to be
-    torchtune's."""
+    """The cost of a sequence in tokens: the products of the layers, and of the attention if it is torchtune's."""
     layer = next(iter(model.layers), None) if isinstance(model, TransformerDecoder) else None
     attention = getattr(layer, "attn", None)
     if layer is None or not isinstance(attention, MultiHeadAttention):

@@ -197,12 +197,9 @@ def grown_sizes(
 
 
 def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> EpochSizes:
-    """Steps that do not grow from epoch to epoch.
-
-    `rebalance` keeps the configured samples per step, in as few microbatches as hold them, and grows the step only
-    where one microbatch holds more than all of them. `fixed` leaves `gradient_accumulation_steps` alone, so the step
-    grows or shrinks with the rows. `keep` never changes the samples per step.
-    """
+    """Steps that do not grow. `rebalance` keeps the configured samples per step, in as few microbatches as hold them,
+    unless one microbatch holds more. `fixed` leaves `gradient_accumulation_steps` alone, so the step follows the rows.
+    `keep` never changes the samples per step."""
     samples, rows = settings.samples_per_step, rows_that_fit or settings.batch_size
     if settings.adaptive.accumulation == "fixed":
         samples = rows * settings.gradient_accumulation_steps

@@ -39,8 +39,7 @@ Samples = tuple[list[Sample], list[Sample] | None]
 
 
 class Run:
-    """A run before it has a model: its place among the ranks, where it starts, its checkpoints, its record and
-    progress."""
+    """A run before it has a model: its place among the ranks, where it starts, its checkpoints and its record."""
 
     def __init__(
         self,
@@ -86,8 +85,7 @@ class Course:
     looks_ahead: bool = False
     """Whether a step is told the samples of the next one."""
     resize: Callable[[Progress, int], EpochSizes] | None = None
-    """Returns the size of the coming epoch, or of the rest of this one, given the samples left for each rank; None: as
-    planned."""
+    """Returns the size of the coming epoch, or of the rest of this one, for the samples left; None: all as planned."""
     resize_every: int | None = None
     """Samples of an epoch, on all ranks, after which that happens; None: only where an epoch begins."""
 
@@ -225,7 +223,7 @@ class Trainer:
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Collective: logs a step and does whatever is due after it. The loss is a mean over target tokens, or over
+        """Collective: logs a step and does what is due after it. The loss is a mean over target tokens, or
         `samples`."""
         loss = self.run.metrics.log_step(
             self.run.progress.step + 1,
@@ -239,8 +237,7 @@ class Trainer:
         self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
 
     def logged(self, loss: float, target_tokens: int, grad_norm: float | None, *, asked_to_stop: bool) -> None:
-        """Collective: after a step that is in the log. Counts it, saves where that is due, and ends a run that is to
-        end."""
+        """Collective: after a step that is in the log. Counts it, saves where that is due, and may end the run."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.place.ranks, target_tokens, loss)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm)

@@ -74,8 +74,7 @@ def batch_to_device(batch: Batch, device: torch.device) -> None:
 
 
 def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
-    """Positions in the row whose label counts, or the first if none does; None where rows are padded, and stock's to
-    the bit."""
+    """Positions in the row whose label counts, or the first if none does; None where rows are padded."""
     if not isinstance(batch.get("mask"), Documents):
         return None
     positions = labels[0].ne(ignored).nonzero()[:, 0]
