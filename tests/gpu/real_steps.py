@@ -35,8 +35,7 @@ from torchtune_adaptive.text import MemorySize
 from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
 from torchtune_adaptive.tune.finetuning import ForwardBackward, build_loss
-from torchtune_adaptive.tune.fit import training_step
-from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model
+from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.place import Place, mesh_of, start_clean
 from torchtune_adaptive.tune.samples import TEXT, Sample
@@ -109,7 +108,14 @@ class RealStep:
 
     def to_search(self, tokens: int) -> TrainingStep[Sample]:
         """Collective: what `find_max_batch_size` takes."""
-        return training_step(self.runner(1), self.optimization, self.loss_fn, TEXT, worst(tokens))
+        return TrainingStep(
+            runner=self.runner(1),
+            sample=worst(tokens),
+            update=lambda result: self.optimization.update(result.target_tokens),
+            optimizers=self.optimization.optimizers,
+            boundaries=phase_boundaries(self.model, self.loss_fn),
+            cut=TEXT.cut,
+        )
 
     def train(self, rows: int, tokens: int) -> None:
         """Collective: a step without anything of ours around it, as a probe and a prediction have it."""

@@ -57,7 +57,7 @@ class Progress:
     """A resumed run goes on with the checkpoint's seed and steps per epoch, but up to the config's epochs."""
 
     seed: int
-    epochs_run: int
+    epochs_run: int = 0
     total_epochs: int
     max_steps_per_epoch: int | None
     past: tuple[EpochSizes, ...] = ()
@@ -111,14 +111,8 @@ class Progress:
         )
 
     def after_epoch(self, sizes: EpochSizes) -> Progress:
-        return replace(
-            self,
-            epochs_run=self.epochs_run + 1,
-            past=(*self.past, sizes),
-            begun=None,
-            steps_in_epoch=0,
-            samples_in_epoch=0,
-        )
+        done, past = self.epochs_run + 1, (*self.past, sizes)
+        return replace(self, epochs_run=done, past=past, begun=None, steps_in_epoch=0, samples_in_epoch=0)
 
     def resumed(self, checkpoint: Mapping[str, Any], keys: Mapping[str, str] = GIVEN) -> Progress:
         """The progress that a checkpoint continues. `keys`: fields that the config gives, for the log, and its keys."""
@@ -157,10 +151,5 @@ def start_progress(settings: Settings, ranks: int) -> Progress:
         seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"seed is {settings.seed!r}: {error}") from error
-    return Progress(
-        seed=seed,
-        epochs_run=0,
-        total_epochs=settings.epochs,
-        max_steps_per_epoch=settings.max_steps_per_epoch,
-        ranks=ranks,
-    )
+    epochs, most = settings.epochs, settings.max_steps_per_epoch
+    return Progress(seed=seed, total_epochs=epochs, max_steps_per_epoch=most, ranks=ranks)

@@ -252,7 +252,10 @@ def read_manifest(folder: Path) -> Manifest | Fault:
     if values is None:
         return f"has no {MANIFEST_FILE}: it is incomplete, or was not written by these recipes"
     try:
-        manifest = _parsed(values)
+        if values.pop(OWN_CHECKSUM) != _checksum(values) or values.pop("version") != VERSION:
+            raise ValueError("the manifest is not what was saved")
+        files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
+        manifest = Manifest(files=files, position=Position(**values.pop("position")), **values)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
@@ -298,15 +301,6 @@ def _checksums(paths: Sequence[Path]) -> list[int]:
         for (path, _), crc32 in zip(parts, pool.map(crc32_of, parts), strict=True):
             checksums[path] = zlib.crc32(crc32, checksums[path])
     return list(checksums.values())
-
-
-def _parsed(values: dict[str, Any]) -> Manifest:
-    if values.pop(OWN_CHECKSUM) != _checksum(values):
-        raise ValueError("the manifest is not what was saved")
-    if (version := values.pop("version")) != VERSION:
-        raise ValueError(f"version {version}")
-    files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-    return Manifest(files=files, position=Position(**values.pop("position")), **values)
 
 
 def _checksum(values: Mapping[str, object]) -> int:

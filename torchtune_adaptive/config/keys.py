@@ -112,7 +112,7 @@ def _checked(option: Field[Any], values: Mapping[Any, object], prefix: str) -> o
         return option.default
     value = values[option.name]
     check(rule, value, key)
-    return option.metadata["convert"](value, key)
+    return None if value is option.default is None else option.metadata["convert"](value, key)
 
 
 def check(rule: Rule, value: object, key: str) -> None:
@@ -138,10 +138,6 @@ def plain(section: Any, name: str) -> Mapping[Any, object]:
     return section
 
 
-def _sizes(value: Any, key: str) -> tuple[MemorySize, ...] | None:
-    return None if value is None else parse_sizes(value, key)
-
-
 @dataclass(frozen=True, kw_only=True)
 class IncreaseEvery:
     """The section `adaptive.increase_every`."""
@@ -149,8 +145,8 @@ class IncreaseEvery:
     samples: int = option(COUNT)
 
 
-def _increase_every(value: Any, key: str) -> int | None:
-    return None if value is None else read_section(IncreaseEvery, value, key).samples
+def _increase_every(value: Any, key: str) -> int:
+    return read_section(IncreaseEvery, value, key).samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +165,7 @@ class AdaptiveConfig:
     """seconds without a sign of life from a rank (its process is stopped, its machine hangs) before the others end and
     name it. A rank busy with a save, a compilation or its dataset still answers. null: wait until the process group
     times out"""
-    memory_limit: tuple[MemorySize, ...] | None = option(SIZES, None, convert=_sizes)
+    memory_limit: tuple[MemorySize, ...] | None = option(SIZES, None, convert=parse_sizes)
     """what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one value per rank. The
     CUDA allocator enforces it, on a CPU a meter does. A CPU without a limit has nothing to search"""
 

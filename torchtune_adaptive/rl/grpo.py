@@ -25,21 +25,11 @@ from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.models import build_judge
 from torchtune_adaptive.rl.passes import AnswerScorer, Ask, TrainPolicy, figures_of_policy
-from torchtune_adaptive.rl.rollouts import (
-    ADVANTAGES,
-    COUNTS,
-    LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    SCORE,
-    WEIGHT,
-    Rollout,
-    differ,
-    results_of,
-    store,
-)
+from torchtune_adaptive.rl.rollouts import Rollout, differ, results_of, store
 from torchtune_adaptive.rl.settings import GRPO_REFERENCE_FILES, REWARD_SECTION, GRPOSettings
 from torchtune_adaptive.rl.stages import (
     FIND_REWARDS,
@@ -83,15 +73,15 @@ def grpo_stages(
     stages = {GENERATE: stage(generating(policy, sampling, settings, place.device))}
     if settings.config.get(REWARD_SECTION) is not None:
         judge = build_judge(settings, place, REWARD_SECTION, sampling.seed)
-        stages[FIND_REWARDS] = stage(Ask(judge, scorer.scores, SCORE))
+        stages[FIND_REWARDS] = stage(Ask(judge, scorer.scores, results.SCORE))
     if grpo.updates > 1:
-        stages[SCORE_POLICY] = stage(Ask(policy, scorer.log_probs, LOG_PROBS))
+        stages[SCORE_POLICY] = stage(Ask(policy, scorer.log_probs, results.LOG_PROBS))
     if loss.kl_coeff:
-        ask = Ask(policy, scorer.log_probs, REFERENCE_LOG_PROBS, without_adapters)
+        ask = Ask(policy, scorer.log_probs, results.REFERENCE_LOG_PROBS, without_adapters)
         if grpo.lora is None:
             weights = load_reference(settings, GRPO_REFERENCE_FILES)
             reference = build_frozen_model(settings, place, weights, files=GRPO_REFERENCE_FILES)
-            ask = Ask(reference, scorer.log_probs, REFERENCE_LOG_PROBS)
+            ask = Ask(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)
         stages[SCORE_REFERENCE] = stage(ask)
     stages[TRAIN_POLICY] = stage(TrainPolicy(policy, scorer, loss.clip, loss.kl_coeff), trains="")
     return stages
@@ -121,14 +111,15 @@ class TrainingBatch:
 def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
     """Adds advantages and weights to the rollouts, which are those of all ranks, in order of their numbers."""
     size, average = grpo.grpo_samples, grpo.loss.average
-    rewards, counts = results_of(everyone, SCORE).view(-1, size), results_of(everyone, COUNTS)
+    rewards, counts = results_of(everyone, results.SCORE).view(-1, size), results_of(everyone, results.COUNTS)
     lengths, weights = counts.sum(1), torch.ones(len(everyone))
     if average == "answers":
         weights /= lengths.clamp(min=1)
     elif average == "length":
         weights /= grpo.max_generated_tokens
-    store(everyone, ADVANTAGES, advantages_of(rewards, scaled=grpo.scale_rewards).view(-1, 1).expand(counts.shape))
-    store(everyone, WEIGHT, weights)
+    advantages = advantages_of(rewards, scaled=grpo.scale_rewards).view(-1, 1)
+    store(everyone, results.ADVANTAGES, advantages.expand(counts.shape))
+    store(everyone, results.WEIGHT, weights)
     groups = [everyone[start : start + size] for start in range(0, len(everyone), size)]
     kept = [rollout for group in groups if differ(group) for rollout in group]
     figures = {

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -43,8 +43,7 @@ VALUE_MODEL = "value_model"
 VALUE_FOLDER = "value"
 
 
-@dataclass(frozen=True)
-class Models:
+class Models(NamedTuple):
     policy: nn.Module
     value: nn.Module
     reference: nn.Module
@@ -53,10 +52,6 @@ class Models:
     @property
     def trained(self) -> nn.ModuleDict:
         return nn.ModuleDict({"policy": self.policy, "value": self.value})
-
-    @property
-    def everything(self) -> tuple[nn.Module, ...]:
-        return self.policy, self.value, self.reference, self.reward
 
 
 def build_models(settings: Settings, place: Place, checkpoint: State, seed: int) -> Models:
@@ -70,7 +65,7 @@ def build_models(settings: Settings, place: Place, checkpoint: State, seed: int)
         reward=build_judge(settings, place, VALUE_SECTION, seed),
     )
     drop_nothing(models.trained)  # log-probabilities and values are compared
-    known = [vocabulary_of(model) for model in models.everything]
+    known = [vocabulary_of(model) for model in models]
     if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
         raise ConfigError(
             f"the vocabulary of {POLICY_SECTION} has {known[0]} tokens, that of {VALUE_SECTION} only {known[1]}: value "

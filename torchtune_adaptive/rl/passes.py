@@ -15,21 +15,9 @@ from torch.nn.functional import cross_entropy, pad
 from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.engine.reports import StepResult, Totals
+from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling, draws, generate
-from torchtune_adaptive.rl.rollouts import (
-    ADVANTAGES,
-    COUNTS,
-    LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    VALUED,
-    WEIGHT,
-    Rollout,
-    Sequences,
-    answer_tokens,
-    results_of,
-    sequences_of,
-    store,
-)
+from torchtune_adaptive.rl.rollouts import Rollout, Sequences, answer_tokens, results_of, sequences_of, store
 from torchtune_adaptive.tune.finetuning import scoring_only
 
 
@@ -90,8 +78,8 @@ class Generate:
         counts, valued = answer_masks(answers, self.sampling.stop_tokens)
         for rollout, answer, length in zip(rollouts, answers, counts.sum(1).tolist(), strict=True):
             rollout.answer, rollout.length = answer.clone(), length
-        store(rollouts, COUNTS, counts)
-        store(rollouts, VALUED, valued)
+        store(rollouts, results.COUNTS, counts)
+        store(rollouts, results.VALUED, valued)
         return Totals(torch.zeros((), device=self.device), answer_tokens(rollouts))
 
 
@@ -117,13 +105,13 @@ class AnswerScorer:
         with scoring_only(model, sequences.of_answers):
             logits = model(sequences.tokens).float() / self.temperature
         of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
-        counts = results_of(rollouts, COUNTS, self.device)
+        counts = results_of(rollouts, results.COUNTS, self.device)
         log_probs = -pad(of_token.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))
         return torch.where(counts, log_probs, 0.0)
 
     def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts, new tokens]; what has no value is 0."""
-        valued = results_of(rollouts, VALUED, self.device)
+        valued = results_of(rollouts, results.VALUED, self.device)
         sequences = sequences_of(rollouts, valued.size(1)).to(self.device)
         return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
 
@@ -164,13 +152,12 @@ class TrainPolicy:
         of = partial(results_of, rollouts, device=self.scorer.device)
         log_probs = self.scorer.log_probs(self.model, rollouts)
         # else the policy is still as it was when it answered
-        before = of(LOG_PROBS) if LOG_PROBS in rollouts[0].results else log_probs.detach()
-        reference = of(REFERENCE_LOG_PROBS) if self.kl_coeff else None
-        loss, sums = policy_loss(
-            log_probs, before, of(ADVANTAGES), of(COUNTS), of(WEIGHT), self.clip, reference, self.kl_coeff
-        )
+        before = of(results.LOG_PROBS) if results.LOG_PROBS in rollouts[0].results else log_probs.detach()
+        reference = of(results.REFERENCE_LOG_PROBS) if self.kl_coeff else None
+        advantages, counts, weights = (of(name) for name in (results.ADVANTAGES, results.COUNTS, results.WEIGHT))
+        loss, sums = policy_loss(log_probs, before, advantages, counts, weights, self.clip, reference, self.kl_coeff)
         loss.backward()
-        return Totals(loss.detach(), int(results_of(rollouts, COUNTS).sum()), sums)
+        return Totals(loss.detach(), int(results_of(rollouts, results.COUNTS).sum()), sums)
 
 
 def policy_loss(

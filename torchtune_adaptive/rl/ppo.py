@@ -19,43 +19,21 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.reports import StepResult, Totals
 from torchtune_adaptive.errors import ConfigError, NotLearningError
+from torchtune_adaptive.rl import rollouts as results
+from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.models import Models
 from torchtune_adaptive.rl.passes import AnswerScorer, Ask, TrainPolicy, figures_of_policy
-from torchtune_adaptive.rl.rollouts import (
-    ADVANTAGES,
-    COUNTS,
-    LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    RETURNS,
-    SCORE,
-    VALUED,
-    VALUES,
-    WEIGHT,
-    Rollout,
-    results_of,
-    store,
-)
+from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
 from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOSettings
-from torchtune_adaptive.rl.stages import (
-    FIND_REWARDS,
-    FIND_VALUES,
-    GENERATE,
-    SCORE_POLICY,
-    SCORE_REFERENCE,
-    TRAIN_POLICY,
-    TRAIN_VALUE,
-    RolloutStage,
-    generating,
-)
 from torchtune_adaptive.text import count_of
 
 
 def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
     """Adds advantages and returns to the rollouts, which are those of all ranks. Returns figures for the log."""
-    counts, valued = results_of(rollouts, COUNTS), results_of(rollouts, VALUED)
+    counts, valued = results_of(rollouts, results.COUNTS), results_of(rollouts, results.VALUED)
     last = counts.sum(1) - 1
-    scores, reference = results_of(rollouts, SCORE), results_of(rollouts, REFERENCE_LOG_PROBS)
+    scores, reference = results_of(rollouts, results.SCORE), results_of(rollouts, results.REFERENCE_LOG_PROBS)
     penalised = rlhf.get_reward_penalty_mask(~counts, last, ppo.penalise_no_eos, ppo.min_response_length)
     scores = torch.where(penalised, ppo.reward_penalty, scores)
     iteration = rollouts[0].iteration
@@ -63,17 +41,17 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
     _check_finite(reference, f"iteration {iteration}: the reference's log-probability", PPO_REFERENCE_FILES)
 
     rewards, kl, kl_rewards = rlhf.get_rewards_ppo(
-        scores, results_of(rollouts, LOG_PROBS), reference, ppo.kl_coeff, valued.sum(1) - 1
+        scores, results_of(rollouts, results.LOG_PROBS), reference, ppo.kl_coeff, valued.sum(1) - 1
     )
     if ppo.whiten_rewards and valued.sum() > 1:
         rewards = rlhf.whiten(rewards, valued) * valued
-    values = results_of(rollouts, VALUES)
+    values = results_of(rollouts, results.VALUES)
     advantages, returns = rlhf.estimate_advantages(values, rewards, ppo.gamma, ppo.lmbda, masks=counts)
     if counts.sum() == 1:  # of which torchtune makes NaN, since one number has no variance
         advantages = (returns - values) * counts
-    store(rollouts, ADVANTAGES, advantages)
-    store(rollouts, RETURNS, returns)
-    store(rollouts, WEIGHT, torch.ones(len(rollouts)))
+    store(rollouts, results.ADVANTAGES, advantages)
+    store(rollouts, results.RETURNS, returns)
+    store(rollouts, results.WEIGHT, torch.ones(len(rollouts)))
     score, kl_reward = float(scores.mean()), float(kl_rewards.sum(1).mean())
     return {
         "scores": score,
@@ -113,11 +91,12 @@ class TrainValue:
     loss: PPOLoss
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        before, returns, valued = (results_of(rollouts, name, self.scorer.device) for name in (VALUES, RETURNS, VALUED))
+        of = partial(results_of, rollouts, device=self.scorer.device)
+        before, returns, valued = of(results.VALUES), of(results.RETURNS), of(results.VALUED)
         values = self.scorer.values(self.model, rollouts)
         loss = value_loss(values, before, returns, valued, self.loss.value_clip_range)
         (loss * self.loss.value_coeff).backward()
-        return Totals(loss.detach(), int(results_of(rollouts, VALUED).sum()))
+        return Totals(loss.detach(), int(results_of(rollouts, results.VALUED).sum()))
 
 
 def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> dict[str, float]:
@@ -130,20 +109,20 @@ def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> d
 
 def ppo_stages(
     models: Models, loss: PPOLoss, sampling: Sampling, settings: Settings, ppo: PPOSettings, device: torch.device
-) -> dict[str, RolloutStage]:
-    policy, value, reference, reward = models.everything
+) -> dict[str, stages.RolloutStage]:
+    policy, value, reference, reward = models
     scorer = AnswerScorer(device=device, temperature=sampling.temperature)
-    before = partial(RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)
+    before = partial(stages.RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)
     rows = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
-    training = partial(RolloutStage, samples=ppo.ppo_batch_size, rows=rows)
+    training = partial(stages.RolloutStage, samples=ppo.ppo_batch_size, rows=rows)
     return {
-        GENERATE: before(generating(policy, sampling, settings, device)),
-        FIND_REWARDS: before(Ask(reward, scorer.scores, SCORE)),
-        SCORE_POLICY: before(Ask(policy, scorer.log_probs, LOG_PROBS)),
-        SCORE_REFERENCE: before(Ask(reference, scorer.log_probs, REFERENCE_LOG_PROBS)),
-        FIND_VALUES: before(Ask(value, scorer.values, VALUES)),
-        TRAIN_VALUE: training(TrainValue(value, scorer, loss), trains="value"),
-        TRAIN_POLICY: training(TrainPolicy(policy, scorer, (loss.epsilon, loss.epsilon)), trains="policy"),
+        stages.GENERATE: before(stages.generating(policy, sampling, settings, device)),
+        stages.FIND_REWARDS: before(Ask(reward, scorer.scores, results.SCORE)),
+        stages.SCORE_POLICY: before(Ask(policy, scorer.log_probs, results.LOG_PROBS)),
+        stages.SCORE_REFERENCE: before(Ask(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)),
+        stages.FIND_VALUES: before(Ask(value, scorer.values, results.VALUES)),
+        stages.TRAIN_VALUE: training(TrainValue(value, scorer, loss), trains="value"),
+        stages.TRAIN_POLICY: training(TrainPolicy(policy, scorer, (loss.epsilon, loss.epsilon)), trains="policy"),
     }
 
 

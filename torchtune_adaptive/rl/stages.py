@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import cast
@@ -16,7 +16,6 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.checkpoints.progress import SavedLimits
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
@@ -25,7 +24,7 @@ from torchtune_adaptive.life.console import say
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.passes import Generate, RolloutPass
 from torchtune_adaptive.rl.rollouts import Rollout
-from torchtune_adaptive.tune.finetuning import build_recovery
+from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
 from torchtune_adaptive.tune.place import dtype_of
 from torchtune_adaptive.tune.trainer import restore_limits
 
@@ -64,9 +63,7 @@ def generating(policy: nn.Module, sampling: Sampling, settings: Settings, device
 class RolloutStages:
     """Runs each stage of an iteration, and remembers how that went."""
 
-    def __init__(
-        self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: Callable[[Change], object]
-    ) -> None:
+    def __init__(self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> None:
         """Collective."""
         self.stages = stages
         self.policy = cast(Generate, stages[GENERATE].run)

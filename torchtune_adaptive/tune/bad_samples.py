@@ -51,7 +51,8 @@ class NamedSamples(Dataset[Sample]):
         self.cut_at: int | None = None
         """The length at which prompts are cut, as the tokenizer cuts other samples; None: nowhere."""
         self._dataset = dataset
-        self._room: tuple[int, str] | None = None
+        self.room: tuple[int, str] | None = None
+        """Tokens for which a microbatch has room, and what ends the error about a sample that has more."""
         self._longest: Longest | None = None
 
     def __len__(self) -> int:
@@ -98,15 +99,11 @@ class NamedSamples(Dataset[Sample]):
             )
         return sample
 
-    def refuse_longer(self, longest: int, remedy: str) -> None:
-        """From now on, samples may have so many tokens at most; `remedy` ends the error about one that has more."""
-        self._room = longest, remedy
-
     def check_room(self, index: int, length: int) -> None:
-        if self._room is not None and length > self._room[0]:
+        if self.room is not None and length > self.room[0]:
             raise SampleTooLargeError(
                 f"sample {index} of the dataset has {length} tokens{self.kind.length_suffix}, but a microbatch has "
-                f"room for {self._room[0]}{self._room[1]}"
+                f"room for {self.room[0]}{self.room[1]}"
             )
 
     def longest(self) -> Longest:

@@ -14,10 +14,10 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -270,9 +270,3 @@ class Sampler(StatefulDistributedSampler):
         for index in self.share():
             self.yielded += 1
             yield int(index)
-
-
-def looking_ahead(steps: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
-    """Each step with the one that follows it; None follows the last."""
-    nothing: list[Item | None] = [None]
-    return pairwise(chain(steps, nothing))  # type: ignore[arg-type]

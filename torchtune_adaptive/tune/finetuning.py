@@ -35,6 +35,8 @@ from torchtune_adaptive.tune.unpadded import batch_to_device, is_padded, taking_
 
 logger = logging.getLogger(__name__)
 
+OnChange = Callable[[Change], object]
+
 
 def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
     """The loss; one that takes its logits in chunks makes the model cut them."""
@@ -163,12 +165,7 @@ def forgetting_after_errors(activations: AbstractContextManager[object]) -> Iter
 
 
 def build_step_runner(
-    model: nn.Module,
-    loss_fn: nn.Module,
-    data: Data,
-    settings: Settings,
-    place: Place,
-    on_change: Callable[[Change], object],
+    model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, place: Place, on_change: OnChange
 ) -> StepRunner[Sample]:
     """Collective: the runner of steps, in microbatches of `batch_size` rows to begin with."""
     plan_padding(data, model, settings, place.device)
@@ -198,7 +195,7 @@ def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
         )
 
 
-def build_recovery(settings: Settings, on_change: Callable[[Change], object], *models: nn.Module) -> Recovery:
+def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) -> Recovery:
     """Collective: the recovery that the stages of a step share, as the config says."""
     obstacle = obstacle_to_recovery(settings)
     if obstacle is not None and dist.get_rank() == 0:

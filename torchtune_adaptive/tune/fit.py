@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from torchtune_adaptive.atomic_files import keep_file, read_json
 from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, on_gpu, value_at
@@ -27,7 +26,6 @@ from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, 
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
 from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
-from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.report.journal import SEARCH, Event
@@ -38,7 +36,6 @@ from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
-from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
 from torchtune_adaptive.tune.trainer import Course, Run, Trainer, restore_limits
@@ -120,30 +117,27 @@ def plan_course(trainer: Trainer) -> None:
             if stage in limits:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
         run.checkpoints.make_room()
-    looks_ahead = limit is not None and limit.by_length
+    resize = None
+    if schedule.asks_what_was_measured(increase):
+        resize = partial(schedule.size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows)
     trainer.course = Course(
         epochs=epochs,
         limits=limits,
         dealer=dealer,
-        looks_ahead=looks_ahead,
-        resize=partial(schedule.size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows)
-        if schedule.asks_what_was_measured(increase)
-        else None,
+        looks_ahead=limit is not None and limit.by_length,
+        resize=resize,
         resize_every=settings.adaptive.increase_every,
     )
     # torchtune's own checkpoints do not count steps
     step = schedule.total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
     latest = progress.begun or (progress.past[-1] if progress.past else None)
-    whole, done = schedule.total_steps(epochs), float(step)
-    if trainer.course.resize is not None:
+    whole, done, factor = schedule.total_steps(epochs), float(step), latest.lr_factor if latest else 1.0
+    if resize is not None:
         # how many steps there will be is not known: the schedule counts them as configured
         of_an_epoch = min(samples // settings.samples_per_step, progress.max_steps_per_epoch or samples)
         whole, done = progress.total_epochs * of_an_epoch, progress.samples / (settings.samples_per_step * ranks)
     trainer.optimization.start_schedule(
-        total_steps=whole,
-        steps_done=done,
-        lr_factor=latest.lr_factor if latest else 1.0,
-        strides=trainer.course.resize is not None,
+        total_steps=whole, steps_done=done, lr_factor=factor, strides=resize is not None
     )
     stages.use_limits(trainer.course.limits_of(stages, epochs[progress.epochs_run]))
     if progress.limit is not None:
@@ -241,7 +235,7 @@ def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | No
         if isinstance(configured, int) and configured <= shortest:
             shorter = f"use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len ({configured})"
         remedy = f"; {ways_to_make_room(settings, shorter)}"
-    data.dataset.refuse_longer(longest, remedy)
+    data.dataset.room = longest, remedy
     if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
         data.dataset.check_room(*data.dataset.longest())
 
@@ -285,24 +279,18 @@ def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
     sample = worst_sample(trainer.data, trainer.run.settings.adaptive.sequence_length)
     if last.stage == POLICY:
         sample = {**sample, KEPT: torch.zeros(2)}
-    training = training_step(last, trainer.optimization, trainer.loss_fn, trainer.data.kind, sample)
+    training = TrainingStep(
+        runner=last,
+        sample=sample,
+        update=lambda result: trainer.optimization.update(result.target_tokens),
+        optimizers=trainer.optimization.optimizers,
+        boundaries=phase_boundaries(last.model, trainer.loss_fn),
+        cut=trainer.data.kind.cut,
+    )
     if runner is last:
         return training
     boundaries = phase_boundaries(runner.model, None)
     return replace(training, runner=runner, update=None, optimizers=(), boundaries=boundaries, beside=(training,))
-
-
-def training_step(
-    runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module | None, kind: Kind, sample: Sample
-) -> TrainingStep[Sample]:
-    return TrainingStep(
-        runner=runner,
-        sample=sample,
-        update=lambda result: optimization.update(result.target_tokens),
-        optimizers=optimization.optimizers,
-        boundaries=phase_boundaries(runner.model, loss_fn),
-        cut=kind.cut,
-    )
 
 
 def rows(

@@ -23,14 +23,13 @@ from torchtune.training import get_act_offloading_ctx_manager
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import StepResult, Totals
 from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import shown
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.finetuning import build_recovery, forgetting_after_errors, plan_padding
+from torchtune_adaptive.tune.finetuning import OnChange, build_recovery, forgetting_after_errors, plan_padding
 from torchtune_adaptive.tune.samples import FILLER, Sample
 from torchtune_adaptive.tune.unpadded import batch_to_device, taking_long_rows
 
@@ -131,7 +130,7 @@ def build_stages(
     data: Data,
     settings: Settings,
     device: torch.device,
-    on_change: Callable[[Change], object],
+    on_change: OnChange,
 ) -> Stages[Sample]:
     """Collective: both stages, in microbatches of `batch_size` pairs to begin with. A policy that is its own reference
     has its adapters off there."""

@@ -294,12 +294,7 @@ def _begun(progress: Progress) -> list[EpochSizes]:
 
 
 def announce(
-    epochs: Sequence[EpochSizes],
-    settings: Settings,
-    progress: Progress,
-    ranks: int,
-    limit: Limit | None,
-    samples_per_rank: int,
+    epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None, samples: int
 ) -> None:
     """Logs the arithmetic of the run before it starts, and what differs from the run that it resumes."""
     if dist.get_rank() != 0:
@@ -322,13 +317,13 @@ def announce(
     else:
         line = f"{sizes.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
     logger.info("%s · %s an epoch · %s", line, count_of(sizes.steps, "step"), count_of(len(epochs), "epoch"))
-    left_out, configured = (samples_per_rank % each for each in (sizes.samples_per_step, settings.samples_per_step))
+    left_out, configured = (samples % each for each in (sizes.samples_per_step, settings.samples_per_step))
     if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
         why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
         logger.info(
             "%d of %d samples do not fill a step and are left out of each epoch (%s)%s",
             left_out * ranks,
-            samples_per_rank * ranks,
+            samples * ranks,
             why,
             "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured),
         )

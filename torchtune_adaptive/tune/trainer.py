@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torchtune_adaptive.life.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.text import count_of, size_for_rank
 from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
-from torchtune_adaptive.tune.data import Data, StepLoader, looking_ahead
+from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
 from torchtune_adaptive.tune.metrics import LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
@@ -106,7 +107,9 @@ class Course:
         )
         if self.dealer is not None:
             samples = self.dealer.deal(samples)
-        return looking_ahead(samples) if self.looks_ahead else ((each, None) for each in samples)
+        if self.looks_ahead:
+            return pairwise(chain(samples, [None]))  # type: ignore[list-item]
+        return ((each, None) for each in samples)
 
 
 class Step(NamedTuple):

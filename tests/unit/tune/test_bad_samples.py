@@ -112,7 +112,7 @@ def test_a_sample_that_is_longer_than_the_model_takes_is_named() -> None:
 def test_a_pair_that_is_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
     pairs = [JOINED.uniform(1, length) for length in (886, 984)]
     samples = NamedSamples(pairs, JOINED)
-    samples.refuse_longer(887, "; raise it")
+    samples.room = 887, "; raise it"
     assert samples[0][INDEX] == 0
     with pytest.raises(
         SampleTooLargeError,
