@@ -136,7 +136,7 @@ class LimitFinder:
 
     def _measured(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
         """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
-        policy, samples, run = self._stages.policy, self._stages.stages[stage].samples, self._trainer.run
+        policy, samples = self._stages.policy, self._stages.stages[stage].samples
         try:
             while True:
                 # what was found layer by layer is no answer for a run that has not tried without
@@ -144,7 +144,7 @@ class LimitFinder:
                 folder = (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
                 step = self._worst_step(memory, stage)
                 try:
-                    return measure(run, step, memory, self._data.kind, most_rows=samples, folder=folder)
+                    return measure(self._trainer, step, memory, most_rows=samples, folder=folder)
                 except OneRowDoesNotFitError:
                     if stage != GENERATE or not policy.gathers:
                         raise

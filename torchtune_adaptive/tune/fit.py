@@ -37,7 +37,7 @@ from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
-from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
+from torchtune_adaptive.tune.samples import INDEX, Sample
 from torchtune_adaptive.tune.trainer import Course, Run, Trainer, restore_limits
 
 logger = logging.getLogger(__name__)
@@ -164,15 +164,8 @@ def rows_that_fit(
         return None
     most = most_samples or trainer.data.loader.samples_per_rank
     step = _worst_step(trainer, stage)
-    found = rows(
-        trainer.run,
-        step,
-        memory,
-        trainer.data.kind,
-        most_rows=min(most, adaptive.max_batch_size or most),
-        whole_step_rows=whole_step_rows,
-        folder=FOLDERS.get(stage, ""),
-    )
+    most, folder = min(most, adaptive.max_batch_size or most), FOLDERS.get(stage, "")
+    found = rows(trainer, step, memory, most_rows=most, whole_step_rows=whole_step_rows, folder=folder)
     if found.rows < settings.samples_per_step and stage == trainer.stages.training.stage:
         _tell_of_short_samples(trainer.data, step.length)
     return found.rows
@@ -202,10 +195,10 @@ def limits_by_length(trainer: Trainer, memory: MemorySource | None, most_rows: i
         for stage in reversed(stages):
             step, folder = _worst_step(trainer, stage), FOLDERS.get(stage, "")
             if data.packed:
-                found = rows(trainer.run, step, memory, data.kind, most_rows=most_rows, folder=folder)
+                found = rows(trainer, step, memory, most_rows=most_rows, folder=folder)
                 limits[stage] = RowLimit(found.rows)
             else:
-                limits[stage] = profile(trainer.run, step, memory, data.kind, most_rows=most_rows, folder=folder).limit
+                limits[stage] = profile(trainer, step, memory, most_rows=most_rows, folder=folder).limit
     if data.packed:
         return {stage: _rows_of_packs(limit, data.kind.length_of(data.dataset[0])) for stage, limit in limits.items()}
     if limits:
@@ -294,10 +287,9 @@ def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
 
 
 def rows(
-    run: Run,
+    trainer: Trainer,
     step: TrainingStep[Any],
     memory: MemorySource,
-    kind: Kind,
     *,
     most_rows: int,
     whole_step_rows: int | None = None,
@@ -305,18 +297,13 @@ def rows(
 ) -> SearchResult:
     """Collective: the most rows, up to `most_rows`, that every rank can train with, recorded in this folder of
     `output_dir`. From `whole_step_rows` on, a step is one microbatch; None: it may have several whatever the rows."""
-    options: dict[str, Any] = {
-        "strategy": run.settings.adaptive.search,
-        "round_to": run.settings.adaptive.round_to,
-        "max_rows": most_rows,
-        "whole_step_rows": whole_step_rows,
-    }
-
-    samples = run.settings.samples_per_step
+    adaptive, samples = trainer.run.settings.adaptive, trainer.run.settings.samples_per_step
+    options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to}
+    options |= {"max_rows": most_rows, "whole_step_rows": whole_step_rows}
     search = partial(find_max_batch_size, step, memory=memory, samples_per_step=samples, **options)
-    result, reused = _measured(run, step, memory, kind, folder, options, search, SearchResult)
+    result, reused = _measured(trainer, step, memory, folder, options, search, SearchResult)
     found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason}){reused}"
-    _tell(run, step, "batch search", found, result, unit="rows", after=result.rows, peak_bytes=peak_of(result))
+    _tell(trainer.run, step, "batch search", found, result, unit="rows", after=result.rows, peak_bytes=peak_of(result))
     return result
 
 
@@ -325,15 +312,14 @@ def peak_of(result: SearchResult) -> int | None:
 
 
 def profile(
-    run: Run, step: TrainingStep[Any], memory: MemorySource, kind: Kind, *, most_rows: int, folder: str = ""
+    trainer: Trainer, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int, folder: str = ""
 ) -> Profile:
     """Collective: what microbatches of up to `most_rows` rows need over rows and length, recorded as a search is."""
-
     measure = partial(profile_memory, step, memory=memory, most_rows=most_rows)
     options = {"most_rows": most_rows, "padded": step.runner.kind.padded}
-    result, reused = _measured(run, step, memory, kind, folder, options, measure, Profile)
+    result, reused = _measured(trainer, step, memory, folder, options, measure, Profile)
     found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow{reused}"
-    _tell(run, step, "token budget", found, result, unit="bytes", after=result.limit_bytes)
+    _tell(trainer.run, step, "token budget", found, result, unit="bytes", after=result.limit_bytes)
     return result
 
 
@@ -348,10 +334,9 @@ def _tell(
 
 
 def _measured(
-    run: Run,
+    trainer: Trainer,
     step: TrainingStep[Any],
     memory: MemorySource,
-    kind: Kind,
     folder: str,
     options: Mapping[str, object],
     measure: Callable[..., Result],
@@ -359,8 +344,8 @@ def _measured(
 ) -> tuple[Result, str]:
     """Collective: what an earlier run has found under the same circumstances, with a remark that says so, or what
     `measure` finds now, shown and recorded; an error says of which stage, length and sample a row does not fit."""
-    directory, stage = Path(run.settings.output_dir) / folder, step.runner.stage
-    fingerprint = fingerprint_of(run.settings.config, step, memory, options)
+    settings, kind, stage = trainer.run.settings, trainer.data.kind, step.runner.stage
+    directory, fingerprint = Path(settings.output_dir) / folder, fingerprint_of(settings.config, step, memory, options)
     with memory.unlimited():  # a rank that has no room for a message says so where a row is tried
         result = from_rank_0(read_record(directory, fingerprint, taken) if dist.get_rank() == 0 else None)
     if result is not None:

@@ -90,15 +90,7 @@ class Metrics:
             yield from steps
 
     def log_step(
-        self,
-        step: int,
-        result: StepResult,
-        recoveries: int,
-        *,
-        learning_rate: float,
-        grad_norm: float | None,
-        samples: float | None = None,
-        more: Mapping[str, float] | None = None,
+        self, step: int, result: StepResult, grad_norm: float | None, samples: float | None, more: Mapping[str, float]
     ) -> float:
         """Logs a step and returns its loss: the mean over target tokens, or over so many samples. Waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
@@ -107,7 +99,7 @@ class Metrics:
         self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
         figures = {
             "loss": loss,
-            "lr": learning_rate,
+            **more,
             "tokens_per_second_per_gpu": tokens_per_second / ranks,
             "microbatches": result.microbatches,
             "microbatch_rows": result.load.most_rows,
@@ -116,8 +108,6 @@ class Metrics:
             "rank_imbalance": result.imbalance,
             "allocator_retries": result.retries,
             **({} if grad_norm is None else {"grad_norm": grad_norm}),
-            **(more or {}),
-            "oom_recoveries": recoveries,
             "skipped_updates": self._skipped,
         }
         # ranks that share a model run the same samples, so sums over ranks count each sample that often

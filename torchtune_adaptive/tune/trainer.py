@@ -226,17 +226,10 @@ class Trainer:
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Collective: logs a step and does what is due after it. The loss is a mean over target tokens, or
-        `samples`."""
-        loss = self.run.metrics.log_step(
-            self.run.progress.step + 1,
-            result,
-            self.stages.recoveries,
-            learning_rate=self.optimization.learning_rate(),
-            grad_norm=grad_norm,
-            samples=samples,
-            more={**(more or {}), **self._noise.figures(result, grad_norm, samples)},
-        )
+        """Collective: logs a step and does what is due. The loss is a mean over target tokens, or over `samples`."""
+        figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
+        figures |= self._noise.figures(result, grad_norm, samples)
+        loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
         self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
 
     def logged(self, loss: float, target_tokens: int, grad_norm: float | None, *, asked_to_stop: bool) -> None:

@@ -86,13 +86,14 @@ def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pyt
 
 def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
     """The event of a search of 4096 tokens that finds what `measure` returns."""
-    step, run = mock.Mock(length=4096, sample={}), mock.Mock()
+    step, trainer = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
+    run, trainer.data.kind = trainer.run, KIND
     run.progress.step = 0
     run.settings = settings({"output_dir": str(folder)}, **adaptive)
     with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
         search: Any = fit.profile if adaptive.get("token_budget") else fit.rows
-        search(run, step, mock.MagicMock(), KIND, most_rows=64)
+        search(trainer, step, mock.MagicMock(), most_rows=64)
     (event,) = run.journal.event.call_args.args
     assert isinstance(event, Event)
     return event
