@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
-import torch.distributed as dist
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from torchtune_adaptive.life.console import say
 
 TORCHTUNE_KEYS = {
     "seed": training.SEED_KEY,
@@ -134,8 +131,8 @@ class Progress:
             )
         for field, key in keys.items():
             configured, then, now = (getattr(progress, field) for progress in (self, saved, resumed))
-            if configured != then and dist.get_rank() == 0:
-                logger.info("%s: config %s, checkpoint %s; using %s", key, configured, then, now)
+            if configured != then:
+                say(f"{key}: config {configured}, checkpoint {then}; using {now}")
         return resumed
 
     def recipe_state(self) -> dict[str, object]:

@@ -50,6 +50,7 @@ from torchtune_adaptive.engine.memory import RngState, copied_to_host, plain_ten
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0, gloo_group_aside
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
+from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing, now
 from torchtune_adaptive.text import count_of, format_bytes
 
@@ -245,8 +246,8 @@ class Checkpoints:
             return
         reason = restore_random_state(self._draws_from)
         self._draws_from = None
-        if reason is not None and dist.get_rank() == 0:
-            logger.info("random draws (dropout) restart from the seed: %s", reason)
+        if reason is not None:
+            say(f"random draws (dropout) restart from the seed: {reason}")
 
     def due(self, progress: Progress, asked_to_stop: bool) -> bool:
         """Whether there is to be one here, within an epoch; where an epoch ends, there is one anyway."""
@@ -359,8 +360,7 @@ class Checkpoints:
         if problem is not None:
             self._fail(written, problem)
         THIS_RUN.newest = self._directory / written.name
-        if dist.get_rank() == 0:
-            logger.info("checkpoint %s saved in %.1f s", THIS_RUN.newest, seconds)
+        say(f"checkpoint {THIS_RUN.newest} saved in {seconds:.1f} s")
 
     def _fail(self, written: Written, problem: str) -> NoReturn:
         message = f"checkpoint {written.name} could not be saved to {self._directory}: {problem}; {_last_good()}"

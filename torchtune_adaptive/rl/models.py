@@ -25,14 +25,7 @@ from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, S
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.settings import (
-    POLICY_FILES,
-    POLICY_SECTION,
-    PPO_REFERENCE_FILES,
-    REWARD_FILES,
-    VALUE_FILES,
-    VALUE_SECTION,
-)
+from torchtune_adaptive.rl import settings as keys
 from torchtune_adaptive.tune.bad_samples import vocabulary_of
 from torchtune_adaptive.tune.model import META, Unfilled, build_frozen_model, build_full_model, built_on, drop_nothing
 from torchtune_adaptive.tune.place import Place
@@ -56,28 +49,28 @@ class Models(NamedTuple):
 
 def build_models(settings: Settings, place: Place, checkpoint: State, seed: int) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
-    value = _of_classifier(settings, checkpoint[VALUE_MODEL], VALUE_SECTION, VALUE_FILES, seed)
-    reference = load_reference(settings, PPO_REFERENCE_FILES)
+    value = _of_classifier(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION, keys.VALUE_FILES, seed)
+    reference = load_reference(settings, keys.PPO_REFERENCE_FILES)
     models = Models(
-        policy=build_full_model(settings, place, checkpoint, POLICY_SECTION, POLICY_FILES),
-        value=build_full_model(settings, place, {training.MODEL_KEY: value}, VALUE_SECTION, VALUE_FILES),
-        reference=build_frozen_model(settings, place, reference, POLICY_SECTION, PPO_REFERENCE_FILES),
-        reward=build_judge(settings, place, VALUE_SECTION, seed),
+        policy=build_full_model(settings, place, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
+        value=build_full_model(settings, place, {training.MODEL_KEY: value}, keys.VALUE_SECTION, keys.VALUE_FILES),
+        reference=build_frozen_model(settings, place, reference, keys.POLICY_SECTION, keys.PPO_REFERENCE_FILES),
+        reward=build_judge(settings, place, keys.VALUE_SECTION, seed),
     )
     drop_nothing(models.trained)  # log-probabilities and values are compared
     known = [vocabulary_of(model) for model in models]
     if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
         raise ConfigError(
-            f"the vocabulary of {POLICY_SECTION} has {known[0]} tokens, that of {VALUE_SECTION} only {known[1]}: value "
-            "and reward model must know every token that the policy can generate"
+            f"the vocabulary of {keys.POLICY_SECTION} has {known[0]} tokens, that of {keys.VALUE_SECTION} only "
+            f"{known[1]}: value and reward model must know every token that the policy can generate"
         )
     return models
 
 
 def build_judge(settings: Settings, place: Place, section: str, seed: int) -> nn.Module:
     """Collective: a reward model, as this section describes it."""
-    weights = _of_classifier(settings, load_reference(settings, REWARD_FILES), section, REWARD_FILES, seed)
-    return build_frozen_model(settings, place, weights, section, REWARD_FILES)
+    weights = _of_classifier(settings, load_reference(settings, keys.REWARD_FILES), section, keys.REWARD_FILES, seed)
+    return build_frozen_model(settings, place, weights, section, keys.REWARD_FILES)
 
 
 def _of_classifier(settings: Settings, weights: State, section: str, files: str, seed: int) -> State:
@@ -110,7 +103,7 @@ class TwoCheckpointers:
 
     def load_checkpoint(self) -> State:
         state = self._policy.load_checkpoint()
-        return {**state, VALUE_MODEL: read_state(self._value, VALUE_FILES)[training.MODEL_KEY]}
+        return {**state, VALUE_MODEL: read_state(self._value, keys.VALUE_FILES)[training.MODEL_KEY]}
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
         """Writes both, and moves the value model to where the policy is."""
@@ -125,7 +118,7 @@ class TwoCheckpointers:
 def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:
     """`checkpointer` and `value_checkpointer`, which read what the run goes on from, and write beside each other."""
     policy = build_checkpointer(cfg, staging, files)
-    section = section_writing_to(cfg, VALUE_FILES, staging / VALUE_FOLDER)
+    section = section_writing_to(cfg, keys.VALUE_FILES, staging / VALUE_FOLDER)
     if files is not None:
         folder = files.folder / VALUE_FOLDER
         found = sorted(str(path) for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
@@ -133,8 +126,9 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
             raise ConfigError(f"{folder} has no weights of a value model: this is not a PPO checkpoint")
         section["checkpoint_files"] = found
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
-    value = components.build_section(VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
-    for key in (PPO_REFERENCE_FILES, REWARD_FILES):  # the demo's make their weights, which belong to a run's identity
+    value = components.build_section(keys.VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
+    # the demo's make their weights, which belong to a run's identity
+    for key in (keys.PPO_REFERENCE_FILES, keys.REWARD_FILES):
         frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
         components.build_section(key, frozen, should_load_recipe_state=False)
     return TwoCheckpointers(policy, value, staging)

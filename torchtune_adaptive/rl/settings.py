@@ -206,30 +206,25 @@ def _read(cfg: DictConfig, training: str, contradictions: Iterable[str], not_sup
     whole = OmegaConf.merge({"gradient_accumulation_steps": 1}, cfg, {"epochs": MOST_EPOCHS})
     settings = replace(read_common(cast(DictConfig, whole)), config=cfg, gradient_accumulation_steps=1)
     refuse(
-        (
-            f"{key} is {cfg.get(key)}, but {training} trains for num_steps: remove it"
-            for key in WITHOUT_EFFECT
-            if cfg.get(key) is not None
-        ),
+        _never(cfg, training),
         not_at_default(settings, not_supported, training),
         contradictions,
-        (
-            f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"
-            for key, refused, reason, allowed in NEVER
-            if value_at(cfg, key) == refused
-        ),
-        ["adaptive.measure_noise is set, but it measures steps of finetuning and DPO only: set it to null"]
-        * (settings.adaptive.measure_noise is not None),
-        ["adaptive.increase_every is set, but batches grow in finetuning and DPO only: set it to null"]
-        * (settings.adaptive.increase_every is not None),
-        _optimizer(cfg),
         token_budget(settings),
         quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),
     )
     return settings
 
 
-def _optimizer(cfg: DictConfig) -> Iterator[str]:
+def _never(cfg: DictConfig, training: str) -> Iterator[str]:
+    for key in WITHOUT_EFFECT:
+        if cfg.get(key) is not None:
+            yield f"{key} is {cfg.get(key)}, but {training} trains for num_steps: remove it"
+    for key, refused, reason, allowed in NEVER:
+        if value_at(cfg, key) == refused:
+            yield f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"
+    for key, what in ("measure_noise", "it measures steps of"), ("increase_every", "batches grow in"):
+        if value_at(cfg, f"adaptive.{key}") is not None:
+            yield f"adaptive.{key} is set, but {what} finetuning and DPO only: set it to null"
     component = str(value_at(cfg, "optimizer._component_"))
     if component.startswith("bitsandbytes."):
         yield (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,14 +25,13 @@ from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN
 from torchtune_adaptive.tune.bad_samples import longest_taken
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.place import Place
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import batch_to_device, is_padded, taking_long_rows, targets_of
-
-logger = logging.getLogger(__name__)
 
 OnChange = Callable[[Change], object]
 
@@ -198,8 +196,8 @@ def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
 def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) -> Recovery:
     """Collective: the recovery that the stages of a step share, as the config says."""
     obstacle = obstacle_to_recovery(settings)
-    if obstacle is not None and dist.get_rank() == 0:
-        logger.info("recovery from out-of-memory errors is off: %s", obstacle)
+    if obstacle is not None:
+        say(f"recovery from out-of-memory errors is off: {obstacle}")
     return Recovery(
         *models,
         enabled=obstacle is None and settings.adaptive.recover_from_oom is not False,

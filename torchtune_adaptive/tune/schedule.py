@@ -10,7 +10,6 @@ until then nothing is taken to grow, and the learning rate goes by samples.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import pkgutil
 import sys
@@ -19,7 +18,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple, TypeGuard
 
-import torch.distributed as dist
 from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
@@ -31,8 +29,6 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.text import count_of, in_columns, shown
 from torchtune_adaptive.tune.data import StepLoader
-
-logger = logging.getLogger(__name__)
 
 KEY, WITHIN = "batch_increase_function", "adaptive.increase_every"
 MEASURED = "measured"
@@ -297,36 +293,27 @@ def announce(
     epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None, samples: int
 ) -> None:
     """Logs the arithmetic of the run before it starts, and what differs from the run that it resumes."""
-    if dist.get_rank() != 0:
-        return
     sizes, before = epochs[-1], _begun(progress)
+    per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
     if before and progress.ranks != ranks:
-        logger.info(
-            "resumed on %s (before: %d): %d samples a step (before: %d)",
-            count_of(ranks, kind_of_rank),
-            progress.ranks,
-            sizes.samples_per_step * ranks,
-            before[-1].samples_per_step * progress.ranks,
-        )
+        was = before[-1].samples_per_step * progress.ranks
+        on = f"{count_of(ranks, kind_of_rank)} (before: {progress.ranks})"
+        say(f"resumed on {on}: {per_step} samples a step (before: {was})")
     if len({each.samples_per_step for each in epochs}) > 1 or any(each.refused_batch_size for each in epochs):
-        logger.info("%s", schedule_table(epochs, ranks, by_tokens=limit is not None))
+        say(schedule_table(epochs, ranks, by_tokens=limit is not None))
         return
     if limit is None:
         line = step_line(sizes, settings.samples_per_step, ranks, kind_of_rank)
     else:
-        line = f"{sizes.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
-    logger.info("%s · %s an epoch · %s", line, count_of(sizes.steps, "step"), count_of(len(epochs), "epoch"))
+        line = f"{per_step} samples a step, in microbatches of at most {limit}"
+    say(f"{line} · {count_of(sizes.steps, 'step')} an epoch · {count_of(len(epochs), 'epoch')}")
     left_out, configured = (samples % each for each in (sizes.samples_per_step, settings.samples_per_step))
     if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
         why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
-        logger.info(
-            "%d of %d samples do not fill a step and are left out of each epoch (%s)%s",
-            left_out * ranks,
-            samples * ranks,
-            why,
-            "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured),
-        )
+        keep = "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured)
+        of_all = f"{left_out * ranks} of {samples * ranks} samples"
+        say(f"{of_all} do not fill a step and are left out of each epoch ({why}){keep}")
 
 
 def announce_end(sizes: EpochSizes, settings: Settings, progress: Progress, loader: StepLoader[Any]) -> None:
