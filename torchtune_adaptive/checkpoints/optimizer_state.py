@@ -1,8 +1,7 @@
 """An optimizer's state, whole on rank 0 to be saved, and shared out again.
 
-torch gathers and distributes it, but not what torchao keeps in few bits: such a tensor is cut into blocks, which need
-not end where a shard does, and a rank whose shard is too small for them keeps plain numbers. So its shards are saved as
-they are. As many ranks go on with the same bits; another number of ranks with the same values, cut into other blocks.
+torch does so, but not with what torchao keeps in few bits: such a tensor is cut into blocks, which need not end where a
+shard does, so its shards are saved as they are. As many ranks go on with the same bits, others with the same values.
 """
 
 from __future__ import annotations

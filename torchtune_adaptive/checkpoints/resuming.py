@@ -143,7 +143,14 @@ def choose(
         logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
     if newest is not None and newest.manifest is not None:
         _check_same_run(newest.manifest, settings, recipe, directory)
-        _check_unfinished(newest, newest.manifest, settings, steps)
+        position = newest.manifest.position
+        # by the ranks that it had: on others a step has other samples, and what is half done would look finished
+        if position.epochs >= settings.epochs if steps is None else position.step >= steps(newest.manifest.ranks):
+            more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
+            raise RunFinished(
+                f"nothing left to train: the run is finished, and its last checkpoint is {newest.path} ({position}); "
+                f"{more} to continue from there"
+            )
         return store.files_of(newest.path, newest.manifest), newest.manifest
     if mode is True:
         files, manifest = named_files(settings, recipe, directory, checkpoints)
@@ -161,19 +168,6 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory:
         raise ConfigError(
             f"cannot resume: {changed} in the run whose checkpoints are in {directory}; set it back, or start a new "
             "run, either with another output_dir or with resume_from_checkpoint: False and overwrite_output_dir: True"
-        )
-
-
-def _check_unfinished(
-    newest: FoundCheckpoint, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None
-) -> None:
-    position = manifest.position
-    # by the ranks that it had: on others a step has other samples, and what is half done would look finished
-    if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
-        more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
-        raise RunFinished(
-            f"nothing left to train: the run is finished, and its last checkpoint is {newest.path} ({position}); "
-            f"{more} to continue from there"
         )
 
 

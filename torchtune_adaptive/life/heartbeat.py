@@ -1,8 +1,7 @@
 """Which rank has stopped answering: each beats into the store that all of them share, and looks after all others.
 
-A thread beats, so a rank that is only busy is heard: it may save, compile or wait for its dataset for as long as it
-likes. What is not heard is a process that is stopped, or a machine that hangs, and so would never end what its peers
-wait for. Then the others end, and say which it was and how to go on.
+A thread beats, so a rank that is only busy is heard. What is not heard is a process that is stopped, or a machine that
+hangs, and so would never end what its peers wait for. Then the others end, and say which it was and how to go on.
 """
 
 from __future__ import annotations

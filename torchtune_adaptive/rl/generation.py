@@ -1,9 +1,8 @@
 """Answers to prompts, by torchtune's cached decoder: a pass without a backward that can be run again.
 
 Unlike torchtune's own loop this one keeps no logits and always runs to the full length, so that every microbatch of
-every rank communicates the same under FSDP. And random numbers belong to a sample of a step: a generator that the rows
-of a microbatch share would give a row other numbers after a recovery, under another limit, on other ranks. Each sample
-has a generator of its own, on the host; the device only compares.
+every rank communicates the same under FSDP. Each sample has a random generator of its own, on the host: one that the
+rows of a microbatch share would draw other numbers after a recovery, under another limit, on other ranks.
 """
 
 from __future__ import annotations

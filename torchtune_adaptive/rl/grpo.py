@@ -1,13 +1,7 @@
 """What is GRPO's own (arXiv 2402.03300): its models and stages, and what an answer counts beside others of its group.
 
-The loss of a token is its clipped surrogate, plus what it costs to leave the reference. `loss.average` says what is
-averaged:
-
-    tokens   over all tokens of a step (DAPO, and torchtune's own recipe)
-    answers  over answers, each the mean over its tokens (the paper, and TRL's "grpo")
-    length   tokens summed over answers times the most tokens that an answer may have (Dr. GRPO)
-
-Each is a sum of weighted tokens, over a number of the whole step, so it does not depend on how the step is split.
+Whatever `loss.average` averages over is a number of the whole step: a loss is a sum of weighted tokens over it, and so
+does not depend on how the step is split.
 """
 
 from __future__ import annotations

@@ -2,13 +2,7 @@
 
 A function is called as TRL calls one, with lists as long as the group: `prompts` and `completions` as text,
 `completion_ids` as tokens, and each further column of the sample under its name. It returns a number for each answer;
-None counts as nothing. In the config:
-
-    reward_functions:
-      - _component_: torchtune_adaptive.rl.rewards.last_number
-        weight: 1.0
-      - _component_: my_module.short_and_polite
-        weight: 0.2
+None counts as nothing.
 """
 
 from __future__ import annotations

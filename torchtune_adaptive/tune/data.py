@@ -1,7 +1,5 @@
 """The dataset, the collate function and the loader that the config names.
 
-    dataset -> sampler (this rank's share, shuffled by epoch) -> batches of samples_per_step samples, uncollated
-
 The plan cuts a step into microbatches, so nothing is collated on the way. The order is that of torchtune's loaders: a
 step holds exactly the samples that `gradient_accumulation_steps` batches of `batch_size` would hold, and an incomplete
 last step is dropped.

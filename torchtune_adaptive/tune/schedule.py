@@ -1,10 +1,8 @@
 """Batch sizes over a run: how they grow from epoch to epoch, how rows trade against accumulation, what the log says.
 
-An increase function is asked before the first step of every epoch, as `function(epoch, current_batch_size)` with epochs
-from 0, and returns the number of rows to add. The whole run is simulated before training starts, so that the
-learning-rate schedule knows the number of steps and a mistake shows at once. A function with a third argument,
-`measured`, is asked when an epoch begins, and within it every so many samples where `adaptive.increase_every` says so;
-until then nothing is taken to grow, and the learning rate goes by samples.
+An increase function is asked before the first step of every epoch, for the rows to add. The whole run is simulated
+before training starts, so that the learning-rate schedule knows the number of steps and a mistake shows at once. One
+that takes `measured` is asked in training; until then nothing is taken to grow, and the learning rate goes by samples.
 """
 
 from __future__ import annotations
