@@ -1,7 +1,5 @@
 """Ends a run between two epochs, or in a step, as a user's job queue would, and tells how it goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

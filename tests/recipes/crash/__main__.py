@@ -9,8 +9,6 @@ SIGINT, wherever they are. At the end of each run its weights and figures have t
 nobody has disturbed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

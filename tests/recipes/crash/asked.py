@@ -1,7 +1,5 @@
 """What a run that was asked to end has to have said and saved."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A run that is struck, resumed, struck, resumed ... until it is done, and looked at after each life."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path

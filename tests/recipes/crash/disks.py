@@ -1,7 +1,5 @@
 """A disk that is full, or that nothing can be written to: an error that says so, and afterwards the run goes on."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a run leaves behind: its checkpoints, its log, its record, and whether they are those of the undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

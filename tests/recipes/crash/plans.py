@@ -1,7 +1,5 @@
 """Which runs are struck where: killed at every operation of a save and at random; asked to end wherever they are."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

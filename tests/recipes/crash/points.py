@@ -1,7 +1,5 @@
 """Where a run is killed, as it is printed and can be given again on the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """Ranks that are killed under a launcher that starts them again: nobody types a command."""
 
-from __future__ import annotations
-
 import subprocess
 import uuid
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """All plans, several at a time, until the time is over."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

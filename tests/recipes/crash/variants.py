@@ -1,7 +1,5 @@
 """The runs that are killed: small enough that a kill costs seconds, long enough that every kind of save comes often."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One life of a run, by forked ranks or by `tune run`, until it ends or is killed."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

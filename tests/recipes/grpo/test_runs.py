@@ -1,7 +1,5 @@
 """GRPO of all weights and of adapters, by one rank to three, cut in other ways, out of memory, killed: all the same."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

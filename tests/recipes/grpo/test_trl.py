@@ -1,7 +1,5 @@
 """An iteration beside TRL's GRPOTrainer on one process: the same weights, the same answers, two updates."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

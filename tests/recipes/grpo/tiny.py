@@ -1,7 +1,5 @@
 """Tiny runs of GRPO, of all weights and of adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf

@@ -7,8 +7,6 @@ the device, by the meter that stands for one on a CPU. Compared is the last thir
 out, in which caches fill.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import resource

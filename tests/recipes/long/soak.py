@@ -9,8 +9,6 @@ exactly once in every stage of every epoch; and the weights have to be, bit by b
 cut its steps into the same microbatches.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """A little of what `make crash` does to runs; and that its trap strikes where it was told to."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A short version of the long run of `make soak`; and that it would notice what grows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

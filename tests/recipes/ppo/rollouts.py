@@ -1,7 +1,5 @@
 """Tiny runs of PPO, ours and torchtune's, on answers that the test gives or that the policy draws."""
 
-from __future__ import annotations
-
 import os
 import random
 import runpy

@@ -1,7 +1,5 @@
 """PPO with the checkpointers of its real configs: Hugging Face's folders, of a policy and of a reward model."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PPO on a mesh of 2 replicas of 2 ranks each, beside the same ranks in one dimension."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """PPO where the policy's gathered parameters leave no room to generate a row: layer by layer, with the same answers."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import ExitStack, contextmanager

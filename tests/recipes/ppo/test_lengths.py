@@ -1,7 +1,5 @@
 """PPO under a token budget: answers and weights as by rows, whatever fails, in as many microbatches on all ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """PPO where memory or a process fails: a critic larger than the policy, any place of an answer, a kill amid a save."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

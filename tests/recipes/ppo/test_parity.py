@@ -1,7 +1,5 @@
 """torchtune's PPO recipe and ours beside each other, on the same answers: the same figures, the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

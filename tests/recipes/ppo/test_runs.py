@@ -1,7 +1,5 @@
 """PPO with everything that adapts: the same answers and weights as a run that has nothing to adapt to."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """PPO compiled and in bf16, beside the same run that is neither."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

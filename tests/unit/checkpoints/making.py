@@ -1,7 +1,5 @@
 """Checkpoints made of small files, as a run would leave them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts of a run beside checkpoints that a test has made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

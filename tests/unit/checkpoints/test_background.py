@@ -1,7 +1,5 @@
 """What a save that goes on beside training takes with it, and what that costs the training."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What goes into a checkpoint: weights that are finite, gathered as torchtune gathers them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What makes a run another one, and in which words that is said."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Resuming from the files that a config names: those of one checkpoint, with the state that belongs to them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

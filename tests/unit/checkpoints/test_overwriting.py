@@ -1,7 +1,5 @@
 """A fresh start among the checkpoints of a run: refused, or allowed to remove them, and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

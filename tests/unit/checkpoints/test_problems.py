@@ -1,7 +1,5 @@
 """What went wrong with a checkpoint, in words that a user can act on."""
 
-from __future__ import annotations
-
 import errno
 from concurrent.futures import Future
 from pathlib import Path

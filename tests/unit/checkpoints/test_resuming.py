@@ -1,7 +1,5 @@
 """Where a run starts: from what is complete and its own, and with an error that helps from nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint is complete or absent, wherever writing stops; pruning keeps what must stay."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What `tune-adaptive` says of recipes and configs: ls and cp; and the tables of keys."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What `tune-adaptive status` makes of what a run has left."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

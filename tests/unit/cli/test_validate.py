@@ -1,7 +1,5 @@
 """`tune-adaptive validate`: what a run refuses is refused in the same words, and what a run takes is taken."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is refused before anything is built: keys that nothing reads, and contradictions, all at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path

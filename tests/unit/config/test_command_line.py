@@ -1,7 +1,5 @@
 """The configs that come with the package, and torchtune's own: all are read without an error."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

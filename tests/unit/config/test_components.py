@@ -1,7 +1,5 @@
 """Components that cannot be built: which key it is, and what was meant."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

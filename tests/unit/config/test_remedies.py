@@ -1,7 +1,5 @@
 """The library's advice, as somebody reads it who wrote a config."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

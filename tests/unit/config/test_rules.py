@@ -1,7 +1,5 @@
 """Config sections become checked, frozen values."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

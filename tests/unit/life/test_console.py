@@ -1,7 +1,5 @@
 """Log lines, and progress with and without a terminal, which a run outlives."""
 
-from __future__ import annotations
-
 import io
 import logging
 import subprocess

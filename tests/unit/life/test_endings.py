@@ -1,7 +1,5 @@
 """Which rank tells of a failure, and which answers a question."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

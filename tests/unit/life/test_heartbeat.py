@@ -1,7 +1,5 @@
 """What is said of a silent rank, and which rank leaves without being one."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

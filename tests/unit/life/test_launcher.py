@@ -1,7 +1,5 @@
 """A rank lives as long as the process that has started it, and leaves its message where torchrun looks for it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Who may write into an output directory: one run at a time, and never nobody because of one that is gone."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

@@ -1,7 +1,5 @@
 """How a process hears that it is to end, without any training."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """GRPO's arithmetic, beside the formulas of those who have trained with it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

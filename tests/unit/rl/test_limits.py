@@ -1,7 +1,5 @@
 """Prompts that leave no room for an answer, in what the models take."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

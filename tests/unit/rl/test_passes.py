@@ -1,7 +1,5 @@
 """Log-probabilities of answers, from logits that only tokens of answers have."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torchtune.models.llama3_2 import llama3_2

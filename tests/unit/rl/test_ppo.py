@@ -1,7 +1,5 @@
 """PPO's advantages, which are torchtune's, and losses whose sums no split changes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Prompts made of the rows of a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Reward functions: how they are called, what they return, and how they fail."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts, rollouts cut to the lengths that are measured, and those that only keep a rank's peers company."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

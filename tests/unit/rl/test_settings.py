@@ -1,7 +1,5 @@
 """Configs of PPO and GRPO: one error names every line that has to change; what is not supported is refused."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest
