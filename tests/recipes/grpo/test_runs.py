@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.modules import peft
 
-from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.grpo.tiny import JUDGE, KINDS, STEPS, grpo_config
 from tests.recipes.recording import events_of, read_log
 from tests.recipes.running import load_ours
@@ -41,18 +40,16 @@ WAYS = {
 OF_ADAPTERS = ("one rank", "two ranks", "out of memory")
 
 
-def run_all(folder: Path, ranks: int, ports: list[int]) -> None:
+def run_all(folder: Path, ranks: int) -> None:
     """Collective: every way on so many ranks."""
-    free = iter(ports)
     for kind in KINDS:
         for name, way in WAYS.items():
             if way.ranks == ranks and (kind == "full_grpo" or name in OF_ADAPTERS):
-                run(kind, folder / kind / name, name, way.overrides, free)
+                run(kind, folder / kind / name, name, way.overrides)
 
 
-def run(kind: str, folder: Path, name: str, overrides: tuple[str, ...], ports: Iterator[int]) -> None:
+def run(kind: str, folder: Path, name: str, overrides: tuple[str, ...]) -> None:
     """Collective: a whole run; where memory is to run out, it does so in each stage of the second iteration."""
-    os.environ["MASTER_PORT"] = str(next(ports))
     recipe = load_ours(kind)(grpo_config(kind, folder, *overrides))
     with mock.patch.object(peft.LoRALinear, "initialize_parameters", alike_on_any_number_of_ranks):
         recipe.setup()
@@ -75,7 +72,7 @@ def alike_on_any_number_of_ranks(module: peft.LoRALinear) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grpo")
     for ranks in (1, 2, 3):
-        run_on_ranks(ranks, run_all, folder, ranks, free_ports(2 * len(WAYS)), timeout_s=200, in_group=False)
+        run_on_ranks(ranks, run_all, folder, ranks, timeout_s=200, in_group=False)
     return folder
 
 
@@ -130,9 +127,8 @@ def test_answers_are_shown_every_so_many_iterations(runs: Path) -> None:
     assert [(line["step"], len(line["answers"]), len(line["rewards"])) for line in lines] == [(2, 4, 4)]
 
 
-def train(kind: str, folder: Path, port: int, kill_in: int | None) -> None:
+def train(kind: str, folder: Path, kill_in: int | None) -> None:
     """Collective: to the end, or until one rank is killed amid an iteration."""
-    os.environ["MASTER_PORT"] = str(port)
     recipe = load_ours(kind)(grpo_config(kind, folder, *RESUMED))
     with mock.patch.object(peft.LoRALinear, "initialize_parameters", alike_on_any_number_of_ranks):
         recipe.setup()
@@ -152,10 +148,10 @@ def train(kind: str, folder: Path, port: int, kill_in: int | None) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(runs: Path, kind: str) -> None:
-    folder, ports = runs / kind / "killed", free_ports(2)
+    folder = runs / kind / "killed"
     with pytest.raises(RankFailed, match=r"without a word|another rank has exited"):
-        run_on_ranks(2, train, kind, folder, ports[0], STEPS, timeout_s=60, in_group=False)
-    run_on_ranks(2, train, kind, folder, ports[1], None, timeout_s=60, in_group=False)
+        run_on_ranks(2, train, kind, folder, STEPS, timeout_s=60, in_group=False)
+    run_on_ranks(2, train, kind, folder, None, timeout_s=60, in_group=False)
     expected = weights(runs / kind / "two ranks")
     assert expected
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(folder).items())

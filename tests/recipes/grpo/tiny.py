@@ -4,6 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from tests.ranks import meet_anew
 from torchtune_adaptive.config.command_line import locate
 
 KINDS = ("full_grpo", "lora_grpo")
@@ -38,7 +39,9 @@ JUDGE = (
 
 
 def grpo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`."""
+    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`. In a rank, a run
+    of it meets at a port of its own."""
+    meet_anew()
     cfg = OmegaConf.load(locate("adaptive/demo/grpo" if kind == "full_grpo" else "adaptive/demo/grpo_lora"))
     ours = [
         *TINY,

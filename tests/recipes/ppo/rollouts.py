@@ -5,7 +5,6 @@ import random
 import runpy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torchtune import generation
 
-from tests.recipes.running import STOCK, stock_on_cpu
+from tests.ranks import meet_anew
+from tests.recipes.running import STOCK, load_ours, stock_on_cpu
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
 
@@ -41,7 +41,9 @@ TINY = (
 
 
 def ppo_config(folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`."""
+    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`. In a rank, a run
+    of it meets at a port of its own."""
+    meet_anew()
     cfg = OmegaConf.load(locate("adaptive/demo/ppo"))
     ours = [
         *TINY,
@@ -56,14 +58,10 @@ def ppo_config(folder: Path, *overrides: str) -> DictConfig:
     return merged
 
 
-def load_ppo() -> Any:
-    return import_module("adaptive_ppo_full_finetune_distributed").AdaptivePPOFullFinetuneDistributed
-
-
 def run_ppo(cfg: DictConfig, port: int) -> Any:
     """Collective: the whole life of our recipe; returns it."""
     os.environ["MASTER_PORT"] = str(port)
-    recipe = load_ppo()(cfg)
+    recipe = load_ours("full_ppo")(cfg)
     recipe.setup()
     recipe.train()
     recipe.cleanup()

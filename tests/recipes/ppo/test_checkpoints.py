@@ -1,7 +1,6 @@
 """PPO with the checkpointers of its real configs: Hugging Face's folders, of a policy and of a reward model."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from torchtune.models.mistral import mistral
 from torchtune.models.mistral._component_builders import mistral_classifier
 from torchtune.rlhf.utils import reward_tune_to_hf
 
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.ppo.rollouts import load_ppo, ppo_config
+from tests.ranks import run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config
+from tests.recipes.running import load_ours
 from tests.recipes.stops import train_until
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
@@ -89,21 +89,20 @@ def checkpointer(folder: Path, model: str, files: list[str], output: Path) -> di
     }
 
 
-def train(folder: Path, weights: Path, port: int, stop_at: int | None = None) -> dict[str, dict[str, Tensor]]:
+def train(folder: Path, weights: Path, stop_at: int | None = None) -> dict[str, dict[str, Tensor]]:
     """To the end, or until this iteration has trained the value model; what both models have come to."""
-    os.environ["MASTER_PORT"] = str(port)
-    recipe = load_ppo()(mistral_config(folder, weights))
+    recipe = load_ours("full_ppo")(mistral_config(folder, weights))
     recipe.setup()
     train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
     models = {"policy": recipe.models.policy, "value": recipe.models.value}
     return {name: dict(model.state_dict()) for name, model in models.items()}  # of one process, nothing is sharded
 
 
-def train_whole_and_in_two_starts(folder: Path, ports: list[int]) -> None:
+def train_whole_and_in_two_starts(folder: Path) -> None:
     make_weights(folder / "weights")
-    torch.save(train(folder / "whole", folder / "weights", ports[0]), folder / "trained.pt")
-    train(folder / "stopped", folder / "weights", ports[1], stop_at=3)
-    train(folder / "stopped", folder / "weights", ports[2])
+    torch.save(train(folder / "whole", folder / "weights"), folder / "trained.pt")
+    train(folder / "stopped", folder / "weights", stop_at=3)
+    train(folder / "stopped", folder / "weights")
 
 
 def loaded(folder: Path, model: str) -> dict[str, Tensor]:
@@ -116,7 +115,7 @@ def loaded(folder: Path, model: str) -> dict[str, Tensor]:
 
 
 def test_torchtunes_checkpointers_load_both_models_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
-    run_on_ranks(1, train_whole_and_in_two_starts, tmp_path, free_ports(3), timeout_s=150, in_group=False)
+    run_on_ranks(1, train_whole_and_in_two_starts, tmp_path, timeout_s=150, in_group=False)
     trained = torch.load(tmp_path / "trained.pt", weights_only=True)
     begun = {model: loaded(tmp_path / "weights" / model, model) for model in KINDS}
     for run in ("whole", "stopped"):

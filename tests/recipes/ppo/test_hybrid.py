@@ -1,13 +1,13 @@
 """PPO on a mesh of 2 replicas of 2 ranks each, beside the same ranks in one dimension."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo
+from tests.ranks import run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.ppo.test_runs import compare
+from tests.recipes.running import load_ours, run_ours
 from torchtune_adaptive.report.journal import read_timeline
 from torchtune_adaptive.rl.stages import STAGES
 from torchtune_adaptive.testing import FaultInjector
@@ -16,12 +16,10 @@ ON_FOUR = ("batch_size=2", "ppo_batch_size=2", "forward_batch_size=2")
 HYBRID = "data_parallel_replicate_dim=2"
 
 
-def run_all(folder: Path, ports: list[int]) -> None:
-    free = iter(ports)
+def run_all(folder: Path) -> None:
     for case, overrides in {"flat": (), "hybrid": (HYBRID,)}.items():
-        run_ppo(ppo_config(folder / case, *ON_FOUR, *overrides), next(free))
-    os.environ["MASTER_PORT"] = str(next(free))
-    recipe = load_ppo()(ppo_config(folder / "failing", *ON_FOUR, HYBRID, "adaptive.regrow_after=0"))
+        run_ours("full_ppo", ppo_config(folder / case, *ON_FOUR, *overrides))
+    recipe = load_ours("full_ppo")(ppo_config(folder / "failing", *ON_FOUR, HYBRID, "adaptive.regrow_after=0"))
     recipe.setup()
     for number, stage in enumerate(STAGES):
         FaultInjector(recipe.stages.runners[stage]).fail_at(rank=3 * (number % 2), step=1, operation=40).__enter__()
@@ -32,7 +30,7 @@ def run_all(folder: Path, ports: list[int]) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ppo")
-    run_on_ranks(4, run_all, folder, free_ports(3), timeout_s=200, in_group=False)
+    run_on_ranks(4, run_all, folder, timeout_s=200, in_group=False)
     return folder
 
 

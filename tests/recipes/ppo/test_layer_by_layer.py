@@ -1,7 +1,6 @@
 """PPO where the policy's gathered parameters leave no room to generate a row: layer by layer, with the same answers."""
 
 import json
-import os
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.ppo.rollouts import load_ppo, ppo_config, saved
+from tests.ranks import run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.recording import events_of
+from tests.recipes.running import load_ours
 from tests.recipes.stops import train_until
 from torchtune_adaptive.checkpoints.saving import Checkpoints
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
@@ -80,11 +80,10 @@ def noting_answers(noted: list[list[int]]) -> Any:
         yield
 
 
-def train(folder: Path, case: Case, port: int, kib: int, stop_at: int | None = None) -> Told:
+def train(folder: Path, case: Case, kib: int, stop_at: int | None = None) -> Told:
     """Collective: a run to its end, or until the policy would be trained in an iteration."""
-    os.environ["MASTER_PORT"] = str(port)
     memory = limits(None if case.later else case.scarce, kib)
-    recipe = load_ppo()(ppo_config(folder, *DEEP, memory, *case.overrides))
+    recipe = load_ours("full_ppo")(ppo_config(folder, *DEEP, memory, *case.overrides))
     recipe.setup()
     watch, save, iterate = Metrics.watch, Checkpoints.save, recipe.iterate
 
@@ -117,29 +116,26 @@ def peak_of_a_row(folder: Path, stage: str) -> int:
     return int(max(max(probe["peak"]["phase_bytes"].values()) for probe in record["points"] if probe["rows"] == 1))
 
 
-def run_cases(folder: Path, ports: list[int]) -> dict[str, Any]:
-    free = iter(ports)
-    told: dict[str, Any] = {
-        "gathered": train(folder / "gathered", CASES["by tokens"]._replace(scarce=None), next(free), 0)
-    }
+def run_cases(folder: Path) -> dict[str, Any]:
+    told: dict[str, Any] = {"gathered": train(folder / "gathered", CASES["by tokens"]._replace(scarce=None), 0)}
     generating, training = (peak_of_a_row(folder / "gathered", stage) for stage in ("generate", "train_policy"))
     assert training < generating, "else it is not generating that takes most"
     # prompts are shorter than what a search measures, so one of them may need a little less
     kib = (generating + training) // 2048
     for name, case in CASES.items():
-        told[name] = train(folder / name, case, next(free), kib)
+        told[name] = train(folder / name, case, kib)
     for name, overrides in {"resumed": (), "resumed with more": (SEARCHED,)}.items():
         case = Case((*overrides, *KEPT), 1)
-        stopped = train(folder / name, case, next(free), kib, stop_at=2)
+        stopped = train(folder / name, case, kib, stop_at=2)
         more = case._replace(scarce=None) if overrides else case
-        told[name] = stopped, train(folder / name, more, next(free), kib)
+        told[name] = stopped, train(folder / name, more, kib)
     return told
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layers")
-    told = run_on_ranks(2, run_cases, folder, free_ports(1 + len(CASES) + 4), timeout_s=250, in_group=False)
+    told = run_on_ranks(2, run_cases, folder, timeout_s=250, in_group=False)
     assert told[0] == told[1]
     return folder, told[0]
 

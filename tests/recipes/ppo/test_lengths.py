@@ -1,8 +1,6 @@
 """PPO under a token budget: answers and weights as by rows, whatever fails, in as many microbatches on all ranks."""
 
 import json
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,17 +8,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.ppo.rollouts import load_ppo, ppo_config, saved
+from tests.ranks import run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.ppo.test_runs import compare
 from tests.recipes.recording import events_of, read_log
-from tests.recipes.stops import train_until
+from tests.recipes.running import load_ours
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.profile import MOST_POINTS
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.report.journal import STEPS_FILE
-from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, STAGES, TRAIN_POLICY
+from torchtune_adaptive.rl.stages import FORWARD, STAGES
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import place
 
@@ -44,16 +42,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "budget": (BUDGET,),
     "auto": AUTO,
 }
-STOPPED: dict[str, tuple[int | None, ...]] = {"whole": (None,), "stopped": (3, None)}
-RESUMED = (
-    BUDGET,
-    "adaptive.regrow_after=0",
-    "save_every_n_steps=2",
-    "resume_from_checkpoint=auto",
-    "overwrite_output_dir=False",
-    "num_steps=48",
-    "dataset.samples=48",
-)
 
 
 class Cut(NamedTuple):
@@ -66,10 +54,9 @@ Cuts = dict[str, list[Cut]]
 """Of one rank, by the name of the run."""
 
 
-def set_up(folder: Path, port: int, *overrides: str) -> tuple[Any, list[Cut]]:
+def set_up(folder: Path, *overrides: str) -> tuple[Any, list[Cut]]:
     """Collective: a recipe, and a list of how its stages will be cut on this rank."""
-    os.environ["MASTER_PORT"] = str(port)
-    recipe = load_ppo()(ppo_config(folder, *VARIED, *overrides))
+    recipe = load_ours("full_ppo")(ppo_config(folder, *VARIED, *overrides))
     recipe.setup()
     cuts: list[Cut] = []
     recipe.stages.runners.training.recovery.on_attempt = lambda *attempt: cuts.append(Cut(*attempt))
@@ -81,54 +68,38 @@ def train(recipe: Any) -> None:
     recipe.cleanup()
 
 
-def fail_everywhere(folder: Path, port: int) -> list[Cut]:
+def fail_everywhere(folder: Path) -> list[Cut]:
     """Collective: every stage runs out of memory in its first step, on one rank or the other."""
-    recipe, cuts = set_up(folder, port, BUDGET, "adaptive.regrow_after=0")
+    recipe, cuts = set_up(folder, BUDGET, "adaptive.regrow_after=0")
     for number, stage in enumerate(STAGES):
         FaultInjector(recipe.stages.runners[stage]).fail_at(rank=number % 2, step=1, operation=40).__enter__()
     train(recipe)
     return cuts
 
 
-def cut_as(folder: Path, failed: Path, port: int) -> list[Cut]:
+def cut_as(folder: Path, failed: Path) -> list[Cut]:
     """Collective: with the limits that another run has come down to, from the beginning."""
-    recipe, cuts = set_up(folder, port, BUDGET)
+    recipe, cuts = set_up(folder, BUDGET)
     shrunk = {event["stage"]: TokenLimit(event["after"]) for event in events_of(failed, "recovery")}
     recipe.trainer.course = replace(recipe.trainer.course, limits={**recipe.trainer.course.limits, **shrunk})
     train(recipe)
     return cuts
 
 
-def stop_and_go_on(folder: Path, stops: Sequence[int | None], ports: Iterator[int]) -> int:
-    """Collective: a stage fails in the first step, and the run ends before these. Returns what its limit came to."""
-    for start, stop in enumerate(stops):
-        recipe, _ = set_up(folder, next(ports), *RESUMED)
-        if start == 0:
-            FaultInjector(recipe.stages.runners[FIND_VALUES]).fail_at(rank=1, step=1, operation=40).__enter__()
-        train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop)
-    return int(recipe.stages.runners[FIND_VALUES].limit.size)
-
-
-def run_all(folder: Path, ports: list[int]) -> tuple[Cuts, dict[str, int]]:
-    free, cuts = iter(ports), Cuts()
+def run_all(folder: Path) -> Cuts:
+    cuts = Cuts()
     for case, overrides in CASES.items():
-        recipe, cuts[case] = set_up(folder / case, next(free), *overrides)
+        recipe, cuts[case] = set_up(folder / case, *overrides)
         train(recipe)
-    cuts["failing"] = fail_everywhere(folder / "failing", next(free))
-    cut_as(folder / "as failing", folder / "failing", next(free))
-    sizes = {case: stop_and_go_on(folder / case, stops, free) for case, stops in STOPPED.items()}
-    return cuts, sizes
+    cuts["failing"] = fail_everywhere(folder / "failing")
+    cut_as(folder / "as failing", folder / "failing")
+    return cuts
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Cuts]]:
     folder = tmp_path_factory.mktemp("ppo")
-    ports = free_ports(len(CASES) + 5)
-    ran = run_on_ranks(2, run_all, folder, ports, timeout_s=200, in_group=False)
-    whole, stopped = ({sizes[case] for _, sizes in ran} for case in STOPPED)
-    assert whole == stopped, "limits survive"
-    assert max(whole) < ROOM
-    return folder, [cuts for cuts, _ in ran]
+    return folder, run_on_ranks(2, run_all, folder, timeout_s=200, in_group=False)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +123,9 @@ def test_every_stage_has_a_limit_in_tokens_that_shrinks_by_itself(runs: Path) ->
         (1, stage, "tokens") for stage in STAGES
     ]
     assert [tuple(event["ranks"]) for event in recoveries] == [(n % 2,) for n in range(7)]
+    last = read_log(runs / "failing" / "log.jsonl")[-1]
+    assert last["oom_recoveries"] == len(STAGES)
+    assert {last[f"{stage.replace(' ', '_')}/recoveries"] for stage in STAGES} == {1}
 
 
 def test_ranks_whose_answers_differ_have_as_many_microbatches(both: tuple[Path, list[Cuts]]) -> None:
@@ -191,12 +165,6 @@ def test_each_stage_is_measured_over_lengths_and_nothing_fails(runs: Path) -> No
     assert set(longest.values()) == {16 + NEW}
 
 
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
-    whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
-    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
-    assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 2, 3]
-
-
 LONG = {
     "named": ("adaptive.token_budget=18",),
     "no room": (f"adaptive.token_budget={NEW}",),
@@ -205,11 +173,11 @@ LONG = {
 ALONE = ("batch_size=2", "ppo_batch_size=2", "num_steps=4", "dataset.samples=4")
 
 
-def run_too_long(folder: Path, ports: list[int]) -> dict[str, str]:
+def run_too_long(folder: Path) -> dict[str, str]:
     told = {}
-    for (case, overrides), port in zip(LONG.items(), ports, strict=True):
+    for case, overrides in LONG.items():
         try:
-            recipe, _ = set_up(folder / case, port, *ALONE, *overrides)
+            recipe, _ = set_up(folder / case, *ALONE, *overrides)
             train(recipe)
         except AdaptiveError as error:
             told[case] = str(error)
@@ -218,7 +186,7 @@ def run_too_long(folder: Path, ports: list[int]) -> dict[str, str]:
 
 
 def test_a_prompt_without_room_for_an_answer_is_named(tmp_path: Path) -> None:
-    [told] = run_on_ranks(1, run_too_long, tmp_path, free_ports(len(LONG)), timeout_s=60, in_group=False)
+    [told] = run_on_ranks(1, run_too_long, tmp_path, timeout_s=60, in_group=False)
     assert "of the dataset has" in told["named"]
     assert f"room for {18 - NEW} plus an answer; raise adaptive.token_budget, or lower max_gen" in told["named"]
     assert (

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.ppo.rollouts import given_to_ours, ppo_config, run_ppo, run_stock_ppo, saved
+from tests.ranks import run_on_ranks
+from tests.recipes.ppo.rollouts import given_to_ours, ppo_config, run_stock_ppo, saved
 from tests.recipes.recording import read_log
-from tests.recipes.running import RELATIVE
+from tests.recipes.running import RELATIVE, run_ours
 
 WHOLE = "ppo_batch_size=8"
 """An update is on all answers of an iteration, so that its order does not matter."""
@@ -31,18 +31,18 @@ FIGURES = (
 )
 
 
-def run_both(folder: Path, ports: list[int]) -> None:
-    for (case, overrides), port in zip(CASES.items(), ports, strict=True):
+def run_both(folder: Path) -> None:
+    for case, overrides in CASES.items():
         stock, ours = folder / case / "stock", folder / case / "ours"
         run_stock_ppo(ppo_config(stock, *overrides, f"value_checkpointer.output_dir={stock / 'value'}"))
         with given_to_ours():
-            run_ppo(ppo_config(ours, *overrides), port)
+            run_ours("full_ppo", ppo_config(ours, *overrides))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ppo")
-    run_on_ranks(1, run_both, folder, free_ports(len(CASES)), timeout_s=150, in_group=False)
+    run_on_ranks(1, run_both, folder, timeout_s=150, in_group=False)
     return folder
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.ppo.rollouts import ppo_config, run_ppo, saved
+from tests.ranks import run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.recording import read_log
+from tests.recipes.running import run_ours
 
 SMALL = (
     "batch_size=2",
@@ -24,17 +25,17 @@ WAYS = {"plain": (), "compiled": ("compile=True",), "bf16": ("dtype=bf16",), "fu
 RELATIVE = 1e-5
 
 
-def train(folder: Path, ports: list[int]) -> None:
+def train(folder: Path) -> None:
     """Collective: two iterations in each way."""
     os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"
-    for (way, overrides), port in zip(WAYS.items(), ports, strict=True):
-        run_ppo(ppo_config(folder / way, *SMALL, *overrides), port)
+    for way, overrides in WAYS.items():
+        run_ours("full_ppo", ppo_config(folder / way, *SMALL, *overrides))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ways")
-    run_on_ranks(2, train, folder, free_ports(len(WAYS)), timeout_s=200, in_group=False)
+    run_on_ranks(2, train, folder, timeout_s=200, in_group=False)
     return folder
 
 
