@@ -1,11 +1,9 @@
 """Starts of a run beside checkpoints that a test has made."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.checkpoints.making import save
@@ -41,15 +39,6 @@ def config(directory: Path, *overrides: str) -> DictConfig:
 def start(directory: Path, *overrides: str, recipe: str = "full", steps: Callable[[int], int] | None = None) -> Start:
     cfg = config(directory, *overrides)
     return decide(read_full_settings(cfg), recipe, steps)
-
-
-@contextmanager
-def in_a_group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def saved(

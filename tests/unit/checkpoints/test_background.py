@@ -2,14 +2,12 @@
 
 import errno
 import os
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.fsdp import fully_shard
@@ -34,13 +32,6 @@ class Copied(TorchDispatchMode):
         if func.overloadpacket.__name__ in COPIES:
             self.bytes += args[0].numel() * args[0].element_size()
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(optimizer_type: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:

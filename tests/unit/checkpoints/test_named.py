@@ -30,12 +30,14 @@ def test_named_weights_bring_their_own_state(tmp_path: Path) -> None:
     assert begun.serial == 2
 
 
-def test_the_state_of_one_checkpoint_and_the_weights_of_another_are_refused(tmp_path: Path) -> None:
+def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch)
-    state = "checkpointer.recipe_checkpoint=epoch_1/recipe_state.pt"
-    with pytest.raises(ConfigError, match=r"of several checkpoints \(epoch_0, epoch_1\)"):
-        named(tmp_path, files("epoch_0"), state)
+    state = (files("epoch_0"), "checkpointer.recipe_checkpoint=epoch_1/recipe_state.pt")
+    both = "epoch_1/model-00001-of-00001.bin,epoch_0/model-00001-of-00001.bin"
+    for overrides in (state, (f"checkpointer.checkpoint_files=[{both}]",)):
+        with pytest.raises(ConfigError, match=r"of several checkpoints \(epoch_0, epoch_1\)"):
+            named(tmp_path, *overrides)
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused_and_another_one_named(tmp_path: Path) -> None:
@@ -72,14 +74,6 @@ def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_ep
     assert begun.files.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
 
 
-def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
-    for epoch in range(2):
-        saved(tmp_path, f"epoch_{epoch}", epoch)
-    both = "epoch_1/model-00001-of-00001.bin,epoch_0/model-00001-of-00001.bin"
-    with pytest.raises(ConfigError, match=r"of several checkpoints \(epoch_0, epoch_1\)"):
-        named(tmp_path, f"checkpointer.checkpoint_files=[{both}]")
-
-
 def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> None:
     position = Position(epochs=1, steps_in_epoch=2, step=6)
     save(tmp_path, "step_6", identity=identity_of(config(tmp_path), "full"), position=position)
@@ -90,7 +84,8 @@ def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> No
 
 def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
-    with pytest.raises(ConfigError, match=r"epoch_5/model-00001-of-00001.bin, which does not exist.*epoch_0"):
+    told = "epoch_5/model-00001-of-00001.bin, which does not exist; resume_from_checkpoint=auto .*; names are relative"
+    with pytest.raises(ConfigError, match=rf"{told} to .*, for example .*=\[epoch_0/model-00001-of-00001\.bin\]$"):
         named(tmp_path, files("epoch_5"))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints.making import complete
-from tests.unit.checkpoints.starting import config, in_a_group_of_one, saved, start
+from tests.unit.checkpoints.starting import config, saved, start
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError
@@ -48,6 +48,7 @@ def test_overwriting_removes_nothing_before_training_begins(tmp_path: Path) -> N
     assert complete(tmp_path) == ["epoch_0"], "what is wrong with the rest of the config shows before anything is lost"
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_a_restart_overwrites_nothing_whichever_nodes_launcher_counts_it(
     restarts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,19 +59,18 @@ def test_a_restart_overwrites_nothing_whichever_nodes_launcher_counts_it(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv(RESTARTS, "0")
     fresh = read_full_settings(config(tmp_path, *OVERWRITE))
-    with in_a_group_of_one():
-        saved(tmp_path, "epoch_0")
-        find_start(fresh, "full").release()
-        monkeypatch.setenv(RESTARTS, restarts)
-        with pytest.raises(ConfigError, match=r"or of this one .* \(resume_from_checkpoint=auto\)") as error:
-            find_start(fresh, "full")
-        assert "overwrite_output_dir" not in str(error.value), "it is set already"
-        assert complete(tmp_path) == ["epoch_0"]
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the next job")
-        monkeypatch.setenv(RESTARTS, "0")
-        decided = find_start(fresh, "full")
-        decided.release()
-        assert decided.overwrites == 1
+    saved(tmp_path, "epoch_0")
+    find_start(fresh, "full").release()
+    monkeypatch.setenv(RESTARTS, restarts)
+    with pytest.raises(ConfigError, match=r"or of this one .* \(resume_from_checkpoint=auto\)") as error:
+        find_start(fresh, "full")
+    assert "overwrite_output_dir" not in str(error.value), "it is set already"
+    assert complete(tmp_path) == ["epoch_0"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the next job")
+    monkeypatch.setenv(RESTARTS, "0")
+    decided = find_start(fresh, "full")
+    decided.release()
+    assert decided.overwrites == 1
 
 
 def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What went wrong with a checkpoint, in words that a user can act on."""
 
 import errno
-from concurrent.futures import Future
 from pathlib import Path
 from traceback import StackSummary
 
@@ -17,15 +16,13 @@ from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import CheckpointError, ConfigError
 
 
-def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> None:
+def test_the_operating_systems_reason_is_found_below_torchs_with_the_file_that_is_in_the_way(tmp_path: Path) -> None:
     error = RuntimeError("basic_ios::clear: iostream error")
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert cause(error, tmp_path).startswith("No space left on device (")
-
-
-def test_a_file_that_is_in_the_way_is_named(tmp_path: Path) -> None:
     gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/tokenizer.json")
     assert cause(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
+    assert cause(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
 
 
 CUT = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
@@ -93,10 +90,6 @@ def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
     assert cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: free host memory"
 
 
-def test_a_folder_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
-    assert cause(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
-
-
 class Reader:
     """A checkpointer that reads what it was given."""
 
@@ -132,17 +125,3 @@ def test_what_one_rank_meets_while_loading_all_ranks_tell(
     with pytest.raises(CheckpointError, match=says):
         loading.load(Reader(found), None, "full")
     assert len(told) == 1
-
-
-def test_what_torchs_writer_raises_is_heard_although_it_is_no_exception(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: lambda: None)  # whatever can be referred to
-    published: list[object] = []
-    save = saving.BackgroundSave(published.append)
-    failed: Future[object] = Future()
-    failed.set_exception(CheckpointException("write", {}))
-    monkeypatch.setattr(saving, "async_save", lambda *_, **__: failed)
-    save.start(tmp_path / "step_6", {}, saving.Written("step_6", None, []))  # type: ignore[arg-type]
-    assert isinstance(save.wait(), CheckpointException)
-    assert published == []

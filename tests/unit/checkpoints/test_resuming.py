@@ -1,6 +1,5 @@
 """Where a run starts: from what is complete and its own, and with an error that helps from nothing else."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -124,16 +123,6 @@ def test_a_finished_run_that_is_killed_before_or_while_it_is_tidied_up_is_tidied
     with pytest.raises(RunFinished):
         start(tmp_path, "keep_last_n_checkpoints=1")
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
-
-
-def test_a_manifest_that_somebody_has_edited_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved(tmp_path, "epoch_0")
-    saved(tmp_path, "epoch_1", serial=1)
-    file = tmp_path / "epoch_1" / "adaptive_checkpoint.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "identity": None}))
-    with caplog.at_level("WARNING"):
-        assert start(tmp_path).resumes
-    assert "epoch_1 has a damaged adaptive_checkpoint.json" in caplog.text
 
 
 def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_path: Path) -> None:

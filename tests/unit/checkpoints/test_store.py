@@ -163,17 +163,6 @@ def test_a_manifest_that_was_copied_along_with_the_first_weights_is_replaced(tmp
     assert isinstance(read_manifest(folder), Manifest)
 
 
-def test_a_byte_that_has_changed_is_found_before_it_is_trusted(tmp_path: Path) -> None:
-    save(tmp_path, "epoch_0", 0)
-    (save(tmp_path, "epoch_1", 1) / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
-    found = store.find_checkpoints(tmp_path)
-    assert found[0].manifest is not None
-    chosen, passed_over = store.newest_intact(found)
-    assert chosen is not None
-    assert chosen.name == "epoch_0"
-    assert [(each.name, "model-00001-of-00001.bin" in str(each.fault)) for each in passed_over] == [("epoch_1", True)]
-
-
 def test_the_newest_is_the_one_saved_last_whatever_its_name(tmp_path: Path) -> None:
     for serial, name in enumerate(["epoch_5", "step_40", "epoch_0"]):
         save(tmp_path, name, serial)
@@ -217,15 +206,6 @@ def test_all_of_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
     store.remove_all(tmp_path)
     shutil.rmtree(tmp_path / store.SAVING)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.bak", "epoch_final", "logs"]
-
-
-def test_names_on_the_way_are_none_that_torchtune_takes_for_checkpoints(tmp_path: Path) -> None:
-    import re
-
-    for name in (store.SAVING, f"{store.REMOVING}epoch_1-ab"):
-        assert not re.match(r"^epoch_(\d+)", name)
-        assert not re.match(r"dist_epoch_(\d+)", name)
-        assert not store.NAME.fullmatch(name)
 
 
 def test_a_manifest_in_which_any_bit_has_changed_is_damaged(tmp_path: Path) -> None:
