@@ -172,22 +172,22 @@ def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["ls"], ["cp", "adaptive/demo/full", "copy"], ["status", "--help"]],
-    ids=" ".join,
+    ("words", "code", "unasked"),
+    [
+        (["ls"], 0, ("matplotlib",)),
+        (["cp", "adaptive/demo/full", "copy"], 0, ("matplotlib",)),
+        (["status", "."], 1, ("omegaconf", "numpy")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_it_answers_without_waiting_for_torch(words: list[str], tmp_path: Path) -> None:
+def test_it_answers_without_waiting_for_torch(
+    words: list[str], code: int, unasked: tuple[str, ...], tmp_path: Path
+) -> None:
     program = (
         "import sys; from torchtune_adaptive.cli.main import main\n"
         f"try: main({words!r})\n"
-        "finally: print([name for name in ('torch', 'torchtune', 'matplotlib') if name in sys.modules])"
+        f"finally: print([name for name in {('torch', 'torchtune', *unasked)} if name in sys.modules])"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=20 * PATIENCE,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "[]"), ended.stderr
+    command, wait_s = [sys.executable, "-c", program], 20 * PATIENCE
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=wait_s, check=False, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (code, "[]"), ended.stderr

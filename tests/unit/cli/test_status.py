@@ -2,14 +2,12 @@
 
 import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import PATIENCE
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.life import output_lock, this_run
@@ -19,23 +17,28 @@ COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
 
 
-def status(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
-    with pytest.raises(SystemExit) as left:
-        main(["status", str(directory)])
-    return left.value.code, capsys.readouterr().out
+Status = Callable[[Path], tuple[Any, str]]
+
+
+@pytest.fixture
+def status(capsys: pytest.CaptureFixture[str]) -> Status:
+    def told(directory: Path) -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["status", str(directory)])
+        return left.value.code, capsys.readouterr().out
+
+    return told
 
 
 def started(directory: Path, serial: int = 0) -> None:
     this_run.begin(directory, COMMAND, directory, serial)
 
 
-def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(tmp_path: Path, status: Status) -> None:
     started(tmp_path)
     save(tmp_path, "step_2", serial=0)
     save(tmp_path, "step_4", serial=1)
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == CAN_GO_ON
     first, newest, command = told.splitlines()
     assert first == "can go on: step 4"
@@ -43,36 +46,32 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
     assert command == f"resume with: cd {Path.cwd()} && {COMMAND}"
 
 
-def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(tmp_path: Path, status: Status) -> None:
     started(tmp_path)
     this_run.end(tmp_path, this_run.STOPPED, "SIGTERM: stopped during the search, before the first step")
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == CAN_GO_ON
     assert "from the beginning" in told
     assert told.splitlines()[-1] == f"start over with: cd {Path.cwd()} && {COMMAND}"
     assert "last time: SIGTERM: stopped during the search" in told
 
 
-def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(tmp_path: Path, status: Status) -> None:
     started(tmp_path)
     save(tmp_path, "epoch_1", serial=3, finished=True)
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == FINISHED
     assert told.startswith("finished: step 4\n")
     assert "resume with" not in told
     started(tmp_path, serial=4)
-    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+    assert status(tmp_path)[0] == CAN_GO_ON
     save(tmp_path, "epoch_2", serial=4, finished=True)
-    assert status(tmp_path, capsys)[0] == FINISHED
+    assert status(tmp_path)[0] == FINISHED
 
 
 @pytest.mark.parametrize(("doing", "code"), [(Doing.SETTING_UP, FINISHED), (Doing.TRAINING, BROKEN)])
 def test_a_finished_run_stays_finished_where_the_next_attempt_fails_before_it_trains(
-    doing: Doing, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    doing: Doing, code: int, tmp_path: Path, status: Status
 ) -> None:
     started(tmp_path)
     save(tmp_path, "epoch_1", serial=3, finished=True)
@@ -81,65 +80,59 @@ def test_a_finished_run_stays_finished_where_the_next_attempt_fails_before_it_tr
     assert before is not None
     this_run.begin(tmp_path, "tune run recipe epochs=9", tmp_path, serial=4)
     ThisRun(doing=doing, place=tmp_path, finished_before=before).note_end(this_run.ERROR, "no such file")
-    assert status(tmp_path, capsys)[0] == code
+    assert status(tmp_path)[0] == code
     left = this_run.read(tmp_path)
     assert left is not None
     assert left.command == (COMMAND if code == FINISHED else "tune run recipe epochs=9")
 
 
-def test_an_error_that_somebody_has_to_mend_is_no_reason_to_start_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_that_somebody_has_to_mend_is_no_reason_to_start_again(tmp_path: Path, status: Status) -> None:
     started(tmp_path)
     save(tmp_path, "step_2", serial=0)
     this_run.end(tmp_path, this_run.ERROR, "step 3: the loss is nan")
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert (code, told.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
     assert str(tmp_path / "step_2") in told
     started(tmp_path, serial=1)  # it was mended, and goes on
-    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+    assert status(tmp_path)[0] == CAN_GO_ON
 
 
-def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, status: Status) -> None:
     started(tmp_path)
     (save(tmp_path, "step_2", serial=0) / "recipe_state.pt").unlink()
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == BROKEN
     assert f"skipped: {tmp_path / 'step_2'} is damaged: recipe_state.pt is missing" in told
 
 
-def test_what_a_run_would_refuse_in_the_place_of_a_checkpoint_is_broken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_run_would_refuse_in_the_place_of_a_checkpoint_is_broken(tmp_path: Path, status: Status) -> None:
     started(tmp_path)
     save(tmp_path, "step_2", serial=0)
     os.mkfifo(tmp_path / "step_4")
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == BROKEN
     assert told.startswith(f"broken: '{tmp_path / 'step_4'}' is a file, but has the name of a checkpoint\n")
 
 
-def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(tmp_path: Path, status: Status) -> None:
     started(tmp_path)
     intact, damaged = save(tmp_path, "step_2", serial=0), save(tmp_path, "epoch_0", serial=1, finished=True)
     (damaged / "recipe_state.pt").write_bytes(b"stata")
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
     assert f"newest complete checkpoint: {intact} " in told
     assert f"skipped: {damaged} is damaged: the content of recipe_state.pt has changed" in told
     (intact / "recipe_state.pt").write_bytes(b"stata")
-    assert status(tmp_path, capsys)[0] == BROKEN
+    assert status(tmp_path)[0] == BROKEN
 
 
 def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, status: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(tmp_path)
     (save(tmp_path, "epoch_0", finished=True) / "recipe_state.pt").write_bytes(b"stata")
     monkeypatch.setattr("torchtune_adaptive.cli.status.COMPARED_BYTES", 10)
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == FINISHED
     assert (
         told.splitlines()[-1] == "  the checksums of its 14 B were not verified; a run verifies them before it resumes"
@@ -147,23 +140,21 @@ def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
+def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, status: Status) -> None:
+    code, told = status(tmp_path / "none" if missing else tmp_path)
     assert code == BROKEN
     assert told == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
     assert len(told.splitlines()) == 1
 
 
-def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(tmp_path: Path, status: Status) -> None:
     place = tmp_path / "large disk"
     this_run.begin(_made(tmp_path / "out"), COMMAND, place, serial=0)
     save(place, "step_2", serial=0)
-    assert str(place / "step_2") in status(tmp_path / "out", capsys)[1]
+    assert str(place / "step_2") in status(tmp_path / "out")[1]
     started(place)
     place.rename(tmp_path / "moved")
-    assert str(tmp_path / "moved" / "step_2") in status(tmp_path / "moved", capsys)[1]
+    assert str(tmp_path / "moved" / "step_2") in status(tmp_path / "moved")[1]
 
 
 def _made(directory: Path) -> Path:
@@ -172,25 +163,23 @@ def _made(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("within", [".", "checkpoints"])
-def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, status: Status) -> None:
     original, copy = tmp_path / "original", tmp_path / "a copy"
     (original / within).mkdir(parents=True)
     this_run.begin(original, COMMAND, original / within, serial=0)
     save(original / within, "step_2", serial=0)
     shutil.copytree(original, copy)
     save(original / within, "epoch_0", serial=1, finished=True)
-    assert status(original, capsys)[0] == FINISHED
-    code, told = status(copy, capsys)
+    assert status(original)[0] == FINISHED
+    code, told = status(copy)
     assert code == CAN_GO_ON
     assert f"newest complete checkpoint: {copy / within / 'step_2'} " in told
 
 
-def test_a_run_that_runs_is_said_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_runs_is_said_to(tmp_path: Path, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     started(tmp_path)
     monkeypatch.setattr("torchtune_adaptive.cli.status.holder", lambda _: "process 7 on node3, since noon")
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert (code, told) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
     assert output_lock.holder(tmp_path) is None
 
@@ -208,10 +197,10 @@ def test_where_nothing_can_be_noted_the_run_says_what_that_means(
 
 
 def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refuse(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, status: Status
 ) -> None:
     (tmp_path / "step_2").mkdir()
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == BROKEN
     assert "it has no intact checkpoint" in told
     assert "resume with" not in told
@@ -219,23 +208,9 @@ def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refus
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 3'])
-def test_a_file_about_the_run_that_cannot_be_read_is_none(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_about_the_run_that_cannot_be_read_is_none(content: str, tmp_path: Path, status: Status) -> None:
     save(tmp_path, "step_2", serial=0)
     (tmp_path / this_run.RUN_FILE).write_text(content)
-    code, told = status(tmp_path, capsys)
+    code, told = status(tmp_path)
     assert code == CAN_GO_ON
     assert "resume with: the command that started it, with resume_from_checkpoint=auto" in told
-
-
-def test_it_answers_without_waiting_for_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys; from torchtune_adaptive.cli.main import main\n"
-        f"try: main(['status', {str(tmp_path)!r}])\n"
-        "finally: print([name for name in ('torch', 'torchtune', 'omegaconf', 'numpy') if name in sys.modules])"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=20 * PATIENCE, check=False
-    )
-    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (BROKEN, "[]"), ended.stderr
