@@ -131,7 +131,7 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
         (PPO, "", {"measure_noise": 5}, "it measures steps of finetuning and DPO only"),
         (FULL_DPO, "collate_fn=mine.collate", {}, "preference training has its own collation"),
         (LORA, "tensor_parallel_dim=2", {}, "which LoRA finetuning does not support: allowed is 1"),
-        (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU"),
+        (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU; set it to False"),
         (FULL, "use_maximum_batch_size=True", {"search": "binary", "recover_from_oom": False}, "search is binary"),
         (FULL, f"use_maximum_batch_size=True {IN_BACKWARD}", {"search": "binary"}, "set adaptive.search: linear"),
         (FULL, "", {"search": "binary", "epochs": 1}, "adaptive.epochs is not a known key"),
@@ -159,7 +159,8 @@ def test_all_contradictions_are_told_at_once(recipe: Recipe) -> None:
 def test_mistakes_in_several_places_are_told_at_once() -> None:
     wrong = ("epochs=0", "model.lora_rank=0", "tokenizer.max_seq_len=-1", "optimizer._component_=torch.optim.SGD")
     told = problems(LORA, demo(LORA, *wrong, "optimizer.fused=True"))
-    for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1", "fused update of torch.optim.SGD"):
+    of_optimizer = ("fused update of torch.optim.SGD", "set optimizer.fused: False")
+    for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1", *of_optimizer):
         assert part in told
     told = problems(LORA, demo(LORA, "model.lora_rank=0", deal=True))
     assert "model.lora_rank is 0" in told

@@ -41,12 +41,6 @@ def test_the_home_folder_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert cfg.checkpointer.checkpoint_files == ["/home/me/a.pt", "b~/c.pt"]
 
 
-def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("a: 1")
-    assert locate(str(path)) == path
-
-
 def test_a_directory_is_no_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor a known config"):
         locate(str(tmp_path))

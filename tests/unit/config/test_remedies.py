@@ -2,21 +2,8 @@
 
 import pickle
 
-import pytest
-import torch
-from torch import nn
-
-from torchtune_adaptive import (
-    MemoryMeter,
-    Recovery,
-    RowLimit,
-    SampleKind,
-    StepRunner,
-    TrainingStep,
-    find_max_batch_size,
-)
 from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO, in_keys
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy
+from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, Remedy
 
 FACT = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
 EXHAUSTED = LimitExhaustedError(FACT, Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS)
@@ -43,18 +30,3 @@ def test_an_error_keeps_its_remedies_on_the_way_to_another_process() -> None:
     sent: AdaptiveError = pickle.loads(pickle.dumps(EXHAUSTED))
     assert isinstance(sent, LimitExhaustedError)
     assert in_keys(sent) == in_keys(EXHAUSTED)
-
-
-def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key() -> None:
-    model = nn.Linear(1, 1)
-    runner = StepRunner(
-        model,
-        lambda _: None,
-        limit=RowLimit(1),
-        kind=SampleKind(length_of=len, stand_in=lambda sample: sample),
-        recovery=Recovery(model, enabled=False),
-    )
-    step = TrainingStep(runner=runner, sample=torch.ones(1), update=lambda _: None, optimizers=[])
-    with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* pass strategy='linear'") as caught:
-        find_max_batch_size(step, memory=MemoryMeter(1), strategy="binary")
-    assert in_keys(caught.value).endswith("; set adaptive.search to linear")

@@ -82,7 +82,8 @@ def test_without_an_adaptive_section_everything_has_its_default(section: Any) ->
 
 
 def test_a_typo_under_adaptive_is_an_error_with_a_hint() -> None:
-    with pytest.raises(ConfigError, match=r"adaptive\.recover_form_oom is not .* did you mean recover_from_oom\?"):
+    told = r"adaptive\.recover_form_oom is not .*allowed: .* did you mean recover_from_oom\?"
+    with pytest.raises(ConfigError, match=told):
         read_section(AdaptiveConfig, OmegaConf.create({"recover_form_oom": True}), "adaptive")
 
 

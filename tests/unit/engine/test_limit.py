@@ -5,12 +5,6 @@ from hypothesis import strategies as st
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit, longest_row
 
 
-def test_a_row_limit_looks_at_rows_alone():
-    limit = RowLimit(4)
-    assert limit.fits(4, length=100_000)
-    assert not limit.fits(5, length=1)
-
-
 @pytest.mark.parametrize("count", [0, 2.5])
 def test_a_limit_that_is_no_count_is_refused(count: float):
     for kind, unit in ((RowLimit, "rows"), (TokenLimit, "tokens")):

@@ -247,13 +247,6 @@ def test_an_event_is_one_line_with_every_field_that_is_known(tmp_path: Path) -> 
     assert written == {**known, "ranks": [3]}
 
 
-def test_a_new_run_in_the_same_place_is_another_one(tmp_path: Path) -> None:
-    write_a_run(tmp_path, steps=20)
-    write_a_run(tmp_path, steps=5)
-    assert steps_in(tmp_path) == list(range(1, 6))
-    assert len(read_timeline(tmp_path).events) == 1 + 5
-
-
 UNREADABLE: dict[str, bytes] = {
     "no UTF-8": b'{"step": 2, "kind": "recovery", "reason": "\xff"}',
     "a list": b"[1]",

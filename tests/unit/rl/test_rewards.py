@@ -45,28 +45,12 @@ def nothing_to_say(**_: Any) -> list[Any]:
     return [None, 1]
 
 
-def one_too_few(**_: Any) -> list[float]:
-    return [1.0]
-
-
-def not_a_number(**_: Any) -> list[float]:
-    return [1.0, float("nan")]
-
-
-def no_list(**_: Any) -> object:
-    return object()
+def returning(value: Any, **_: Any) -> Any:
+    return value
 
 
 def broken(**_: Any) -> list[float]:
     raise KeyError("answer")
-
-
-def too_large(**_: Any) -> list[float]:
-    return [1e39, 0.0]
-
-
-def a_word(**_: Any) -> str:
-    return "01"
 
 
 def leaving(**_: Any) -> list[float]:
@@ -111,21 +95,21 @@ def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "options", "said"),
     [
-        ("one_too_few", r"returned \[1.0\] in place of 2 finite numbers"),
-        ("not_a_number", r"returned \[1.0, nan\] in place of 2 finite numbers"),
-        ("no_list", "in place of a list of numbers"),
-        ("a_word", "in place of a list of numbers"),
-        ("too_large", r"in place of 2 finite numbers"),
-        ("leaving", "failed: SystemExit: enough"),
-        ("broken", r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
-        ("endless", r"has not returned within 0.1 s \(reward_timeout\)"),
+        ("returning", {"value": [1.0]}, r"returned \[1.0\] in place of 2 finite numbers"),
+        ("returning", {"value": [1.0, float("nan")]}, r"returned \[1.0, nan\] in place of 2 finite numbers"),
+        ("returning", {"value": 7}, "in place of a list of numbers"),
+        ("returning", {"value": "01"}, "in place of a list of numbers"),
+        ("returning", {"value": [1e39, 0.0]}, r"in place of 2 finite numbers"),
+        ("leaving", {}, "failed: SystemExit: enough"),
+        ("broken", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
+        ("endless", {}, r"has not returned within 0.1 s \(reward_timeout\)"),
     ],
 )
-def test_what_goes_wrong_names_the_function_and_the_sample(name: str, said: str) -> None:
+def test_what_goes_wrong_names_the_function_and_the_sample(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(RewardError, match=rf"reward function {name} .*{said}.* \(sample 5; its first answer: '?2"):
-        function(name, 0.1)(*GROUP)
+        function(name, 0.1, **options)(*GROUP)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException
         len(NamedSamples(iter([1])))
 
 
+def test_a_dataset_that_ends_the_process_while_a_sample_is_read_is_told() -> None:
+    told = r"^sample 0 .* cannot be read on rank 0 \(SystemExit: .*\): the dataset's code ends the process in __"
+    with pytest.raises(SampleError, match=told):
+        NamedSamples(Broken(SystemExit))[0]
+
+
 def test_a_host_without_memory_is_no_matter_of_the_sample() -> None:
     with pytest.raises(UnrecoverableError, match=r"^out of memory on rank 0 while sample 0 of the dataset was read \("):
         NamedSamples(Broken(MemoryError))[0]

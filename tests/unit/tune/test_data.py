@@ -20,6 +20,7 @@ from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import StepLoader, build_dataset, build_step_loader
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
+SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
 
 
 def load(samples: int, ranks: int, **keys: int) -> StepLoader[Any]:
@@ -35,10 +36,11 @@ def test_an_empty_dataset_is_said_to_be_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "ranks", "said"), [(1, 1, "1 sample, but one step takes 6: .* 1 rank;"), (9, 2, "9 samples.* 2 ranks;")]
+    ("samples", "ranks", "said"),
+    [(1, 1, f"1 sample, but one step takes 6: {SIZES} 1"), (9, 2, f"9 samples.*: {SIZES} 2")],
 )
 def test_a_dataset_that_fills_no_step_is_told_with_the_arithmetic(samples: int, ranks: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^dataset has {said} lower one of them$"):
+    with pytest.raises(ConfigError, match=rf"^dataset has {said} ranks?; lower one of them$"):
         load(samples, ranks)
     assert load(12, 2).samples_per_rank == 6
 

@@ -212,21 +212,6 @@ def test_a_start_above_what_fits_is_split_and_may_shrink() -> None:
     assert [(plan.microbatches, plan.microbatch_rows) for plan in plans] == [(6, 4), (5, 4), (3, 4)]
 
 
-@given(
-    st.lists(st.integers(0, 40), min_size=1, max_size=8),
-    st.integers(1, 20),
-    st.integers(1, 5),
-    st.integers(1, 50),
-)
-def test_no_microbatch_is_ever_above_what_fits(
-    increases: list[int], batch_size: int, accumulation: int, fits: int
-) -> None:
-    function = lambda epoch, _: increases[epoch]  # noqa: E731
-    for plan in plans_of(function, len(increases), batch_size, accumulation, fits):
-        assert plan.microbatch_rows <= fits
-        assert plan.microbatches * plan.microbatch_rows >= plan.samples_per_step == plan.batch_size * accumulation
-
-
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(100, 5000), st.one_of(st.none(), st.integers(1, 50)))
 def test_an_epoch_has_every_whole_step_up_to_the_configured_most(
     batch_size: int, accumulation: int, samples: int, most: int | None
@@ -344,23 +329,27 @@ def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> N
     assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])
 
 
-def announced(caplog: pytest.LogCaptureFixture, fits: int | None, samples: int, ranks: int, before: int) -> list[str]:
-    """What is logged of a run of one row × two microbatches of which one epoch is over."""
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """By rank 0."""
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    caplog.set_level(logging.INFO, logger="torchtune_adaptive")
+    return caplog
+
+
+def announce_second_epoch(fits: int | None, samples: int, ranks: int, before: int) -> None:
+    """Of a run of one row × two microbatches."""
     past = plans_of(None, 1, 1, 2, samples=samples)
     progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=past, ranks=before)
-    settings = settings_of(1, 2)
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        announce(plans_of(None, 2, 1, 2, fits, samples)[1:], settings, progress, ranks, None, samples)
-    return caplog.messages
+    announce(plans_of(None, 2, 1, 2, fits, samples)[1:], settings_of(1, 2), progress, ranks, None, samples)
 
 
 @pytest.mark.parametrize(("ranks", "before", "line"), [(1, 2, "1 rank (before: 2)"), (2, 1, "2 ranks (before: 1)")])
 def test_another_number_of_ranks_is_told_in_the_right_number(
-    ranks: int, before: int, line: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ranks: int, before: int, line: str, logged: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", int)
-    messages = announced(caplog, None, 6, ranks, before)
-    assert messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {2 * before})"
+    announce_second_epoch(None, 6, ranks, before)
+    assert logged.messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {2 * before})"
 
 
 @pytest.mark.parametrize(
@@ -377,27 +366,21 @@ def test_another_number_of_ranks_is_told_in_the_right_number(
     ],
 )
 def test_samples_that_no_step_has_are_told_at_the_start(
-    fits: int | None,
-    samples: int,
-    line: str | None,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    fits: int | None, samples: int, line: str | None, logged: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", int)
-    assert announced(caplog, fits, samples, ranks=2, before=2)[1:] == ([] if line is None else [line])
+    announce_second_epoch(fits, samples, ranks=2, before=2)
+    assert logged.messages[1:] == ([] if line is None else [line])
 
 
 @pytest.mark.parametrize("most_steps", [None, 2])
 @pytest.mark.parametrize("function", [None, "a.function"])
 def test_samples_that_no_step_of_a_growing_run_has_are_told_when_an_epoch_ends(
-    function: str | None, most_steps: int | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    function: str | None, most_steps: int | None, logged: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", int)
     cfg = OmegaConf.create({"batch_increase_function": function})
     settings = replace(settings_of(1, 2), config=cfg, max_steps_per_epoch=most_steps)
     progress = Progress(seed=0, epochs_run=0, total_epochs=1, max_steps_per_epoch=None, ranks=2, samples_in_epoch=16)
     loader = StepLoader([0] * 21, rank=0, world_size=2, shuffle=False)  # type: ignore[arg-type]
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        announce_end(plans_of(None, 1)[0], settings, progress, loader)
+    announce_end(plans_of(None, 1)[0], settings, progress, loader)
     line = "6 of 22 samples do not fill a step and are left out of epoch 0"
-    assert caplog.messages == [line] * (function is not None and most_steps is None)
+    assert logged.messages == [line] * (function is not None and most_steps is None)
