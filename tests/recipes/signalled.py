@@ -15,15 +15,14 @@ from unittest import mock
 from omegaconf import OmegaConf
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from tests.ranks import PATIENCE, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.running import OURS, demo_config, load_ours
-from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.engine.probes import Prober
 from torchtune_adaptive.engine.step import StepRunner
 
-LOADING, SEARCH, SAVE, PUBLISH = "loading", "search", "save", "publish"
-"""Moments beside the numbers of steps: while weights are read, in the second probe, while a checkpoint is written (on
-rank 0 alone; others are in what they wait in) and while it is put in its place."""
+LOADING, SEARCH, SAVE = "loading", "search", "save"
+"""Moments beside the numbers of steps: while weights are read, in the second probe, and while a checkpoint is
+written (on rank 0 alone; others are in what they wait in)."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class Blow:
     ranks: tuple[int, ...] = (0,)
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
     """One right after the other."""
-    again_after_s: float | None = None
-    """The same once more, that much later, while the rank is held up."""
     skip: int = 0
     """How many such moments pass before."""
 
@@ -83,7 +80,6 @@ def struck_by(blow: Blow | None) -> Iterator[None]:
             (FullModelTorchTuneCheckpointer, "load_checkpoint", LOADING),
             (Prober, "exchange", SEARCH),
             (FullModelTorchTuneCheckpointer, "save_checkpoint", SAVE),
-            (store, "publish", PUBLISH),
             (StepRunner, "run", None),
         ):
             patches.enter_context(mock.patch.object(owner, name, strike.before(getattr(owner, name), moment)))
@@ -109,7 +105,3 @@ class _Strike:
         for number in self._blow.signals:
             os.kill(os.getpid(), number)
         time.sleep(0.3)  # in which the thread that hears of it gets its turn
-        if self._blow.again_after_s is not None:
-            time.sleep(self._blow.again_after_s)
-            os.kill(os.getpid(), self._blow.signals[0])
-            time.sleep(20 * PATIENCE)

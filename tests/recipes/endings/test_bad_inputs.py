@@ -80,13 +80,6 @@ import torch
 def increase(*args, **kwargs):
     sys.exit(0)
 
-class Unsized:
-    def __len__(self):
-        raise OSError("the index is gone")
-
-def unsized(*args, **kwargs):
-    return Unsized()
-
 class Optimizer(torch.optim.SGD):
     def zero_grad(self, *args, **kwargs):
         sys.exit()
@@ -108,7 +101,6 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
         ("=3", ["=3 has no key", "write key=value"]),
         ("dataset.samples=2.5", ["dataset.samples is 2.5", "a whole number of at least 1"]),
         ("dataset.packed=maybe", ["dataset.packed is 'maybe'", "True or False"]),
-        ("dataset=exits.unsized", ["dataset has no usable length", "OSError"]),
         ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
         (
             "batch_increase_function=exits.increase",

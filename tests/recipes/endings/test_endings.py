@@ -13,7 +13,6 @@ from torchtune.data import padded_collate_sft
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.commands import tune_run_here
-from tests.distributed.faults.failing import as_dtensor_does
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
@@ -21,7 +20,7 @@ from tests.recipes.running import Finished, demo_config, run_ours, start_here
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
+from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError
 from torchtune_adaptive.life.launch import refusing_early_exits
 
 HERE = "tests.recipes.endings.test_endings"
@@ -46,8 +45,6 @@ class Flawed(DemoDataset):
             return {**sample, "labels": [-100] * len(sample["labels"])}
         if index == BAD and self._flaw == "raises":
             raise KeyError("no such column")
-        if index == BAD and self._flaw == "exits":
-            sys.exit(0)
         return {**sample, **self._spoiled(sample)} if index == BAD else sample
 
     def _spoiled(self, sample: dict[str, list[int]]) -> dict[str, Any]:
@@ -200,19 +197,6 @@ def test_what_only_rank_1_meets_ends_both_with_its_message(
     assert "Traceback" not in ended.output, ended.output
 
 
-@pytest.mark.parametrize("error", [as_dtensor_does("out of memory"), MemoryError()], ids=["device", "host"])
-def test_the_update_out_of_memory_on_one_rank_is_said_too(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(optimizer: Any, *_: Any) -> None:
-        raise error
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
-    with pytest.raises(UnrecoverableError, match="out of memory in the optimizer step on rank 0"):
-        start_here("full", "--config", "adaptive/demo/full", *CHEAP, train=True)
-
-
 def test_a_host_out_of_memory_in_a_microbatch_costs_a_repeated_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,28 +213,6 @@ def test_a_host_out_of_memory_in_a_microbatch_costs_a_repeated_step(
         start_here("full", "--config", "adaptive/demo/full", *CHEAP, "batch_size=4", train=True)
     assert not errors
     assert len([line for line in lines if "out of memory on rank 0" in line and "step repeated" in line]) == 2
-
-
-@pytest.mark.parametrize(
-    ("flaw", "says"),
-    [
-        (
-            "exits",
-            r"cannot be read on rank 0 \(SystemExit: 0\): the dataset's code ends the process in __",
-        ),
-        (
-            "label",
-            r"\(on rank 0\) has label -7, but the model's vocabulary has \d+ tokens, .* loss ignores -100: use",
-        ),
-    ],
-)
-def test_a_sample_that_nothing_can_be_made_of_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flaw: str, says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset {says}") as caught:
-        start_here("full", "--config", "adaptive/demo/full", *CHEAP, *with_flaw(flaw), train=True)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_sample_that_a_search_reads_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ RUN = (
     "clip_grad_norm=1.0",
 )
 STEPS = {1: 8, 2: 4}
-EVERY_TWO = "save_every_n_steps=2"
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
 TO_GO_ON = re.compile(r"^SIG\w+(?: on rank \d)?: (.*)\. To (?:resume|restart): (.*)$", re.MULTILINE)
 
@@ -58,10 +57,8 @@ def condition(folder: Path) -> Condition:
 LAST_LINE = re.compile(r"(trained(?: from step \d+)?|so far): loss [\d.]+ -> [\d.]+, checkpoints in ")
 
 
-def assert_goes_on(
-    folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], *overrides: str, after: int
-) -> None:
-    again = live_on_ranks(ranks, "full", folder, *RUN, *overrides)
+def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], after: int) -> None:
+    again = live_on_ranks(ranks, "full", folder, *RUN)
     assert [each.status for each in again] == [0] * ranks, again
     assert LAST_LINE.findall(again[0].lines) == [f"trained from step {after + 1}"], again[0].lines
     weights, theirs = saved_weights(folder, EPOCHS - 1), undisturbed[ranks]
@@ -102,24 +99,6 @@ def test_a_signal_saves_the_step_that_is_under_way(
     assert_goes_on(tmp_path / "run", ranks, undisturbed, after=step)
 
 
-def test_an_asynchronous_save_is_whole_before_it_is_told(
-    tmp_path: Path, undisturbed: dict[int, dict[str, torch.Tensor]]
-) -> None:
-    options = ("enable_async_checkpointing=True", EVERY_TWO)
-    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *options, blow=Blow(3, ranks=(1,)))
-    place = tmp_path / "run" / "out" / "step_3"
-    assert told(ended[0].lines) == f"stopped after step 3; last checkpoint: {place}"
-    assert (place / "adaptive_checkpoint.json").is_file()
-    assert_goes_on(tmp_path / "run", 2, undisturbed, *options, after=3)
-
-
-def test_a_signal_in_a_save_ends_the_run_with_that_save(tmp_path: Path) -> None:
-    blow = Blow(signalled.SAVE, ranks=(0,))
-    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", blow=blow)
-    assert [each.status for each in ended] == [0, 0]
-    assert told(ended[0].lines) == f"stopped after step 1; last checkpoint: {tmp_path / 'run' / 'out' / 'step_1'}"
-
-
 @pytest.mark.parametrize("blow", [Blow(8), Blow(signalled.SAVE, skip=1)], ids=["step", "save"])
 def test_in_the_last_step_and_its_save_the_run_is_finished(blow: Blow, tmp_path: Path) -> None:
     ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, blow=blow)
@@ -143,13 +122,3 @@ def test_before_the_first_step_it_says_that_nothing_is_saved(
     assert told(ended[0].lines) == f"stopped {where}, before the first step; nothing is saved"
     assert not list((tmp_path / "run" / "out").glob("*_[0-9]"))
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON
-
-
-def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
-    blow = Blow(3, again_after_s=1.2)
-    with pytest.raises(AssertionError, match="rank 0 died without a word"):
-        live_on_ranks(1, "full", tmp_path / "run", *RUN, EVERY_TWO, blow=blow)
-    lines = (tmp_path / "run" / "lines0").read_text()
-    saved = tmp_path / "run" / "out" / "step_2"
-    assert f"SIGTERM again: ended immediately; last checkpoint: {saved}, and all training since then is lost" in lines
-    assert not (tmp_path / "run" / "out" / "step_3").exists()
