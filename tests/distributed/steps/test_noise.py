@@ -1,7 +1,6 @@
 """Squares of microbatches' gradients, as FSDP scatters them, beside those of one process."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -10,16 +9,12 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.models import ModelConfig, build
+from tests.distributed.models import ModelConfig, build, runner_of
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.noise import Squares
-from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.testing import FaultInjector
 
-KIND = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
 SAMPLES = 12
 
 
@@ -29,18 +24,8 @@ def all_samples() -> list[Tensor]:
     return [torch.randint(0, 64, (length,), generator=generator) for length in lengths]
 
 
-def forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Totals:
-    tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
-    labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
-    logits = model(tokens[:, :-1]).flatten(0, 1)
-    loss = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
-    loss.backward()
-    return Totals(loss.detach(), int(labels.ne(-100).sum()))
-
-
 def squares_of(config: ModelConfig, samples: Sequence[Tensor], rows: int, operation: int | None = None) -> Squares:
-    model = build(config)
-    runner = StepRunner(model, partial(forward_backward, model), kind=KIND, limit=RowLimit(rows))
+    runner = runner_of(build(config), rows)
     runner.measure_noise(1)
     with FaultInjector(runner) as faults:
         if operation is not None:
@@ -82,9 +67,8 @@ def test_ranks_measure_what_one_process_does(config: ModelConfig, ranks: int, ro
 def refusal_of_replicas() -> str:
     model = nn.Linear(4, 4)
     replicate(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",)))
-    runner = StepRunner(model, lambda _: Totals(torch.zeros(()), 0), kind=KIND, limit=RowLimit(1))
     with pytest.raises(RecoveryUnsupportedError) as caught:
-        runner.measure_noise(1)
+        runner_of(model, 1).measure_noise(1)
     return str(caught.value)
 
 
