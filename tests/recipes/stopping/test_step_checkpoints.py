@@ -13,13 +13,10 @@ import torch.distributed as dist
 from torchao.optim import AdamW8bit
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, load_ours
 from tests.recipes.stops import train_until
-from torchtune_adaptive.errors import RunFinished
 from torchtune_adaptive.life.output_lock import LOCK_FILE
 from torchtune_adaptive.report.journal import read_timeline
-from torchtune_adaptive.tune import place
 from torchtune_adaptive.tune.schedule import Measured
 
 EPOCHS, STEPS = 2, 4
@@ -210,32 +207,6 @@ def test_a_batch_that_grows_within_an_epoch_trains_on_every_sample_once(
     everything = [number for _, found in order for number in found]
     for epoch in (everything[:SAMPLES], everything[SAMPLES : 2 * SAMPLES]):
         assert sorted(epoch) == list(range(SAMPLES))
-
-
-def finished_and_prolonged(folder: Path) -> dict[str, Any]:
-    """Collective: a run to its end, started again, and started again with more epochs."""
-    train("full", demo_config("full", folder, *RUN))
-    before = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("[!.]*")}
-    try:
-        train("full", demo_config("full", folder, *RUN))
-        message = None
-    except RunFinished as finished:
-        message = str(finished)
-    place.leave()
-    after = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("[!.]*")}
-    train("full", demo_config("full", folder, *RUN, f"epochs={EPOCHS + 1}"))
-    return {"message": message, "untouched": before == after}
-
-
-def test_a_finished_run_is_left_alone_and_goes_on_where_epochs_is_raised(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    told = run_on_ranks(2, finished_and_prolonged, folder, timeout_s=120, in_group=False)
-    for each in told:
-        assert "nothing left to train" in each["message"]
-        assert f"epoch_{EPOCHS - 1}" in each["message"]
-    assert told[0]["untouched"]  # rank 0 draws the picture of the first run when the others may have looked already
-    assert [step["step"] for step in read_log(folder / "log.jsonl")] == list(range(1, STEPS * (EPOCHS + 1) + 1))
-    assert (folder / "out" / f"epoch_{EPOCHS}").is_dir()
 
 
 def base_weights_while_saving(folder: Path) -> list[str]:
