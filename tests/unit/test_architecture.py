@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "report": {"engine"},
     "config": {"engine.limits", "engine.search"},
     "life": {"config", "engine.ranks", "engine.memory", "engine.oom"},
-    "checkpoints": {"config", "life", "engine.memory", "engine.oom", "engine.ranks"},
+    "checkpoints": {"config", "life", "engine.memory", "engine.oom", "engine.ranks", "engine.snapshot"},
     "tune": {"config", "life", "checkpoints", "engine", "report"},
     "rl": {"tune", "config", "life", "checkpoints", "engine", "report"},
     # a training script on it, whatever trains

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.engine.memory import copied_to_host, wraps_tensors
+from torchtune_adaptive.engine.memory import wraps_tensors
 from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.snapshot import copied_to_host
 
 StateDict: TypeAlias = dict[str, Any]
 StateKey: TypeAlias = tuple[str, str]

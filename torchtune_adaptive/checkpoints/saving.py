@@ -46,9 +46,10 @@ from torchtune_adaptive.checkpoints.store import RANDOM_FILE, Checkpointer, File
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import LoraSettings, Settings
 from torchtune_adaptive.config.remedies import KEYS
-from torchtune_adaptive.engine.memory import RngState, copied_to_host, plain_tensors
+from torchtune_adaptive.engine.memory import plain_tensors
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0, gloo_group_aside
+from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing, now

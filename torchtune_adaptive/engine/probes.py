@@ -23,12 +23,13 @@ from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.limits import MAX_ROWS
-from torchtune_adaptive.engine.memory import CudaMemory, MemorySource, leaving_no_trace
+from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, release
 from torchtune_adaptive.engine.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.engine.ranks import Agreement, rank
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.search import NEED_RECOVERY, NEEDS_LESS, Peak, Room, SearchResult, one_row_error, search
+from torchtune_adaptive.engine.snapshot import leaving_no_trace
 from torchtune_adaptive.engine.step import Sample, StepRunner
 from torchtune_adaptive.errors import (
     ConfigError,

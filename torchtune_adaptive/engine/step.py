@@ -30,7 +30,7 @@ from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.ledger import CollectiveLedger
 from torchtune_adaptive.engine.limits import Limit, Microbatch
-from torchtune_adaptive.engine.memory import Gauge, MemorySource, RngState
+from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.noise import SquareMeter
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
 from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, spread
@@ -44,6 +44,7 @@ from torchtune_adaptive.engine.ranks import (
     world_size,
 )
 from torchtune_adaptive.engine.reports import Report, Reports, StepResult, Totals, exchange, result_of
+from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import (
     LimitExhaustedError,
     RecoveryUnsupportedError,

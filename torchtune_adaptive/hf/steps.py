@@ -20,12 +20,13 @@ from transformers import Trainer
 
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
-from torchtune_adaptive.engine.memory import MemorySource, RngState
+from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.meter import limited_memory, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.search import SearchResult
+from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, RawSample
