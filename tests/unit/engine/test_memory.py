@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.recipes.metering import profiled
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory, Gauge
 from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.text import parse_size
 
 MIB = 1 << 20
