@@ -373,6 +373,53 @@ def test_what_the_card_would_have_changed_or_made_unique_is_guessed(rehearse: Re
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
+def test_what_the_card_would_have_computed_is_guessed_on_the_host_too(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        rows, shown = torch.ones(8, 1024, dtype=torch.long).cuda(), []
+        shown += rows.sum(1).tolist()  # guessed
+        shown.append(int(rows.sum(1).cpu().sum()))  # guessed
+        shown.append((torch.arange(64, device="cuda") < 8).cpu().sum().item())  # guessed
+        for _ in range(2):  # the second lies where a number has lain
+            scores = torch.rand(64).cuda()
+            shown.append((scores > -1).to("cpu").sum().item())  # guessed
+            del scores
+        shown.append(int(torch.ones(8, 8).cuda().sum()))  # guessed
+        with torch.inference_mode():
+            rows = torch.full((4,), 8).cuda()
+            rows *= 2
+            rows.tolist()  # guessed
+        lengths = torch.tensor([3, 4]).cuda()
+        shown += torch.repeat_interleave(torch.zeros(2, 5, device="cuda"), lengths, dim=0).shape
+        print(shown, lengths.cpu().tolist(), torch.tensor([True, False]).cuda().tolist(), flush=True)
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert answer.printed.startswith(f"{[0] * 8 + [0, 64, 64, 64, 0, 7, 5]} [3, 4] [True, False]\n"), answer.printed
+    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+
+
+def test_numbers_that_the_host_wrote_are_known_after_a_collective_in_every_step(rehearse: Rehearse) -> None:
+    script = """
+        import torch, torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        for _ in range(2):
+            total, own = torch.tensor([1024]).cuda(), torch.tensor([7]).cuda()
+            each, whole = [torch.empty_like(own) for _ in range(3)], torch.empty(3, dtype=torch.long, device="cuda")
+            dist.all_reduce(total)
+            dist.all_gather(each, own)
+            dist.all_gather_into_tensor(whole, own)
+            everyone = [None] * 3
+            dist.all_gather_object(everyone, "told")
+            print(total.item(), [int(one) for one in each], whole.tolist(), everyone, flush=True)
+            del total, own, each, whole
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), "--ranks", "3")
+    assert answer.printed.count(f"3072 {[7] * 3} {[7] * 3} {['told'] * 3}\n") == 2, answer.printed
+    assert answer.found["guesses"] == []
+
+
 def _marked(script: str) -> list[int]:
     lines = dedent(script).splitlines()
     return [number for number, line in enumerate(lines, 1) if line.endswith("# guessed")]

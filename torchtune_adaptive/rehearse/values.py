@@ -8,15 +8,18 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_value
 from torch.utils._pytree import tree_map
 
 from torchtune_adaptive.rehearse.answer import INTEGER, MASK
+from torchtune_adaptive.rehearse.one_of_many import replace
 
 LARGE = 2**20
 """Elements of a tensor that is read as it is, and of a weight that is not drawn."""
@@ -33,7 +36,7 @@ class Values:
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
         """`on_guess` is called where an integer that nobody knows is read as 0, or a mask selects everything."""
         self._on_guess = on_guess
-        self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=4096)
+        self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=2**14)
         """The latest of the host's: where they begin and end, what they were written to, and as which version of it."""
 
     def install(self) -> None:
@@ -41,9 +44,11 @@ class Values:
         library.impl("_local_scalar_dense", self._number, "CUDA")
         library.impl("nonzero", self._selected, "CUDA")
         library.impl("all", _all, "CUDA")
-        for name in "_unique2", "unique_dim", "unique_consecutive":
-            library.impl(name, self._by_values(getattr(torch.ops.aten, name)), "CUDA")
+        for name in "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor":
+            operation = attrgetter(name)(torch.ops.aten)
+            library.impl(name, self._by_values(operation), "CUDA")
         self._library = library  # what it implements is gone with it
+        self._cpu, whole = torch.Tensor.cpu, torch.Tensor.__int__
         for name in "cpu", "to", "cuda", "copy_":
             setattr(torch.Tensor, name, self._watched(getattr(torch.Tensor, name)))
         for name in "tensor", "as_tensor":
@@ -57,7 +62,45 @@ class Values:
                 setattr(found, _ALL, True)
             return found
 
+        def as_length(tensor: torch.Tensor) -> int:
+            if tensor.is_cuda and tensor.is_floating_point():
+                self._on_guess(INTEGER, _caller())
+            return whole(tensor)
+
         torch.isfinite = torch.Tensor.isfinite = is_finite  # type: ignore[assignment]
+        torch.Tensor.__int__ = as_length  # type: ignore[method-assign,assignment]
+        self._know_what_is_sent()
+
+    def _know_what_is_sent(self) -> None:
+        """Integers that the host wrote are known after a collective, too: all ranks have the same."""
+        reduces, gathers, gathers_into = dist.all_reduce, dist.all_gather, dist.all_gather_into_tensor
+
+        def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            known = not torch.compiler.is_compiling() and op == dist.ReduceOp.SUM and self._host_wrote(tensor)
+            work = reduces(tensor, op, group, async_op)
+            if known:
+                tensor.copy_(self._cpu(tensor) * dist.get_world_size(group))
+            return work
+
+        def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+            work = gathers(tensor_list, tensor, group, async_op)
+            if not torch.compiler.is_compiling() and self._host_wrote(tensor):
+                for each in tensor_list:
+                    each.copy_(self._cpu(tensor))
+            return work
+
+        def all_gather_into_tensor(
+            output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
+        ) -> Any:
+            work = gathers_into(output_tensor, input_tensor, group, async_op)
+            if not torch.compiler.is_compiling() and self._host_wrote(input_tensor):
+                every = self._cpu(input_tensor).flatten().repeat(dist.get_world_size(group))
+                output_tensor.copy_(every.view(output_tensor.shape))
+            return work
+
+        replace(reduces, all_reduce)
+        replace(gathers, all_gather)
+        replace(gathers_into, all_gather_into_tensor)
 
     def _watched(self, copies: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """A function that copies: to the card is remembered, and of the card's only what is known."""
@@ -71,15 +114,30 @@ class Values:
             if was_on_card and source.is_floating_point() and source.numel() >= LARGE and type(source) is torch.Tensor:
                 source.data.zero_()  # integers of the host may have lain there
             found = copies(given, *args, **kwargs)
-            if found.is_cuda and not was_on_card and not found.is_floating_point() and type(found) is torch.Tensor:
+            if found.is_cuda and not was_on_card and type(found) is torch.Tensor:
                 storage = found.untyped_storage()
                 begin = storage.data_ptr()
                 self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage), _version(found)))
-            elif was_on_card and not found.is_cuda and found.numel() < LARGE and self._reads_nothing(source):
-                found.detach().zero_()
+            elif was_on_card and not found.is_cuda and found.numel() < LARGE:
+                self._take_what_is_known(found.detach(), source)
             return found
 
         return copy
+
+    def _take_what_is_known(self, copied: torch.Tensor, source: torch.Tensor) -> None:
+        """Of a copy on the host, the rest becomes 0, or selects everything."""
+        wrote = self._host_wrote(source)
+        if source.is_floating_point() or wrote is False:
+            copied.zero_()
+        # bytes are those of objects, whose lengths travel beside them
+        if wrote or source.is_floating_point() or source.dtype is torch.uint8 or type(source) is not torch.Tensor:
+            return
+        if source.dtype is not torch.bool:
+            if source.is_inference() or not copied.any():
+                self._on_guess(INTEGER, _caller())
+        elif source.numel() > 1:  # and not a check for NaN
+            self._on_guess(MASK, _caller())
+            copied.fill_(True)
 
     def _host_wrote(self, tensor: torch.Tensor) -> bool | None:
         """False: the card has changed it since, or something else lay there, which was freed. None: not known."""
@@ -94,9 +152,6 @@ class Values:
                 return None if version is None else version == _version(tensor)
         return None
 
-    def _reads_nothing(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() or self._host_wrote(tensor) is False
-
     def _number(self, tensor: torch.Tensor) -> Any:
         asks = _caller()
         if hasattr(tensor, _ALL):
@@ -107,8 +162,8 @@ class Values:
         wrote = self._host_wrote(tensor)
         if tensor.dtype is torch.bool and not wrote:
             return any(_asserts(frame) for frame in (asks, asks.f_back) if frame)
-        number = tensor.cpu().item()
-        if not number and not wrote and asks.f_code.co_name != COUNTS_OPERATIONS:
+        number = 0 if wrote is False else self._cpu(tensor).item()
+        if not wrote and (not number or tensor.is_inference()) and asks.f_code.co_name != COUNTS_OPERATIONS:
             self._on_guess(INTEGER, asks)
         return number
 
@@ -122,10 +177,10 @@ class Values:
     def _by_values(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """An operation whose values decide how large its results are."""
 
-        def sized(tensor: torch.Tensor, *args: Any) -> Any:
+        def sized(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self._host_wrote(tensor):
                 self._on_guess(INTEGER, _caller())
-            return tree_map(lambda each: each.to(tensor.device), operation(tensor.cpu(), *args))
+            return tree_map(lambda each: each.to(tensor.device), operation(tensor.cpu(), *args, **kwargs))
 
         return sized
 
