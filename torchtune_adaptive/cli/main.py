@@ -10,7 +10,7 @@ from types import ModuleType
 from torchtune_adaptive.cli import cp, ls, status, validate
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.life.endings import INTERRUPTED, printing
+from torchtune_adaptive.life.printing import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
 
 COMMANDS: dict[str, ModuleType] = {"ls": ls, "cp": cp, "validate": validate, "status": status, "rehearse": rehearse}

@@ -36,9 +36,9 @@ from torchtune_adaptive.errors import (
 )
 from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.console import outlive_readers, show_decisions
-from torchtune_adaptive.life.endings import INTERRUPTED, printing
 from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
 from torchtune_adaptive.life.launcher import end_with_the_launcher, speaks_first, tell_the_launcher
+from torchtune_adaptive.life.printing import INTERRUPTED, printing
 from torchtune_adaptive.life.signals import listen, stop_listening
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing, saved_and_what_next
 from torchtune_adaptive.text import ranks_named

@@ -12,7 +12,7 @@ import yaml
 from tests.ranks import PATIENCE
 from torchtune_adaptive.cli.main import COMMANDS, main
 from torchtune_adaptive.config.registry import PLAN, RECIPES, config_files, our_configs, recipe_files
-from torchtune_adaptive.life.endings import NOBODY_READS
+from torchtune_adaptive.life.printing import NOBODY_READS
 
 ROOT = Path(__file__).parents[3]
 
