@@ -59,7 +59,7 @@ def check_names(key: str, section: DictConfig) -> None:
     """Refuses names that torchtune's checkpointer would stumble over without saying which."""
     if "checkpoint_files" in section:
         file_names(section.checkpoint_files, key)
-    is_torchtunes = str(section.get(COMPONENT)).startswith("torchtune.")
+    is_torchtunes = str(section.get(COMPONENT)).startswith("torchtune")  # or takes the same, as ours
     if is_torchtunes and (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
         raise ConfigError(f"{key}.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
 
