@@ -95,7 +95,9 @@ def measure(question: Question) -> Found:
         complaint = complaint.replace(KEYS[Remedy.LARGER_BUDGET], "raise memory_limit (a larger card)")
         found = Found(question, rehearsed, _searches(folder), complaint)
         if not rehearsed.fits and not rehearsed.errors:
-            raise AdaptiveError(found.complaint or f"{rehearsed.verdict()}\n{log.read_text()[-2000:]}")
+            printed = log.read_text().strip()
+            why = f"{rehearsed.verdict()} ({printed.rpartition(chr(10))[2]})"
+            raise AdaptiveError(found.complaint or f"{why}\n{printed[-2000:]}")
         return found
 
 

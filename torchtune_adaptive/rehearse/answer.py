@@ -138,7 +138,7 @@ class Rehearsed:
         )
         errors = f"{len(self.caught)} out-of-memory error{'s' * (len(self.caught) != 1)}"
         recovered = f"; the script recovered from {errors}" if self.caught else ""
-        guessed = "; a value that decides on sizes was guessed (see below)" if self.guesses else ""
+        guessed = "; a value that may decide on sizes was guessed (see below)" if self.guesses else ""
         return f"{fits}; {flushed}{recovered}{guessed}"
 
     def as_text(self) -> str:

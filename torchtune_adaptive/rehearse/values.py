@@ -36,7 +36,7 @@ class Values:
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
         """`on_guess` is called where an integer that nobody knows is read as 0, or a mask selects everything."""
         self._on_guess = on_guess
-        self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=2**14)
+        self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=4096)
         """The latest of the host's: where they begin and end, what they were written to, and as which version of it."""
 
     def install(self) -> None:
@@ -49,7 +49,7 @@ class Values:
             library.impl(name, self._by_values(operation), "CUDA")
         self._library = library  # what it implements is gone with it
         self._cpu, whole = torch.Tensor.cpu, torch.Tensor.__int__
-        for name in "cpu", "to", "cuda", "copy_":
+        for name in "cpu", "to", "cuda", "copy_", "clone", "contiguous":
             setattr(torch.Tensor, name, self._watched(getattr(torch.Tensor, name)))
         for name in "tensor", "as_tensor":
             setattr(torch, name, self._watched(getattr(torch, name)))
@@ -92,8 +92,11 @@ class Values:
         def all_gather_into_tensor(
             output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
         ) -> Any:
-            work = gathers_into(output_tensor, input_tensor, group, async_op)
-            if not torch.compiler.is_compiling() and self._host_wrote(input_tensor):
+            if torch.compiler.is_compiling():
+                return gathers_into(output_tensor, input_tensor, group, async_op)
+            # NCCL compares the numbers of elements alone, and a fake group the shapes
+            work = gathers_into(output_tensor.view(-1), input_tensor.reshape(-1), group, async_op)
+            if self._host_wrote(input_tensor):
                 every = self._cpu(input_tensor).flatten().repeat(dist.get_world_size(group))
                 output_tensor.copy_(every.view(output_tensor.shape))
             return work
@@ -114,7 +117,10 @@ class Values:
             if was_on_card and source.is_floating_point() and source.numel() >= LARGE and type(source) is torch.Tensor:
                 source.data.zero_()  # integers of the host may have lain there
             found = copies(given, *args, **kwargs)
-            if found.is_cuda and not was_on_card and type(found) is torch.Tensor:
+            is_new = not was_on_card or (
+                found is not given and source.dtype is found.dtype and self._host_wrote(source)
+            )
+            if found.is_cuda and is_new and not found.is_floating_point() and type(found) is torch.Tensor:
                 storage = found.untyped_storage()
                 begin = storage.data_ptr()
                 self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage), _version(found)))
@@ -126,21 +132,19 @@ class Values:
 
     def _take_what_is_known(self, copied: torch.Tensor, source: torch.Tensor) -> None:
         """Of a copy on the host, the rest becomes 0, or selects everything."""
-        wrote = self._host_wrote(source)
-        if source.is_floating_point() or wrote is False:
+        if source.is_floating_point():
             copied.zero_()
         # bytes are those of objects, whose lengths travel beside them
-        if wrote or source.is_floating_point() or source.dtype is torch.uint8 or type(source) is not torch.Tensor:
+        if source.is_floating_point() or source.dtype is torch.uint8 or type(source) is not torch.Tensor:
             return
-        if source.dtype is not torch.bool:
-            if source.is_inference() or not copied.any():
-                self._on_guess(INTEGER, _caller())
-        elif source.numel() > 1:  # and not a check for NaN
-            self._on_guess(MASK, _caller())
-            copied.fill_(True)
+        wrote, is_mask = self._host_wrote(source), source.dtype is torch.bool and source.numel() > 1
+        if wrote is False:
+            copied.fill_(is_mask)
+        if not wrote and (is_mask or source.dtype is not torch.bool):  # and not a check for NaN
+            self._on_guess(MASK if is_mask else INTEGER, _caller())
 
     def _host_wrote(self, tensor: torch.Tensor) -> bool | None:
-        """False: the card has changed it since, or something else lay there, which was freed. None: not known."""
+        """And nothing has changed it since. None: a change could not be noticed."""
         if type(tensor) is not torch.Tensor or tensor.is_floating_point():
             return None
         storage = tensor.untyped_storage()
@@ -150,7 +154,7 @@ class Values:
                 if first != begin or wrote.expired():
                     return False
                 return None if version is None else version == _version(tensor)
-        return None
+        return False
 
     def _number(self, tensor: torch.Tensor) -> Any:
         asks = _caller()
@@ -163,7 +167,7 @@ class Values:
         if tensor.dtype is torch.bool and not wrote:
             return any(_asserts(frame) for frame in (asks, asks.f_back) if frame)
         number = 0 if wrote is False else self._cpu(tensor).item()
-        if not wrote and (not number or tensor.is_inference()) and asks.f_code.co_name != COUNTS_OPERATIONS:
+        if not wrote and asks.f_code.co_name != COUNTS_OPERATIONS:
             self._on_guess(INTEGER, asks)
         return number
 
