@@ -64,8 +64,7 @@ class Metrics:
     def __init__(self, settings: Settings, device: torch.device, journal: Journal) -> None:
         self._shown = dist.get_rank() == 0
         self._settings, self._device, self._journal = settings, device, journal
-        self.memory: MemorySource | None = None
-        """What each logged step begins a new peak of."""
+        self._memory: MemorySource | None = None
         self._step_began = time.perf_counter()
         self._first, self._latest = (0, ""), ""
         self._skipped = 0
@@ -79,6 +78,10 @@ class Metrics:
             self._logger.log_config(settings.config)
             if keep_file(path, text.encode(), "the config of this run is not saved"):
                 logger.info("config: %s", path)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        """Logs the peak of this memory, which starts anew at every logged step."""
+        self._memory = memory
 
     def epoch(
         self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, called: str = "steps"
@@ -140,8 +143,8 @@ class Metrics:
                     logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
                 self._logger_failed = True
             self._journal.step(step, {**figures, **run})
-        if self.memory is not None:
-            self.memory.reset_peak()
+        if self._memory is not None:
+            self._memory.reset_peak()
 
     def close(self) -> None:
         """Says how far the loss has come, and draws the picture of the run."""

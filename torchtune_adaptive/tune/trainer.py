@@ -165,7 +165,7 @@ class Trainer:
         self._profiler.start()
         with self.limited_memory() as memory:
             self.stages.watch(memory)
-            self.run.metrics.memory = memory
+            self.run.metrics.watch(memory)
             with closing(self._steps(called)) as steps:  # the progress bar too: its last line is not to follow an error
                 yield steps
         self._profiler.stop()
