@@ -131,7 +131,7 @@ class Values:
         return copy
 
     def _take_what_is_known(self, copied: torch.Tensor, source: torch.Tensor) -> None:
-        """Of a copy on the host, the rest becomes 0, or selects everything."""
+        """The rest of a copy on the host becomes 0, or selects everything."""
         if source.is_floating_point():
             copied.zero_()
         # bytes are those of objects, whose lengths travel beside them
