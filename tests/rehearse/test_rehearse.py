@@ -362,6 +362,11 @@ def test_what_the_card_would_have_changed_or_made_unique_is_guessed(rehearse: Re
         print(kept.nonzero().shape[0])  # guessed
         print(same.tolist(), same[1].item())  # guessed
         repeated.unique()  # guessed
+        padded, ids = torch.zeros(2, 4, dtype=torch.long).cuda(), torch.tensor([[1, 2], [3, 4]])
+        assert ids.cuda().clone().tolist() == ids.tolist()
+        padded[:, :2].copy_(ids)
+        print(padded.tolist())  # guessed
+        print(ids.cuda()[:, 1].clone().tolist())  # guessed
         with torch.inference_mode():
             kept = torch.tensor([True, False]).cuda()
             kept.logical_not_()

@@ -67,6 +67,7 @@ class Progress:
     step: int = 0
     """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
     samples: int = 0
+    """On all ranks, as are the tokens."""
     target_tokens: int = 0
     loss: float | None = None
     """The loss of late, where each step counts a tenth."""

@@ -96,8 +96,8 @@ def measure(question: Question) -> Found:
         found = Found(question, rehearsed, _searches(folder), complaint)
         if not rehearsed.fits and not rehearsed.errors:
             printed = log.read_text().strip()
-            why = f"{rehearsed.verdict()} ({printed.rpartition(chr(10))[2]})"
-            raise AdaptiveError(found.complaint or f"{why}\n{printed[-2000:]}")
+            *_, last = "", *printed.splitlines()
+            raise AdaptiveError(found.complaint or f"{rehearsed.verdict()} ({last})\n{printed[-2000:]}")
         return found
 
 

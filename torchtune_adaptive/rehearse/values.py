@@ -117,10 +117,12 @@ class Values:
             if was_on_card and source.is_floating_point() and source.numel() >= LARGE and type(source) is torch.Tensor:
                 source.data.zero_()  # integers of the host may have lain there
             found = copies(given, *args, **kwargs)
-            is_new = not was_on_card or (
-                found is not given and source.dtype is found.dtype and self._host_wrote(source)
-            )
-            if found.is_cuda and is_new and not found.is_floating_point() and type(found) is torch.Tensor:
+            # copies of rows and columns take a kernel, and so do those that change a type on the card
+            is_true = found.is_contiguous()
+            if was_on_card:
+                same = found is not given and source.is_contiguous() and source.dtype is found.dtype
+                is_true &= same and self._host_wrote(source) is True
+            if found.is_cuda and is_true and not found.is_floating_point() and type(found) is torch.Tensor:
                 storage = found.untyped_storage()
                 begin = storage.data_ptr()
                 self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage), _version(found)))

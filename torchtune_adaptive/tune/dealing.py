@@ -83,6 +83,7 @@ class _Travelling(NamedTuple):
     packet_bytes: list[int]
     arrival: dist.Work
     sent: Tensor
+    """Kept until it has arrived."""
 
 
 class Dealer:

@@ -39,7 +39,9 @@ class Measured(NamedTuple):
     noise: Interval | None
     """The noise scale in samples; None while too few steps have measured it."""
     samples_per_step: int
+    """On all ranks."""
     target_tokens: int
+    """Seen by the run, on all ranks."""
     loss: float | None
     """The loss of late, a mean in which each step counts a tenth; None before the first."""
 
