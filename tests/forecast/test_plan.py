@@ -121,7 +121,7 @@ def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
     assert list(advice.advise(read_question(cfg, "", words))) == []
     said = capsys.readouterr().err.splitlines()
     fewer = "use_maximum_batch_size=True"
-    assert said[:2] == [f"trying {fewer}", f"{fewer}: None rows do not fit"]
+    assert said[:2] == [f"trying {fewer} (1 rank, 256 tokens)", f"{fewer}: None rows do not fit"]
     assert sum("64 rows" in line for line in said) == len(said) // 2 - 1
 
 

@@ -137,8 +137,9 @@ def fit_lines(probes: Sequence[Probe]) -> dict[str, Surface]:
     return {phase: fit_line(points) for phase, points in phase_rows(probes).items() if len(points) > 1}
 
 
-_TRUSTED_JUMP = 4
-"""Two measurements may predict up to this many times the larger one; a third in line, any distance."""
+_TRUSTED_JUMP, _ROUNDED_JUMP = 4, 8
+"""Two measurements may predict up to this many times the larger one; a third in line, any distance. Where a size is
+rounded down to a power of two, they may be further off before it changes."""
 _TWO_MAY_MISS = 1.25
 """Two measurements may promise too few rows by this factor before the rows that are wanted are given up."""
 _BEND = 0.01
@@ -148,7 +149,7 @@ _CLOSE = 0.98
 _CLOSE_WITHOUT_LINES = 0.95
 """... and when only the bracket between what fit and what did not says it."""
 _CLOSE_BESIDE_A_CACHE = 0.8
-"""Not worth a fifth probe where an allocator's cache ends a size, since that follows no line."""
+"""Not worth a fifth probe where an allocator's cache ends a size, since that follows no line; nor is the next rung."""
 _LEAST_BESIDE_A_CACHE = 0.8
 """Share of the budget that is counted on while only two rows are known, which leave a larger cache than many do."""
 _MISSED_ROWS = 0.75
@@ -212,7 +213,9 @@ class History:
 
     def is_close(self, goal: int) -> bool:
         """Whether what is known of a cache is not worth a fifth probe."""
-        return self.caches and len(self.probes) >= 4 and self.fit_rows >= _CLOSE_BESIDE_A_CACHE * goal
+        if not self.caches or len(self.probes) < 4:
+            return False
+        return self.fit_rows >= _CLOSE_BESIDE_A_CACHE * goal or self.rung_above(self.fit_rows) == goal
 
     def may_reach(self, rows: int) -> bool:
         """Whether so many may fit, as far as measurements tell."""
@@ -222,6 +225,10 @@ class History:
             # one of two may be off: on a CPU, by weights of a layer that a thread of gloo has freed late
             below = min(below, floor(promised if self.caches or len(sizes) > 2 else _TWO_MAY_MISS * promised))
         return self.rung_at_most(below) >= rows
+
+    @property
+    def trusted_jump(self) -> int:
+        return _ROUNDED_JUMP if self.rungs[2:3] == [4] else _TRUSTED_JUMP
 
     def rung_at_most(self, rows: float) -> int:
         index = bisect_right(self.rungs, floor(rows))
@@ -283,13 +290,13 @@ def linear(history: History) -> int | None:
 
 def _reach(history: History) -> float:
     phases = phase_rows(history.probes).values()
-    reach = min(_phase_reach(points, history.usable_bytes, history.resident_bytes) for points in phases)
+    reach = min(_phase_reach(points, history) for points in phases)
     # If nothing has grown yet, no line says where something will.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
-    return reach if grows else min(reach, _TRUSTED_JUMP * history.fit_rows)
+    return reach if grows else min(reach, history.trusted_jump * history.fit_rows)
 
 
-def _phase_reach(points: Mapping[int, int], budget_bytes: float, resident_bytes: int) -> float:
+def _phase_reach(points: Mapping[int, int], history: History) -> float:
     """The most rows at which this phase may be measured next without betting on a line that is not proven.
 
     Growing in proportion to all but what is resident is safe for every maximum of affine laws. A line through two
@@ -298,9 +305,10 @@ def _phase_reach(points: Mapping[int, int], budget_bytes: float, resident_bytes:
     that is different, and `fit_line` has left it out by now.)
     """
     last = max(points)
-    safe = last * (budget_bytes - resident_bytes) / max(1, points[last] - resident_bytes)
+    resident_bytes = history.resident_bytes
+    safe = last * (history.usable_bytes - resident_bytes) / max(1, points[last] - resident_bytes)
     if len(points) == 2:
-        return max(safe, _TRUSTED_JUMP * last)
+        return max(safe, history.trusted_jump * last)
     before = fit_line({rows: points[rows] for rows in points if rows != last})
     return safe if points[last] > before.bytes_at(last) * (1 + _BEND) else inf
 

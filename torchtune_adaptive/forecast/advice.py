@@ -48,7 +48,8 @@ def advise(question: Question) -> Iterator[Tried]:
     for candidate, overrides in _candidates(question):
         if not _starts(candidate.cfg):
             continue
-        print(f"trying {' '.join(overrides)}", file=sys.stderr, flush=True)
+        of = f"{count_of(candidate.ranks, 'rank')}, {candidate.length} tokens"
+        print(f"trying {' '.join(overrides)} ({of})", file=sys.stderr, flush=True)
         try:
             tried = Tried(overrides, measure(candidate))
         except AdaptiveError as error:

@@ -144,7 +144,7 @@ class Rehearsed:
     def as_text(self) -> str:
         lines = [self.verdict()]
         if self.steps:
-            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes   (GiB)"]
+            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes   (peaks, GiB)"]
             lines += [
                 f"{each['step']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}  "
                 f"{each['flushes'] or '':>7}"

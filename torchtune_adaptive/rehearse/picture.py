@@ -29,12 +29,12 @@ def draw(found: Rehearsed, path: Path) -> None:
         axes.bar(error["step"], error["allocated_bytes"] / GIB, width=0.9, color=_BLUE)
         axes.bar(error["step"], error["asked_bytes"] / GIB, bottom=error["reserved_bytes"] / GIB, width=0.9,
                  color=_RED, label="requested, and refused")  # fmt: skip
-    axes.axhline(card, color=_INK, lw=1.5, label="the card")
+    axes.axhline(card, color=_INK, lw=1.5, label="usable memory")
     flushing = [each["step"] for each in found.steps if each["flushes"]]
     if flushing:
         axes.plot(flushing, [card] * len(flushing), "v", color=_RED, ms=7, clip_on=False, label="cache flushed")
     axes.set(xlabel="step", ylabel="GiB", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower left", ncols=5, frameon=False)
+    figure.legend(loc="outside lower left", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
