@@ -28,8 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.packing import INSTRUCTIONS
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.fsdp import AllGather, ReduceScatter
-from torchtune_adaptive.engine.ledger import CollectiveLedger
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.plans import load_of, plan_step, spread
 from torchtune_adaptive.engine.ranks import Agreement

@@ -41,7 +41,7 @@ def one_more(history: History) -> int | None:
 def search(kind: str, folder: Path, name: str) -> float:
     """Collective: what a run does before it would train; the seconds that the search took."""
     seconds = 0.0
-    wanted = fit.rows
+    wanted = fit.search_rows
 
     def timed(*args: Any, **options: Any) -> Any:
         nonlocal seconds
@@ -51,7 +51,7 @@ def search(kind: str, folder: Path, name: str) -> float:
         return rows
 
     stand_in, strategy = ({"binary": one_more}, "binary") if name == BRUTE_FORCE else ({}, name)
-    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(fit, "rows", timed):
+    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(fit, "search_rows", timed):
         recipe = load_ours(kind)(demo_config(kind, folder, *SEARCHING, f"adaptive.search={strategy}"))
         recipe.setup()
     recipe.cleanup()

@@ -184,7 +184,7 @@ def test_below_tune_only_two_modules_speak_to_other_ranks() -> None:
     rehearsing = modules_in({"rehearse"})  # it silences whatever speaks
     assert {name for name in library() - rehearsing if speaks(MODULES[name])} == {
         "engine.ranks",
-        "engine.ledger",
+        "engine.collectives",
         "engine.fsdp",
     }
 

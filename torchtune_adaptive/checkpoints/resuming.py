@@ -27,9 +27,9 @@ from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.launcher import command_to_go_on, this_launcher
+from torchtune_adaptive.life.launcher import this_launcher
 from torchtune_adaptive.life.output_lock import take, unwritable
-from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN
+from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN, command_to_go_on
 from torchtune_adaptive.rehearsal import REHEARSAL
 
 logger = logging.getLogger(__name__)

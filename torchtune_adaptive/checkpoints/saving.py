@@ -167,7 +167,7 @@ def restore_random_state(folder: Path) -> str | None:
 
 
 class Written(NamedTuple):
-    """A checkpoint in the staging folder, complete but for its manifest and the random generators."""
+    """A checkpoint in the staging folder that still lacks its manifest and the random generators."""
 
     name: str
     manifest: Manifest

@@ -81,8 +81,8 @@ class Manifest:
     """What a complete checkpoint says of itself."""
 
     serial: int
-    """Counts the checkpoints of an output directory: the newest has the largest, since a run that was sent back to an
-    earlier epoch passes the same names again."""
+    """Counts the checkpoints of an output directory, so the newest has the largest. Names do not tell: a run that was
+    sent back to an earlier epoch passes the same ones again."""
     position: Position
     finished: bool
     """Whether the run had no epoch left. It can go on all the same if `epochs` is raised."""
@@ -190,7 +190,9 @@ def publish(directory: Path, name: str) -> Path:
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)
-    if os.path.lexists(place):  # incomplete, or left by a run that has gone back to an earlier checkpoint
+    # What has the name already is incomplete, or from before the run went back to an earlier checkpoint. After a kill
+    # between these two lines it is gone, and the run resumes from the one before.
+    if os.path.lexists(place):
         remove(place)
     staged.rename(place)
     sync(directory)

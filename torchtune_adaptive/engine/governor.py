@@ -119,19 +119,21 @@ class Governor:
         none.
 
         A single row may have met what larger microbatches have left behind, or a process that shares the device: the
-        first time in a step that only single rows fail, the limit stays as it is.
+        first time in a step that only single rows fail, the limit stays as it is, or as it was before it was last
+        raised if that has yet to prove itself.
         """
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
         what = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
-        if after is None:
+        alone = self._row_retried_in != step and all(microbatch.rows == 1 for microbatch in failed.values())
+        if after is None and not alone:
             what += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
             return self._note(EXHAUSTED, step, what, before, failed)
         self.recoveries += 1
         largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
-        if largest.rows == 1 and self._row_retried_in != step:
+        if after is None or alone:
             self._row_retried_in = step
-            remark = self._step_down(self._size)
+            remark = self._step_down(self._size)  # the size it has, unless on probation
             change = f"a single row failed and is retried once, other rows in microbatches of at most {self.limit}"
         else:
             remark = self._step_down(after.size)
@@ -266,7 +268,7 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
-    """The next smaller limit, below each of these except for those that are one row; None if there is none."""
+    """The next smaller limit, one that none of these fits in, unless it is a single row; None if there is none."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

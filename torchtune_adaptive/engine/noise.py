@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.ranks import sum_over_ranks
 
 HALF_LIFE = 50

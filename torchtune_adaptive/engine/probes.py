@@ -1,7 +1,8 @@
 """Runs training steps at their worst, and measures what they need on all ranks.
 
-A probe runs one microbatch of the shortest sample, which leaves gradients behind, unless a step is one microbatch; then
-one with so many copies of the longest sample, then the update. One collective makes the peaks of all ranks one `Peak`.
+A probe runs a microbatch of the shortest sample, which leaves gradients behind, one of so many copies of the longest
+sample, and the update. The first is left out if a step is one microbatch. One collective makes the peaks of all ranks
+one `Peak`.
 
 Which phase of a step needs the most changes with the rows, so the peak of the whole step follows no line, but that of
 each phase does. Hooks cut the forward at the outputs of modules, and the backward at the gradients of those outputs;
@@ -166,8 +167,8 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
     """One peak for all ranks, in the room of the tightest of them.
 
     Ranks differ in what they need and in what they have. What counts is the share of its free memory that a rank
-    needs, so the largest share of any rank is what the tightest is said to need. That is within its budget if and only
-    if every rank is within its own, and it grows with the rows as the needs of the ranks do.
+    needs. The result is the largest of these shares, in bytes of the rank that has least: within that one's budget if
+    and only if every rank is within its own. It grows with the rows as the needs of the ranks do.
     """
     tightest = min((report.room for report in reports), key=attrgetter("free_bytes"))
 
@@ -294,9 +295,9 @@ class Prober:
     ) -> tuple[dict[str, int], list[int]]:
         """Collective: one step: the peak of each phase, and the ranks that ran out of memory."""
         # A step that could not go on after running out of memory must not do so while its need can be measured.
-        limit = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
+        enforced = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
         with measuring_phases(self._memory, step.runner.model, step.boundaries) as meter:
-            with limit:
+            with enforced:
                 result, reports = step.runner.attempt(microbatches)
             if result is not None and step.update is not None:
                 meter.begin_update()

@@ -138,10 +138,12 @@ def fit_lines(probes: Sequence[Probe]) -> dict[str, Surface]:
 
 
 _TRUSTED_JUMP, _ROUNDED_JUMP = 4, 8
-"""Two measurements may predict up to this many times the larger one; a third in line, any distance. Where a size is
-rounded down to a power of two, they may be further off before it changes."""
+"""After two measurements, the next has at most this many times the rows of the larger one; after three in line, any
+number. The second figure is for sizes that are rounded down to a power of two, which a prediction that is a little off
+rarely changes."""
 _TWO_MAY_MISS = 1.25
-"""Two measurements may promise too few rows by this factor before the rows that are wanted are given up."""
+"""A search that needs some number of rows gives up after two measurements only if they promise less even when
+multiplied by this."""
 _BEND = 0.01
 """A measurement this far above the line through the smaller ones shows that another law has taken over."""
 _CLOSE = 0.98

@@ -8,7 +8,7 @@ A step is a fixed list of samples. What fits is a limit. Running out of memory c
 4. Drain: it issues the collectives that its peers still expect of it, with zeros. Now all ranks are at one position.
 5. Agreement: every rank gets one small table of all ranks' reports.
 6. If no rank failed, gradients are complete. Otherwise all ranks discard theirs, restore their random generators, and
-   start again at 1, under the same smaller limit; only a single row that fails is retried once under the same one.
+   start again at 1. The limit is now smaller, and equal on all ranks; if only single rows failed, it first stays.
 
 `StepRunner.run` has 1, 5 and 6, `StepRunner._attempt` has 2 to 4.
 """
@@ -27,8 +27,8 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from torch import nn
 
 from torchtune_adaptive.engine import fsdp
+from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
-from torchtune_adaptive.engine.ledger import CollectiveLedger
 from torchtune_adaptive.engine.limits import Limit, Microbatch
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.noise import SquareMeter
@@ -416,8 +416,8 @@ class StepRunner(Generic[Sample]):
                             "`filler` returned a sample that counts in the loss; return one without labels"
                         )
                     continue
-                # Outside of `except`, whose traceback would keep the failed pass alive. Before the drain, which has to
-                # know whether what was issued is how the record begins.
+                # Outside of `except`, whose traceback would keep the failed pass alive. Before the drain, which first
+                # needs to know whether this microbatch has followed the record so far.
                 self._ledger.break_off_microbatch()
                 self._drain(samples[rows[0] if rows else 0])
                 return None, number

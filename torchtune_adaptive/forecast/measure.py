@@ -137,7 +137,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
             "use_maximum_batch_size": question.batch_size is None and not by_tokens,
             "adaptive": {
                 **adaptive,
-                # a size that is asked about is not made smaller, unless how often that happens is the question
+                # "does it fit" is answered by the first out-of-memory error, "how often does it not" by all of them
                 **({"recover_from_oom": False} if question.batch_size and not question.lengths else {}),
                 "memory_limit": None,
                 "sequence_length": None,

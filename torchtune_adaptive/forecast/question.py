@@ -32,7 +32,7 @@ from torchtune_adaptive.tune.samples import PAIR, TEXT
 Overrides = tuple[str, ...]
 """Changes of a config, as the command line takes them."""
 STEPS, STEPS_OF_MANY_LENGTHS = 2, 200
-"""The first one has no optimizer state in its backward."""
+"""Steps to rehearse: at least two, since the first runs its backward before there is any optimizer state."""
 LENGTHS = 4099
 """Lengths that are drawn: a prime, so that they come round in other steps."""
 ASSUMED_TOKENS = 4096
@@ -121,7 +121,7 @@ class Question:
 
     @property
     def batch_size(self) -> int | None:
-        """The one that is asked about; None where the most is."""
+        """The size that is asked about; None if the question is which is the largest."""
         asked = any(word.startswith("batch_size=") for word in self.given)
         return int(self.cfg.batch_size) if asked and not self.cfg.get("use_maximum_batch_size") else None
 

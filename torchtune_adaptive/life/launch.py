@@ -8,13 +8,12 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -22,24 +21,23 @@ from omegaconf import DictConfig
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
+from torchtune_adaptive.config.remedies import KEYS, leaving_out_what_is_set
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
-from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import (
-    AdaptiveError,
     EarlyExitError,
-    RanksPartedError,
     RecoveryUnsupportedError,
     Remedy,
     RunFinished,
     RunStopped,
 )
 from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.console import outlive_readers, show_decisions
+from torchtune_adaptive.life.console import outlive_readers
 from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
-from torchtune_adaptive.life.launcher import end_with_the_launcher, speaks_first, tell_the_launcher
-from torchtune_adaptive.life.printing import INTERRUPTED, printing
-from torchtune_adaptive.life.signals import listen, stop_listening
+from torchtune_adaptive.life.launcher import end_with_the_launcher
+from torchtune_adaptive.life.one_message import ending_well, rank
+from torchtune_adaptive.life.printing import printing
+from torchtune_adaptive.life.signals import listen
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing, saved_and_what_next
 from torchtune_adaptive.text import ranks_named
 
@@ -57,7 +55,7 @@ def main(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy
     outlive_readers()
     listen()
     faulthandler.enable(file=2)  # where a library aborts, a run says at least what it was doing
-    _ending_well(lambda: _run(recipe_type, keys), remedies)
+    ending_well(lambda: _run(recipe_type, keys), remedies)
 
 
 def run_without_training(question: Command, keys: Collection[str]) -> None:
@@ -72,13 +70,13 @@ def run_without_training(question: Command, keys: Collection[str]) -> None:
         with printing(), refusing_early_exits():
             question(cfg, path, overrides)
 
-    if _rank() == 0:
-        _ending_well(ask)
+    if rank() == 0:
+        ending_well(ask)
 
 
 def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
-    check_keys(cfg, keys, aloud=_rank() == 0)
+    check_keys(cfg, keys, aloud=rank() == 0)
     try:
         with refusing_early_exits(), leaving_out_what_is_set(cfg):
             recipe = recipe_type(cfg)
@@ -89,14 +87,14 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
             ):
                 _live(recipe)
     except RunFinished as finished:
-        if _rank() == 0:
+        if rank() == 0:
             logger.info("%s", finished)
     except RunStopped as stopped:
-        if _rank() == 0:
+        if rank() == 0:
             logger.info("%s: %s; %s", THIS_RUN.asked_by, stopped, saved_and_what_next())
             THIS_RUN.note_end(this_run.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
     else:
-        if _rank() == 0:
+        if rank() == 0:
             THIS_RUN.note_end(this_run.FINISHED)
 
 
@@ -108,7 +106,7 @@ def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractCont
         why = "adaptive.recover_from_oom is False, so nothing is repeated" if off else "this part cannot be repeated"
         where = "in training" if THIS_RUN.doing is Doing.TRAINING else "outside training"
         return RecoveryUnsupportedError(
-            f"out of memory on rank {_rank()} {where}, and {why} ({in_a_line(error)})",
+            f"out of memory on rank {rank()} {where}, and {why} ({in_a_line(error)})",
             Remedy.SMALLER_LIMIT,
             Remedy.SHORTER_SAMPLES,
             Remedy.CHECKPOINT_ACTIVATIONS,
@@ -142,20 +140,6 @@ def _who_was_asked() -> str:
 
 
 @contextmanager
-def telling_where_no_thread_starts() -> Iterator[None]:
-    """Around everything: Python, and C++ where autograd begins, name neither what was wanted nor the limit."""
-    try:
-        yield
-    except RuntimeError as error:
-        if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
-            raise
-        raise AdaptiveError(
-            f"the system starts no further thread ({in_a_line(error)}): free memory, or raise the limits of memory "
-            "(ulimit -v) and of processes (ulimit -u)"
-        ) from error
-
-
-@contextmanager
 def refusing_early_exits() -> Iterator[None]:
     """Makes `sys.exit(0)` an error: called in a loss, for example, it would report success for no training."""
     try:
@@ -168,55 +152,3 @@ def refusing_early_exits() -> Iterator[None]:
             f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
             "raise an error there, or return"
         ) from error
-
-
-def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Does the work. What ends it early is reported once, by the rank that met it first. The group is still there then:
-    its threads are let go, or they could abort the process after its last word."""
-    try:
-        try:
-            show_decisions()
-            with telling_where_no_thread_starts():
-                work()
-        except AdaptiveError as error:
-            stop_listening()
-            if speaks_first():
-                _tell(error, in_keys(error, remedies))
-            _exit(1)
-        except Exception as error:  # noqa: BLE001 - told here, and the process ends
-            stop_listening()
-            if speaks_first():
-                tell_the_launcher(f"failed (rank {_rank()}): {in_a_line(error)}")
-                sys.excepthook(type(error), error, error.__traceback__)
-            _exit(1)
-    except KeyboardInterrupt:  # it may also come while another error is told
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if speaks_first():  # all ranks are told at once, and the launcher waits for them
-            print("\ninterrupted", file=sys.stderr, flush=True)
-        _exit(INTERRUPTED)
-    finally:
-        let_go()
-
-
-def _tell(error: AdaptiveError, message: str) -> None:
-    if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
-        traceback.print_exception(error)
-    passes = isinstance(error, RanksPartedError)  # the same command goes on: nothing has to be changed
-    # until the ranks have met, an error is about the config, which is the same for all of them
-    where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
-    whole = f"{message}; {saved_and_what_next()}" if passes else message
-    tell_the_launcher(f"failed{where}: {message}")
-    print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
-    if not passes:
-        THIS_RUN.note_end(this_run.ERROR, message)
-
-
-def _exit(status: int) -> NoReturn:
-    """Ends this rank, whether or not it has spoken: the launcher ends the others."""
-    sys.unraisablehook = lambda _: None  # what was only half built complains when it is collected
-    sys.exit(status)
-
-
-def _rank() -> int:
-    """The rank that the launcher assigned: known before there is a process group."""
-    return int(os.environ.get("RANK", "0"))

@@ -1,14 +1,12 @@
-"""What started this process: the command as it was typed, and torchrun, its patience, its folder and its end."""
+"""The launcher of this rank, torchrun: its patience, its folder and its end."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
-import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,27 +16,6 @@ LOOK_FOR_THE_LAUNCHER_S = 1.0
 _STARTED = 19
 """Where a process began, behind its name in /proc/PID/stat."""
 PID_FILE, TOLD_FILE = "pid", "told"
-
-
-def command_to_go_on() -> str:
-    """The command that was typed, for the run to go on where it has come to."""
-    typed = as_typed()
-    if "resume_from_checkpoint=auto" not in typed:
-        changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
-        typed = [*(word for word in typed if not word.startswith(changed)), "resume_from_checkpoint=auto"]
-    return shlex.join(typed)
-
-
-def as_typed() -> list[str]:
-    """The launcher's command if there is one, else this process's, as somebody would have typed it."""
-    arguments = list(sys.orig_argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError):  # no /proc: what the launcher was given is not known
-            arguments = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
-    interpreter, *rest = arguments
-    if rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
-        return [os.path.basename(rest[0]), *rest[1:]]  # a script such as tune, which knows its interpreter
-    return [os.path.basename(interpreter), *rest]
 
 
 def launcher_waits_s() -> float:

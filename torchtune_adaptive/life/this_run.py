@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,7 +19,6 @@ from enum import Enum
 from pathlib import Path
 
 from torchtune_adaptive.atomic_files import keep_file, read_json
-from torchtune_adaptive.life.launcher import command_to_go_on
 
 RUN_FILE = "adaptive_run.json"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -137,3 +138,24 @@ def saved_and_what_next() -> str:
     """The last words of a run that ends early."""
     then = "restart" if THIS_RUN.newest is None else "resume"
     return f"{THIS_RUN.saved}. To {then}: {command_to_go_on()}"
+
+
+def command_to_go_on() -> str:
+    """The command that was typed, for the run to go on where it has come to."""
+    typed = as_typed()
+    if "resume_from_checkpoint=auto" not in typed:
+        changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
+        typed = [*(word for word in typed if not word.startswith(changed)), "resume_from_checkpoint=auto"]
+    return shlex.join(typed)
+
+
+def as_typed() -> list[str]:
+    """The launcher's command if there is one, else this process's, as somebody would have typed it."""
+    arguments = list(sys.orig_argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError):  # no /proc: what the launcher was given is not known
+            arguments = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    interpreter, *rest = arguments
+    if rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
+        return [os.path.basename(rest[0]), *rest[1:]]  # a script such as tune, which knows its interpreter
+    return [os.path.basename(interpreter), *rest]

@@ -34,8 +34,8 @@ def become(rank: int, ranks: int) -> None:
 def send_nothing(
     rank: int, given: int | None, run: Callable[[Sequence[str]], None], learn: Callable[[int], None]
 ) -> None:
-    """Others are taken to send what this rank does. What a launcher would start is given to `run`, and if nobody has
-    given the number of ranks, the launcher's to `learn`."""
+    """Collectives go on as if all ranks sent what this one does. Launchers start nothing: they call `run` with the
+    command that they would start on each rank, and `learn` with their number of ranks if `given` is None."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     ranks = given or 1

@@ -84,10 +84,11 @@ def rehearse(
     there = _checked({**os.environ, **card, **(variables or {})})
     with tempfile.TemporaryFile() as file:  # which nobody has to remove
         record = Path(f"/proc/self/fd/{file.fileno()}")
-        stage = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.stage"]  # the script finds its own folder
+        # -P: the script's own folder is put on the path, not this one
+        runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
         with _interrupted_by_signals():
             script = subprocess.Popen(
-                [*stage, str(record), json.dumps(settings._asdict()), *command],
+                [*runner, str(record), json.dumps(settings._asdict()), *command],
                 env=there,
                 stdin=subprocess.DEVNULL,
                 stdout=output or sys.stderr,

@@ -29,8 +29,9 @@ _HERE = str(Path(__file__).parent)
 class StepWriter:
     """Steps are told by the optimizers, without the script's help.
 
-    A step is over when every optimizer that took part in the first one has stepped. Of the first one that is known when
-    an optimizer steps again. An optimizer is known by a parameter that it updates: scripts may make new ones.
+    A script may have several optimizers. The first step is over when one of them steps for the second time, each later
+    one when all that had a part in the first have stepped. An optimizer is known by a parameter that it updates, since
+    scripts may make new ones.
     """
 
     def __init__(self, path: Path, *, most_steps: int) -> None:

@@ -44,14 +44,15 @@ class Iterations:
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.rewards = Rewards(settings.config, rl.reward_timeout, tokenizer, self.stages.policy.sampling.stop_tokens)
-        runners, limits = self.stages.runners, self.stages.state_dict
-        self.trainer = Trainer(run, model, self.data, optimization, runners, limits=limits, weights=weights)
+        self.trainer = Trainer(
+            run, model, self.data, optimization, self.stages.runners, limits=self.stages.state_dict, weights=weights
+        )
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began = 0, 0.0
-        self._plan()
+        self._plan_course()
 
-    def _plan(self) -> None:
+    def _plan_course(self) -> None:
         """Collective."""
         run, rl, progress = self.run, self._rl, self.run.progress
         total = rl.iterations(run.place.ranks)
@@ -112,11 +113,11 @@ class Iterations:
                 rollout.attempt = attempt
                 rollout.results.clear()
             rollouts += [groups[0][1][0].filler() for _ in range(missing * size)]
-            for name in (GENERATE, FIND_REWARDS) if FIND_REWARDS in self.stages.stages else (GENERATE,):
+            for name in (GENERATE, FIND_REWARDS) if FIND_REWARDS in self.stages.by_name else (GENERATE,):
                 self.stages.run(name, rollouts, iteration)
             self.rewards.score(pending)
         mine = [rollout for _, group in groups for rollout in group]
-        for name, stage in self.stages.stages.items():
+        for name, stage in self.stages.by_name.items():
             if stage.trains is None and name not in (GENERATE, FIND_REWARDS):
                 self.stages.run(name, mine, iteration)
         everyone = gathered(mine)

@@ -63,7 +63,7 @@ class LimitFinder:
         self._trainer, self._stages = trainer, stages
         self._new, self._answers = rl.max_generated_tokens, rl.answers
         self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
-        self._most_tokens = longest_taken(stage.model for stage in stages.stages.values())
+        self._most_tokens = longest_taken(stage.model for stage in stages.by_name.values())
 
     def find(self, memory: MemorySource | None) -> Limits:
         """Collective: limits as the config says, or measured where it asks for that. Prompts beside which there is no
@@ -80,12 +80,12 @@ class LimitFinder:
             return self._with_room(configured)
         with self._as_in_training(memory):
             if budget is not None:
-                profiles = {stage: self._measured(memory, stage, fit.profile) for stage in configured}
+                profiles = {stage: self._measured(memory, stage, fit.profile_lengths) for stage in configured}
                 return self._with_room({stage: profile.limit for stage, profile in profiles.items()})
             results: dict[str, SearchResult] = {}
             for stage in configured:
-                whole = self._stages.stages[stage].samples
-                results[stage] = self._measured(memory, stage, partial(fit.rows, whole_step_rows=whole))
+                whole = self._stages.by_name[stage].samples
+                results[stage] = self._measured(memory, stage, partial(fit.search_rows, whole_step_rows=whole))
         lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
         for stage, result in results.items():
             peak = fit.peak_of(result) or 0
@@ -121,7 +121,7 @@ class LimitFinder:
                 "state"
             )
         )
-        trained = [stage.model for stage in self._stages.stages.values() if stage.trains is not None]
+        trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
         with leaving_no_trace(trained, self._optimization.optimizers):
             # Not limited, so that it is the search that says by how much a rank has too little.
             with explained, memory.unlimited():
@@ -137,10 +137,10 @@ class LimitFinder:
 
     def _measured(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
         """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
-        policy, samples = self._stages.policy, self._stages.stages[stage].samples
+        policy, samples = self._stages.policy, self._stages.by_name[stage].samples
         try:
             while True:
-                # what was found layer by layer is no answer for a run that has not tried without
+                # recorded apart: a later run first tries without
                 layer_by_layer = stage == GENERATE and not policy.stays
                 folder = (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
                 step = self._worst_step(memory, stage)
@@ -155,7 +155,7 @@ class LimitFinder:
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
         """Collective: the longest prompt with the longest answer. The stage that trains last updates all models."""
-        stages, new = self._stages.stages, self._new
+        stages, new = self._stages.by_name, self._new
         *earlier, last = (stage for stage in stages.values() if stage.trains is not None)
         models = [stage.model for stage in earlier]
         generates, updates = name == GENERATE, stages[name] is last
@@ -180,8 +180,8 @@ class LimitFinder:
             runner=self._stages.runners[name],
             sample=rollout,
             cut=cut,
-            # Up to the knee it is the answer that grows, behind it the prompt. When there is all of the former to be
-            # made, there is nothing below the knee.
+            # A longer rollout first has a longer answer, and from the knee on a longer prompt. Where the answer is yet
+            # to be generated, room for all of it is there from the start, so only the prompt grows.
             shortest=new + 1 if generates else 2,
             knee=new if generates else new + 1,
             update=update if updates else None,

@@ -41,7 +41,9 @@ STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 class RolloutStage:
     run: RolloutPass
     samples: int
+    """Rollouts of a rank that it runs at once: an iteration's or, where it trains, those of an update."""
     rows: int
+    """What the config allows in a microbatch."""
     trains: str | None = None
     """The name under which its model is updated, empty where it is all that is trained; None without a backward."""
 
@@ -65,7 +67,7 @@ class RolloutStages:
 
     def __init__(self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> None:
         """Collective."""
-        self.stages = stages
+        self.by_name = stages
         self.policy = cast(Generate, stages[GENERATE].run)
         models = {id(stage.model): stage.model for stage in stages.values()}
         recovery = build_recovery(settings, on_change, *models.values())
@@ -126,8 +128,8 @@ class RolloutStages:
     def figures(self) -> dict[str, float]:
         """Tokens a second, microbatches and recoveries, of each stage and of both halves of an iteration."""
         ranks = dist.get_world_size()
-        before = [name for name, stage in self.stages.items() if stage.trains is None]
-        training = [name for name in self.stages if name not in before]
+        before = [name for name, stage in self.by_name.items() if stage.trains is None]
+        training = [name for name in self.by_name if name not in before]
         figures = {
             "tokens_per_second_per_gpu_trajectory": self._rate(GENERATE, before) / ranks,
             "tokens_per_second_per_gpu_ppo": self._rate(TRAIN_POLICY, training) / ranks,
@@ -153,7 +155,7 @@ class RolloutStages:
         fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)
         memory = {} if fullest is None else fullest._asdict()
         return {
-            "samples": self.stages[GENERATE].samples * dist.get_world_size(),
+            "samples": self.by_name[GENERATE].samples * dist.get_world_size(),
             "target_tokens": tokens,
             "target_tokens_per_second": tokens / max(1e-9, seconds),
             **memory,

@@ -96,19 +96,22 @@ def plan_course(trainer: Trainer) -> None:
         )
     run.journal.start(before.step)
     with trainer.limited_memory() as memory:
-        rows = rows_that_fit(trainer, memory, training, whole_step_rows=schedule.whole_step_rows(settings, before))
+        whole_step_rows = schedule.whole_step_rows(settings, before)
+        rows_that_fit = rows_if_asked_for(trainer, memory, training, whole_step_rows=whole_step_rows)
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)
-        progress = schedule.end_of_begun_epoch(before, rows, left, ranks)
+        progress = schedule.end_of_begun_epoch(before, rows_that_fit, left, ranks)
         increase, samples = schedule.build_increase_function(settings.config), data.loader.samples_per_rank
         with nullcontext() if memory is None else memory.unlimited():
             # as on rank 0, since a function of the user's may draw, or read a clock
             epochs = from_rank_0(
-                schedule.size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase)
+                schedule.size_epochs(settings, progress, samples, rows_that_fit=rows_that_fit, increase=increase)
             )
         most_samples = max(sizes.samples_per_step for sizes in epochs)
         limits = limits_by_length(trainer, memory, most_samples)
-        if rows is not None:
-            searched = {stage: rows_that_fit(trainer, memory, stage, most_samples=most_samples) for stage in earlier}
+        if rows_that_fit is not None:
+            searched = {
+                stage: rows_if_asked_for(trainer, memory, stage, most_samples=most_samples) for stage in earlier
+            }
             limits |= {stage: RowLimit(most) for stage, most in searched.items() if most is not None}
         limit = limits.get(training)
         dealer = dealer_of(trainer.model, settings, data, limit)
@@ -119,7 +122,7 @@ def plan_course(trainer: Trainer) -> None:
         run.checkpoints.make_room()
     resize = None
     if schedule.asks_what_was_measured(increase):
-        resize = partial(schedule.size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows)
+        resize = partial(schedule.size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows_that_fit)
     trainer.course = Course(
         epochs=epochs,
         limits=limits,
@@ -145,7 +148,7 @@ def plan_course(trainer: Trainer) -> None:
     run.progress = replace(progress, step=step, ranks=ranks)
 
 
-def rows_that_fit(
+def rows_if_asked_for(
     trainer: Trainer,
     memory: MemorySource | None,
     stage: str,
@@ -153,8 +156,10 @@ def rows_that_fit(
     most_samples: int | None = None,
     whole_step_rows: int | None = None,
 ) -> int | None:
-    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them. A rank has
-    `most_samples` to run, or all those of an epoch. From `whole_step_rows` on a step is one microbatch."""
+    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them.
+
+    A rank never has more than `most_samples` in a step; None: than an epoch has. A step of up to `whole_step_rows`
+    samples would be one microbatch if so many rows fit."""
     settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
     grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
@@ -165,7 +170,7 @@ def rows_that_fit(
     most = most_samples or trainer.data.loader.samples_per_rank
     step = _worst_step(trainer, stage)
     most, folder = min(most, adaptive.max_batch_size or most), FOLDERS.get(stage, "")
-    found = rows(trainer, step, memory, most_rows=most, whole_step_rows=whole_step_rows, folder=folder)
+    found = search_rows(trainer, step, memory, most_rows=most, whole_step_rows=whole_step_rows, folder=folder)
     if found.rows < settings.samples_per_step and stage == trainer.stages.training.stage:
         _tell_of_short_samples(trainer.data, step.length)
     return found.rows
@@ -195,10 +200,10 @@ def limits_by_length(trainer: Trainer, memory: MemorySource | None, most_rows: i
         for stage in reversed(stages):
             step, folder = _worst_step(trainer, stage), FOLDERS.get(stage, "")
             if data.packed:
-                found = rows(trainer, step, memory, most_rows=most_rows, folder=folder)
+                found = search_rows(trainer, step, memory, most_rows=most_rows, folder=folder)
                 limits[stage] = RowLimit(found.rows)
             else:
-                limits[stage] = profile(trainer, step, memory, most_rows=most_rows, folder=folder).limit
+                limits[stage] = profile_lengths(trainer, step, memory, most_rows=most_rows, folder=folder).limit
     if data.packed:
         return {stage: _rows_of_packs(limit, data.kind.length_of(data.dataset[0])) for stage, limit in limits.items()}
     if limits:
@@ -286,7 +291,7 @@ def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
     return replace(training, runner=runner, update=None, optimizers=(), boundaries=boundaries, beside=(training,))
 
 
-def rows(
+def search_rows(
     trainer: Trainer,
     step: TrainingStep[Any],
     memory: MemorySource,
@@ -311,7 +316,7 @@ def peak_of(result: SearchResult) -> int | None:
     return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
-def profile(
+def profile_lengths(
     trainer: Trainer, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int, folder: str = ""
 ) -> Profile:
     """Collective: what microbatches of up to `most_rows` rows need over rows and length, recorded as a search is."""

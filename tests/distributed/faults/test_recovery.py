@@ -24,7 +24,7 @@ from tests.distributed.models import (
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery

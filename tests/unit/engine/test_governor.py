@@ -300,12 +300,19 @@ def test_a_row_that_fails_alone_on_probation_takes_the_growth_back():
     assert run.rows == 8
 
 
-def test_what_cannot_shrink_is_exhausted_and_counts_no_recovery():
+def test_what_cannot_shrink_is_tried_once_more_and_is_then_exhausted():
     run = Run(RowLimit(1))
     run.out_of_memory()
-    assert run.kinds == [EXHAUSTED]
-    assert re.match(r"step 0: out of memory on rank 3 .* 1 row of 100 tokens", run.events[0].reason)
-    assert run.governor.recoveries == 0
+    run.out_of_memory()
+    assert run.kinds == [RECOVERY, EXHAUSTED]
+    assert re.match(r"step 0: out of memory on rank 3 .* 1 row of 100 tokens", run.events[-1].reason)
+    assert run.governor.recoveries == 1
+
+
+def test_a_single_row_that_fails_beside_several_is_not_what_is_retried():
+    governor = Governor(RowLimit(8), regrow_after=0)
+    governor.out_of_memory({**ALONE, 0: Microbatch(4, 20)}, step=3)
+    assert governor.limit == RowLimit(2)
 
 
 def test_where_a_row_needs_less_from_now_on_all_that_is_allowed_is_tried_again():

@@ -113,7 +113,7 @@ def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
     )
     with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError, match=message) as caught:
         runner.run(SAMPLES, step=3)
-    assert [each.kind for each in changes] == [RECOVERY, RECOVERY, RECOVERY, EXHAUSTED]
+    assert [each.kind for each in changes] == [RECOVERY] * 4 + [EXHAUSTED]
     last = changes[-1]
     assert (last.step, last.before, last.after, last.ranks, last.rows, last.length) == (3, 1, 1, (0,), 1, 16)
     assert last.reason == caught.value.fact

@@ -17,7 +17,7 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
     UnrecoverableError,
 )
-from torchtune_adaptive.life import launch, this_run
+from torchtune_adaptive.life import launch, one_message, this_run
 from torchtune_adaptive.life.launcher import speaks_first
 
 
@@ -85,7 +85,7 @@ def test_a_thread_that_the_system_refuses_is_told_with_the_limits() -> None:
             pytest.raises(
                 AdaptiveError, match=r"starts no further thread .*can't start new thread.*ulimit -v.*ulimit -u"
             ),
-            launch.telling_where_no_thread_starts(),
+            one_message.telling_where_no_thread_starts(),
         ):
             threading.Thread(target=print).start()
     finally:

@@ -12,7 +12,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.life import launcher, signals, this_run
-from torchtune_adaptive.life.launcher import command_to_go_on
+from torchtune_adaptive.life.this_run import command_to_go_on
 
 LISTENS = """
 import os, signal, sys, time
@@ -204,6 +204,6 @@ def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -
     ],
 )
 def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher.sys, "orig_argv", typed)
+    monkeypatch.setattr(this_run.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_to_go_on() == goes_on

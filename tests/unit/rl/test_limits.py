@@ -47,7 +47,7 @@ def test_by_rows_too_a_prompt_without_room_for_an_answer_is_named_before_trainin
         optimization=None,
     )
     asked = {name: SimpleNamespace(model=model) for name, model in (("generate", LONG), ("values", SHORT))}
-    stages: Any = SimpleNamespace(stages=asked, runners=SimpleNamespace(limits={"generate": RowLimit(1)}))
+    stages: Any = SimpleNamespace(by_name=asked, runners=SimpleNamespace(limits={"generate": RowLimit(1)}))
     rl: Any = SimpleNamespace(max_generated_tokens=12, answers=1)
     finder, dataset.cut_at = LimitFinder(trainer, stages, rl), cut_at
     monkeypatch.setattr(NamedSamples, "longest", lambda self: Longest(2, len(self[2]["tokens"])))

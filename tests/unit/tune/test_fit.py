@@ -92,7 +92,7 @@ def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any)
     run.progress.step = 0
     run.settings = settings({"output_dir": str(folder)}, **adaptive)
     with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
-        search: Any = fit.profile if adaptive.get("token_budget") else fit.rows
+        search: Any = fit.profile_lengths if adaptive.get("token_budget") else fit.search_rows
         search(trainer, step, mock.MagicMock(), most_rows=64)
     (event,) = run.journal.event.call_args.args
     assert isinstance(event, Event)

@@ -129,9 +129,9 @@ class CollectiveRecord:
     trained: tuple[bool, ...]
     """Whether each weight was trained then."""
     schedules: dict[tuple[bool, bool], Schedule] = field(default_factory=dict)
-    """By whether a microbatch is the last of its step, and whether others came before it. That makes a difference only
-    where gradients are summed over replicas, which can wait for the last; elsewhere one schedule holds for all. A head
-    that is applied in chunks may send what earlier microbatches left in a collective of its own."""
+    """By whether a microbatch sums gradients over replicas, and whether others came before it in its step. Without
+    replicas one schedule holds for all. With them, a head that is applied in chunks sums what earlier microbatches have
+    left in an all-reduce of its own, which the first microbatch does not have."""
     varies: bool = False
     unsteady: str | None = None
     """The setting by which microbatches issue different collectives."""
@@ -315,7 +315,7 @@ class CollectiveLedger:
             self._messages_of = []
         self._current, self._number = [], number
         for root in self._replicated:
-            root.set_requires_all_reduce(self._is_last(number))
+            root.set_requires_all_reduce(self._sums_over_replicas(number))
         self._begun_at = self._messages(), self.position
 
     def end_microbatch(self) -> None:
@@ -324,7 +324,7 @@ class CollectiveLedger:
             fsdp.settle(root)
         self._compare(complete=True)
         self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
-        if not (self._replicated and self._is_last(self._number)):
+        if not (self._replicated and self._sums_over_replicas(self._number)):
             return
         # FSDP sums over replicas only gradients that this microbatch has produced.
         left_over = [name for root in self._replicated for name in fsdp.partially_summed(root)]
@@ -353,13 +353,13 @@ class CollectiveLedger:
         of_fsdp = schedule.messages[: self.position - position]
         record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
 
-    def _is_last(self, number: int) -> bool:
-        """Whether a microbatch issues the collectives of a step's last; without replicas, every one does."""
+    def _sums_over_replicas(self, number: int) -> bool:
+        """Whether this microbatch does: the last of a step. True for all where there are no replicas."""
         return not self._replicated or number == self._microbatches - 1
 
     def _place(self, number: int) -> tuple[bool, bool]:
         """What decides which schedule a microbatch follows."""
-        return self._is_last(number), bool(self._replicated) and number > 0
+        return self._sums_over_replicas(number), bool(self._replicated) and number > 0
 
     @property
     def foreign_messages(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs a script as one rank of many: python -P -m torchtune_adaptive.rehearse.stage RECORD SETTINGS script args
+"""Runs a script as one rank of many: python -P -m torchtune_adaptive.rehearse.run_script RECORD SETTINGS script args
 
 torchrun, `tune run` and `accelerate launch` are seen through: what they would start runs here, as that rank.
 """
@@ -113,8 +113,8 @@ def _draw_no_weights() -> None:
 
 
 def _leave_what_is_offloaded() -> None:
-    """Keeps large weights and gradients that are offloaded as zeros that nobody has written, which take no memory. What
-    is pinned is not copied, gradients are neither added up nor scaled, and optimizers pass weights over."""
+    """Large weights and gradients that are offloaded stay zeros that nobody has written, which take no memory of this
+    machine: pinning does not copy them, gradients are neither added up nor scaled, and optimizers skip them."""
     pin, passed_over = torch.Tensor.pin_memory, []
 
     def is_large(tensor: torch.Tensor) -> bool:
