@@ -30,23 +30,23 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
             f"world_size={started}"
         )
     question = read_question(cfg, name_of(path), overrides)
-    answers, tried = [], []
+    as_table, answers, tried = question.plan.format == "table", [], []
     for each in question.each():
-        found = measure(each)
-        answers.append(found)
-        if question.plan.format == "table":
-            print(answer.text(found), flush=True)
-        if question.plan.advise or (question.plan.advise is None and not found.fits):
-            others = list(advice.advise(each))
-            tried += others
-            if question.plan.format == "table":
-                print(advice.text(others))
-                best = next((one.found for one in others if one.found.fits), None)
-                if best is not None:
-                    print(f"train the first with: {answer.command(best.question, best.rows)}")
+        answers.append(measure(each))
+        if as_table:
+            print(answer.text(answers[-1]), flush=True)
+    fits = any(found.fits for found in answers)
+    for found in answers if question.plan.advise or (question.plan.advise is None and not fits) else ():
+        others = list(advice.advise(found.question))
+        tried += others
+        if as_table:
+            print(advice.text(others), flush=True)
+            best = next((one.found for one in others if one.found.fits), None)
+            if best is not None:
+                print(f"train the first with: {answer.command(best.question, best.rows)}", flush=True)
     if question.plan.format == "json":
         print(answer.as_json(answers, [one.as_row() for one in tried]))
-    if not any(found.fits for found in answers):
+    if not fits:
         raise AdaptiveError("the config does not fit as it is; see above for what does")
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -382,7 +383,7 @@ def test_what_the_card_would_have_computed_is_guessed_on_the_host_too(rehearse: 
     script = """
         import torch
 
-        rows, shown = torch.ones(8, 1024, dtype=torch.long).cuda(), []
+        rows, shown = torch.ones(8, 1024, dtype=torch.long, device="cuda"), []
         shown += rows.sum(1).tolist()  # guessed
         shown.append(int(rows.sum(1).cpu().sum()))  # guessed
         shown.append((torch.arange(64, device="cuda") < 8).cpu().sum().item())  # guessed
@@ -405,6 +406,53 @@ def test_what_the_card_would_have_computed_is_guessed_on_the_host_too(rehearse: 
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.printed.startswith(f"{[0] * 8 + [0, 64, 64, 64, 0, 0, 7, 5]} [3, 4] [True, False]\n"), answer.printed
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+
+
+def test_what_is_counted_or_compared_in_numbers_of_the_host_is_known(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        for step in range(2):
+            labels = torch.arange(40).view(4, 10)
+            labels[:, step + 1:] = -100
+            labels, lengths = labels.cuda(), torch.tensor([3, 5, 2]).cuda()
+            assert (labels != -100).sum().item() == 4 * (step + 1)
+            assert (labels[..., 1:] != -100).sum().item() == 4 * step
+            assert (lengths.max().item(), torch.sum(lengths > 2).item(), int(lengths.bool().sum())) == (5, 2, 3)
+            assert labels[:, 0].tolist() == labels.t()[0].cpu().tolist() == [0, 10, 20, 30]
+            assert lengths[lengths > 2].shape == (2,)
+            assert ((lengths > 2) & (lengths < 5)).nonzero().tolist() == [[0]]
+            lengths += 1
+            lengths.max().item()  # guessed
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert answer.status == 0, answer.printed
+    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+
+
+def test_an_optimizer_that_takes_no_step_is_told_and_one_that_goes_by_values_is_not_answered(
+    rehearse: Rehearse,
+) -> None:
+    script = """
+        import torch
+
+        late = torch.optim.AdamW(torch.nn.Linear(1024, 1024, device="cuda").parameters())
+    """
+    text = rehearse(dedent(script) + dedent(ONE_STEP), json_format=False).found
+    assert text.splitlines()[0].endswith("; an optimizer took no step (see below)")
+    assert "an optimizer of 4.0 MiB of parameters took no step" in text
+    other = rehearse(dedent(script) + dedent(ONE_STEP).replace("SGD", "LBFGS").replace("step()", "step(lambda: 0.0)"))
+    assert other.found["fits"] is None
+    assert "LBFGS" in other.found["verdict"]
+
+
+def test_a_closed_standard_input_and_an_unbuffered_python_change_nothing(rehearse: Rehearse, tmp_path: Path) -> None:
+    rehearse(dedent(ONE_STEP))
+    command = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--", "python", "-u", "train.py"]
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert closed.stdout.startswith("fits: "), closed.stderr
 
 
 def test_numbers_that_the_host_wrote_are_known_after_a_collective_in_every_step(rehearse: Rehearse) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ _GUESSED = {
     "rows follows from it, training needs more",
     MASK: "a mask that the card would have computed selected everything at {places}: training needs less there",
 }
+_OF_ZERO = re.compile(r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)")
+"""Errors of Python that a number of 0 makes."""
 _KILLED_BY: dict[int, str] = {
     signal.SIGKILL: " (is this machine out of memory?)",
     signal.SIGBUS: " (is /dev/shm full? If not, remove ~/.cache/torchtune_adaptive, whose library may be cut off)",
@@ -104,10 +107,11 @@ class Rehearsed:
         return [*self.steps, *([{**self.rest, "step": None}] if self.rest else [])]
 
     def verdict(self) -> str:
+        guessed = "; a value that may decide on sizes was guessed (see below)" if self.guesses else ""
         if (error := self.out_of_memory) is not None:
             return (
                 f"does not fit: out of memory in step {error['step']}, {_gib(error['allocated_bytes'])} of "
-                f"{_gib(self.usable_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
+                f"{_gib(self.usable_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested{guessed}"
             )
         if self.status and self.interrupted:
             return f"no answer: interrupted in step {len(self.steps) + 1}"
@@ -118,7 +122,8 @@ class Rehearsed:
             why = self.rest.get("error") or f"exit status {self.status}"
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
-            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}"
+            by_zero = " (in a rehearsal, the card's numbers are 0)" if _OF_ZERO.match(why) else ""
+            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{by_zero}{guessed}"
         if self.given_up is not None:
             return (
                 f"no answer: the script caught an out-of-memory error in step {self.given_up['step']}, took no step "
@@ -138,8 +143,8 @@ class Rehearsed:
         )
         errors = f"{len(self.caught)} out-of-memory error{'s' * (len(self.caught) != 1)}"
         recovered = f"; the script recovered from {errors}" if self.caught else ""
-        guessed = "; a value that may decide on sizes was guessed (see below)" if self.guesses else ""
-        return f"{fits}; {flushed}{recovered}{guessed}"
+        idle = "; an optimizer took no step (see below)" if self.rest.get("idle_bytes") else ""
+        return f"{fits}; {flushed}{recovered}{guessed}{idle}"
 
     def as_text(self) -> str:
         lines = [self.verdict()]
@@ -164,7 +169,7 @@ class Rehearsed:
             lines += [
                 f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
             ]
-        if self.steps or self.errors:
+        if self.steps or self.errors or self.guesses:
             lines += [
                 "",
                 f"rank {self.rank} of {self.ranks}; of the card's {_size(self.usable_bytes + self.overhead_bytes)}, "
@@ -172,6 +177,11 @@ class Rehearsed:
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
                 *[told.format(places=places) for what, told in _GUESSED.items() if (places := self._guessed(what))],
             ]
+        if idle := self.rest.get("idle_bytes"):
+            lines.append(
+                f"an optimizer of {_size(idle)} of parameters took no step, so neither its state nor their gradients "
+                "may be counted: --steps runs more"
+            )
         if replays := self.rest.get("replays"):
             lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")
         return "\n".join(lines)

@@ -29,6 +29,12 @@ def is_python(word: str) -> bool:
     return re.fullmatch(r"python[\d.]*", Path(word).name) is not None
 
 
+def without_python(command: Sequence[str]) -> list[str]:
+    """What the interpreter runs; `-u` changes nothing that is rehearsed."""
+    words = [*command[1:]] if is_python(command[0]) else [*command]
+    return words[1:] if words[:1] == ["-u"] else words
+
+
 def script_of(word: str) -> str | None:
     """A file, or a program of this environment or on the path; None if there is neither."""
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -37,7 +43,7 @@ def script_of(word: str) -> str | None:
 
 def launched(command: Sequence[str]) -> str:
     """A program or module by its name."""
-    words = command[1:] if is_python(command[0]) else command
+    words = without_python(command)
     return words[1] if words[:1] == ["-m"] and len(words) > 1 else Path(words[0]).name if words else ""
 
 
@@ -51,7 +57,7 @@ def likely_ranks(command: Sequence[str], rank: int) -> int:
 
 def check(command: Sequence[str]) -> None:
     """Raises ValueError for what is no Python program."""
-    words = command[1:] if is_python(command[0]) else command
+    words = without_python(command)
     if not words or (words[0] == "-m" and len(words) < 2):
         raise ValueError(f"{' '.join(command)} names no script")
     named = {word.partition("=")[0].replace("_", "-") for word in words}

@@ -82,6 +82,9 @@ def rehearse(
     share = settings.share(likely)
     card = environment(memory=share["usable_bytes"], devices=min(likely, ONE_MACHINE), capability=gpu.capability)
     there = _checked({**os.environ, **card, **(variables or {})})
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard stream that was closed: not for the record
+        pass
+    os.close(descriptor)
     with tempfile.TemporaryFile() as file:  # which nobody has to remove
         record = Path(f"/proc/self/fd/{file.fileno()}")
         # -P: the script's own folder is put on the path, not this one

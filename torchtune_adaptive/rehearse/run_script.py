@@ -1,6 +1,10 @@
 """Runs a script as one rank of many: python -P -m torchtune_adaptive.rehearse.run_script RECORD SETTINGS script args
 
-torchrun, `tune run` and `accelerate launch` are seen through: what they would start runs here, as that rank.
+1. This process becomes the rank: a launcher's variables, a process group that sends nothing (one_of_many.py).
+2. What would only cost this machine time or memory is left out: random weights, offloaded copies, autotuning.
+3. Numbers that the card would have computed are known or guessed when they are read (values.py).
+4. The script runs, and each optimizer step is written down (step_writer.py). torchrun, `tune run` and `accelerate
+   launch` are seen through: what they would start runs here.
 """
 
 from __future__ import annotations
@@ -26,7 +30,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.rehearse.hub import ModelsNeedNoWeights
-from torchtune_adaptive.rehearse.launchers import LAUNCHERS, ONE_MACHINE, CannotRehearse, is_python, launched, script_of
+from torchtune_adaptive.rehearse.launchers import (
+    LAUNCHERS,
+    ONE_MACHINE,
+    CannotRehearse,
+    launched,
+    script_of,
+    without_python,
+)
 from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing, start_here
 from torchtune_adaptive.rehearse.process import RankSettings
 from torchtune_adaptive.rehearse.step_writer import StepWriter, flush, innermost
@@ -82,9 +93,12 @@ def _say_where_it_waits(writer: StepWriter) -> None:
     done = -1
     while True:
         if writer.steps == done:
-            file, line = innermost(sys._current_frames()[threading.main_thread().ident or 0])
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            file, line = innermost(frame)
+            compiles = any("/torch/_dynamo/" in each.filename for each in traceback.extract_stack(frame))
+            why = "torch.compile is at work" if compiles else "values of the card are 0"
             print(
-                f"rehearsal: no step for {SILENT_S} s, now at {file}:{line} (values of the card are 0)",
+                f"rehearsal: no step for {SILENT_S} s, now at {file}:{line} ({why})",
                 file=sys.stderr,
                 flush=True,
             )
@@ -181,8 +195,7 @@ def _choose_first(*_: object) -> None:
 
 def run(command: Sequence[str]) -> None:
     """Runs what a command line names in this process: a script, `-m module`, or a program that is written in Python."""
-    if is_python(command[0]):
-        command = command[1:]
+    command = without_python(command)
     if command[0] == "-m":
         sys.argv = list(command[1:])
         if command[1] in LAUNCHERS:  # run as a script, it would be a copy of what `send_nothing` has changed

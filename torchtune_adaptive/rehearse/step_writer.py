@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakIdRef
 
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.rehearse.holders import holders
+from torchtune_adaptive.rehearse.launchers import CannotRehearse
 from torchtune_adaptive.rehearse.peaks import Peaks, Usage
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -30,8 +32,7 @@ class StepWriter:
     """Steps are told by the optimizers, without the script's help.
 
     A script may have several optimizers. The first step is over when one of them steps for the second time, each later
-    one when all that had a part in the first have stepped. An optimizer is known by a parameter that it updates, since
-    scripts may make new ones.
+    one when all that had a part in the first have stepped.
     """
 
     def __init__(self, path: Path, *, most_steps: int) -> None:
@@ -45,11 +46,20 @@ class StepWriter:
         self._reading = Usage()
         self._replays = 0
         self._guesses = set[tuple[str, str, int]]()
+        self._optimizers = WeakSet[torch.optim.Optimizer]()
+        self._have_stepped = set[WeakIdRef]()
 
     def __enter__(self) -> None:
         # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
         torch.cuda._lazy_call(self._cuda_starts)
         register_optimizer_step_post_hook(self._optimizer_stepped)
+        make = torch.optim.Optimizer.__init__
+
+        def noted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            make(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        torch.optim.Optimizer.__init__ = noted  # type: ignore[method-assign,assignment]
         REHEARSAL.when_tried.append(self._tried)
         replay = torch.cuda.CUDAGraph.replay
 
@@ -67,7 +77,14 @@ class StepWriter:
         if self._stepped:
             self._step_is_over()
         self._reading.add(self._peaks.read())
-        self.write("end", {**self._reading.figures(), "error": _error(error), "replays": self._replays})
+        self._write_end(self._reading, error)
+
+    def _write_end(self, after_last_step: Usage, error: BaseException | None = None) -> None:
+        idle = {_updated(each): each for each in self._optimizers if _updated(each) not in self._have_stepped}
+        weights = [weight for each in idle.values() for group in each.param_groups for weight in group["params"]]
+        idle_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in weights if each.is_cuda)
+        ended = {"error": _error(error), "replays": self._replays, "idle_bytes": idle_bytes}
+        self.write("end", {**after_last_step.figures(), **ended})
 
     def _tried(self) -> None:
         """What a script only tried counts for no step."""
@@ -76,8 +93,10 @@ class StepWriter:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if REHEARSAL.trying:
             return
-        reading = self._peaks.read()
-        updates = WeakIdRef(next((each for group in optimizer.param_groups for each in group["params"]), optimizer))
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise CannotRehearse("torch.optim.LBFGS keeps as many copies of the parameters as values ask for")
+        reading, updates = self._peaks.read(), _updated(optimizer)
+        self._have_stepped.add(updates)
         if updates in self._stepped:
             self._all = self._stepped
             self._step_is_over()
@@ -93,7 +112,7 @@ class StepWriter:
         self.write("step", {"step": self.steps, **self._reading.figures()})
         self._reading, self._stepped = Usage(), set()
         if self.steps == self._most_steps:
-            self.write("end", {**Usage().figures(), "error": None, "replays": self._replays})
+            self._write_end(Usage())
             flush()
             os._exit(0)  # nothing that the script catches, or does at its end
 
@@ -131,6 +150,11 @@ class StepWriter:
         if os.getpid() == self._process:  # and not one that the script has forked
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> WeakIdRef:
+    """A parameter that it updates, by which it is known: scripts may make new optimizers."""
+    return WeakIdRef(next((each for group in optimizer.param_groups for each in group["params"]), optimizer))
 
 
 def flush() -> None:

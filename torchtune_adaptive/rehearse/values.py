@@ -23,14 +23,20 @@ from torchtune_adaptive.rehearse.one_of_many import replace
 
 LARGE = 2**20
 """Elements of a tensor that is read as it is, and of a weight that is not drawn."""
+FROM_INTEGERS = (
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge",
+    "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
+)  # fmt: skip
+"""Methods that make integers or masks: of known ones, the results are known."""
 COUNTS_OPERATIONS = "store_flos"
 """The function of transformers' Trainer that reads an integer in every distributed run, from which no size follows."""
 _ALL = "_is_so_of_all"
 
 
 class Values:
-    """Numbers are 0, checks for NaN find none, and what is asked of all, or asserted, is so. Integers that the host
-    wrote, and the card has not changed since, are read as they are, and so are its masks; any other selects everything.
+    """Numbers are 0, checks for NaN find none, and what is asked of all, or asserted, is so. Integers and masks that
+    the host wrote, and the card has not changed since, are read as they are, and so is what is counted or compared in
+    them; any other mask selects everything.
     """
 
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
@@ -53,6 +59,9 @@ class Values:
             setattr(torch.Tensor, name, self._watched(getattr(torch.Tensor, name)))
         for name in "tensor", "as_tensor":
             setattr(torch, name, self._watched(getattr(torch, name)))
+        for where, name in [(where, name) for where in (torch.Tensor, torch) for name in FROM_INTEGERS]:
+            if callable(getattr(where, name, None)):  # torch.int is a type
+                setattr(where, name, self._followed(getattr(where, name)))
         listed, finite = torch.Tensor.tolist, torch.isfinite
         torch.Tensor.tolist = lambda tensor: listed(tensor.cpu())  # type: ignore[method-assign,assignment]
 
@@ -132,6 +141,30 @@ class Values:
 
         return copy
 
+    def _followed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose results are computed on the host too, where it has what they are made of."""
+
+        @functools.wraps(compute)
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            found = compute(*args, **kwargs)
+            if torch.compiler.is_compiling() or type(found) is not torch.Tensor or not found.is_cuda:
+                return found
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            if found.is_floating_point() or any(found is each for each in given) or not any(e.is_cuda for e in given):
+                return found
+            if all(not each.is_cuda or (each.numel() < LARGE and self._host_wrote(each)) for each in given):
+                found.copy_(compute(*tree_map(self._on_host, args), **tree_map(self._on_host, kwargs)))
+            return found
+
+        return follow
+
+    def _on_host(self, given: Any) -> Any:
+        """Of a tensor the same values. The card would bring rows and columns together by a kernel."""
+        if not isinstance(given, torch.Tensor) or not given.is_cuda:
+            return "cpu" if isinstance(given, torch.device) else given
+        storage = given.untyped_storage().cpu()
+        return given.new_empty(0, device="cpu").set_(storage, given.storage_offset(), given.size(), given.stride())
+
     def _take_what_is_known(self, copied: torch.Tensor, source: torch.Tensor) -> None:
         """The rest of a copy on the host becomes 0, or selects everything."""
         if source.is_floating_point():
@@ -140,7 +173,9 @@ class Values:
         if source.is_floating_point() or source.dtype is torch.uint8 or type(source) is not torch.Tensor:
             return
         wrote, is_mask = self._host_wrote(source), source.dtype is torch.bool and source.numel() > 1
-        if wrote is False:
+        if wrote and not source.is_contiguous():
+            copied.copy_(self._on_host(source))
+        elif wrote is False:
             copied.fill_(is_mask)
         if not wrote and (is_mask or source.dtype is not torch.bool):  # and not a check for NaN
             self._on_guess(MASK if is_mask else INTEGER, _caller())
@@ -176,7 +211,7 @@ class Values:
     def _selected(self, mask: torch.Tensor) -> torch.Tensor:
         """The most that a mask may select, which needs the most memory, unless the host wrote it."""
         if self._host_wrote(mask):
-            return mask.cpu().nonzero().to(mask.device)
+            return self._on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
         self._on_guess(MASK, _caller())
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
 

@@ -141,7 +141,7 @@ def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) ->
         axes.set_ylim(0, 1.15 * max(highest))
         if len(set(sizes)) <= 4:
             axes.set_yticks(sorted(set(sizes)))
-            axes.yaxis.set_major_formatter("{x:.3g}")
+            axes.yaxis.set_major_formatter("{x:.3g}" if unit else "{x:.0f}")
 
 
 def _draw_samples(axes: Axes, timeline: Timeline) -> None:

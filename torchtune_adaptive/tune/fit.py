@@ -1,5 +1,12 @@
-"""Before the first step: what every epoch of a run on a dataset will be, and what fits. That is found by a search for
-rows or a profile of lengths, and recorded for later runs."""
+"""Before the first step: what fits, and what every epoch of a run will be.
+
+1. The stage that trains is searched for the most rows, where the config asks for that.
+2. All epochs get their sizes; a batch that grows does so up to those rows.
+3. Under a token budget, each stage gets a limit by length, from the config or a profile.
+4. The other stages are searched.
+
+What was measured is recorded in `output_dir`, and a later run under the same circumstances takes it from there.
+"""
 
 from __future__ import annotations
 

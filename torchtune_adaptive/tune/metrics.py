@@ -164,8 +164,8 @@ class Metrics:
 class NoiseWatch:
     """The noise of the gradient over the steps that measure it: how many samples a step are worth having."""
 
-    def __init__(self, state: Sequence[float]) -> None:
-        self._scale = NoiseScale(state)
+    def __init__(self, state: Sequence[float], every: int | None) -> None:
+        self._scale, self._every = NoiseScale(state), every
         self._samples = 0
         self._warned = False
 
@@ -198,7 +198,8 @@ class NoiseWatch:
             return
         if interval is None:
             few = f"fewer than {FEWEST} steps were measured, too few to tell"
-            say(f"gradient noise · {few}: lower adaptive.measure_noise, or train for more steps")
+            lower = "lower adaptive.measure_noise, or " * (self._every != 1)
+            say(f"gradient noise · {few}: {lower}train for more steps")
             return
         scale = f"above {interval.low:.0f} samples"
         if math.isfinite(interval.high):

@@ -296,7 +296,8 @@ def announce(
     sizes, before = epochs[-1], _begun(progress)
     per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
-    if before and progress.ranks != ranks:
+    begun_elsewhere = bool(before) and progress.ranks != ranks
+    if begun_elsewhere:
         was = before[-1].samples_per_step * progress.ranks
         on = f"{count_of(ranks, kind_of_rank)} (before: {progress.ranks})"
         say(f"resumed on {on}: {per_step} samples a step (before: {was})")
@@ -312,15 +313,19 @@ def announce(
     if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
         why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
         keep = "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured)
-        of_all = f"{left_out * ranks} of {samples * ranks} samples"
-        say(f"{of_all} do not fill a step and are left out of each epoch ({why}){keep}")
+        known = progress.dataset_samples or samples * ranks  # less where one comes twice
+        of_all = f"{left_out * ranks + known - samples * ranks} of {known} samples"
+        each = "each epoch that begins on so many ranks" if begun_elsewhere else "each epoch"
+        say(f"{of_all} do not fill a step and are left out of {each} ({why}){keep}")
 
 
 def announce_end(sizes: EpochSizes, settings: Settings, progress: Progress, loader: StepLoader[Any]) -> None:
     """Logs the samples that no step of an epoch had, where the run grows; any other run has said so at its start."""
     left_out = progress.ranks * loader.samples_left_per_rank(progress.samples_in_epoch)
     if left_out and settings.config.get(KEY) is not None and settings.max_steps_per_epoch is None:
-        samples = progress.ranks * loader.samples_per_rank
+        read = progress.ranks * loader.samples_per_rank
+        samples = progress.dataset_samples or read  # less where one comes twice
+        left_out += samples - read
         say(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 

@@ -145,7 +145,7 @@ class Trainer:
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
-        self._noise = NoiseWatch(run.progress.noise)
+        self._noise = NoiseWatch(run.progress.noise, run.settings.adaptive.measure_noise)
         stages.training.measure_noise(run.settings.adaptive.measure_noise or 0)
         self._stopping = False
 

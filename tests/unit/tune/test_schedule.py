@@ -337,10 +337,15 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     return caplog
 
 
-def announce_second_epoch(fits: int | None, samples: int, ranks: int, before: int) -> None:
+def announce_second_epoch(
+    fits: int | None, samples: int, ranks: int, before: int, dataset_samples: int | None = None
+) -> None:
     """Of a run of one row × two microbatches."""
     past = plans_of(None, 1, 1, 2, samples=samples)
-    progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=past, ranks=before)
+    progress = Progress(
+        seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=past, ranks=before,
+        dataset_samples=dataset_samples,
+    )  # fmt: skip
     announce(plans_of(None, 2, 1, 2, fits, samples)[1:], settings_of(1, 2), progress, ranks, None, samples)
 
 
@@ -370,6 +375,15 @@ def test_samples_that_no_step_has_are_told_at_the_start(
 ) -> None:
     announce_second_epoch(fits, samples, ranks=2, before=2)
     assert logged.messages[1:] == ([] if line is None else [line])
+
+
+def test_a_sample_that_comes_twice_counts_once_and_an_epoch_begun_on_other_ranks_is_another(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    announce_second_epoch(None, 11, ranks=2, before=1, dataset_samples=21)
+    assert logged.messages[-1].startswith(
+        "1 of 21 samples do not fill a step and are left out of each epoch that begins"
+    )
 
 
 @pytest.mark.parametrize("most_steps", [None, 2])
