@@ -159,7 +159,7 @@ class Values:
         return follow
 
     def _on_host(self, given: Any) -> Any:
-        """Of a tensor the same values. The card would bring rows and columns together by a kernel."""
+        """A tensor with the same values. The card itself would bring rows and columns together by a kernel."""
         if not isinstance(given, torch.Tensor) or not given.is_cuda:
             return "cpu" if isinstance(given, torch.device) else given
         storage = given.untyped_storage().cpu()
