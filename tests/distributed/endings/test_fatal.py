@@ -25,7 +25,7 @@ def run_where_one_row_does_not_fit() -> tuple[str, str]:
     samples = [torch.ones(7, dtype=torch.int64)] * 2
     runner.run(samples, step=0)
     runner.model.zero_grad()
-    with FaultInjector(runner).fail_at(rank=1, step=5, times=2):
+    with FaultInjector(runner).fail_at(rank=1, step=5, times=3):
         try:
             runner.run(samples, step=5)
         except AdaptiveError as error:
