@@ -151,7 +151,7 @@ _CLOSE = 0.98
 _CLOSE_WITHOUT_LINES = 0.95
 """... and when only the bracket between what fit and what did not says it."""
 _CLOSE_BESIDE_A_CACHE = 0.8
-"""Not worth a fifth probe where an allocator's cache ends a size, since that follows no line; nor is the next rung."""
+"""Not worth a fifth probe where an allocator's cache ends a size, since that follows no line."""
 _LEAST_BESIDE_A_CACHE = 0.8
 """Share of the budget that is counted on while only two rows are known, which leave a larger cache than many do."""
 _MISSED_ROWS = 0.75
@@ -215,9 +215,7 @@ class History:
 
     def is_close(self, goal: int) -> bool:
         """Whether what is known of a cache is not worth a fifth probe."""
-        if not self.caches or len(self.probes) < 4:
-            return False
-        return self.fit_rows >= _CLOSE_BESIDE_A_CACHE * goal or self.rung_above(self.fit_rows) == goal
+        return self.caches and len(self.probes) >= 4 and self.fit_rows >= _CLOSE_BESIDE_A_CACHE * goal
 
     def may_reach(self, rows: int) -> bool:
         """Whether so many may fit, as far as measurements tell."""
