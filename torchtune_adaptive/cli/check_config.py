@@ -148,6 +148,9 @@ def _check_dataset(cfg: DictConfig, findings: Findings) -> None:
     for at, part in enumerate(section if several else [section]):
         key = f"dataset[{at}]" if several else "dataset"
         check_fits(key, part, None)
+        if handed_on := [f"{key}.{name}" for name in components.passed_on(part) if name != "data_files"]:
+            component = part[COMPONENT].rpartition(".")[2]
+            findings.notes.append(f"{', '.join(handed_on)}: not checked, since {component} takes any argument")
         files = part.get("data_files")
         for file in [files] if isinstance(files, str) else list(files or ()):  # of a section by split, its names
             path = str(files[file] if isinstance(files, DictConfig) else file)

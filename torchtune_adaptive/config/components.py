@@ -95,6 +95,12 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
     return "; ".join(problems) or None
 
 
+def passed_on(section: DictConfig) -> list[str]:
+    """Keys that a component which takes any hands on, to whatever knows whether they are right."""
+    named = {one.name for one in _parameters_of(section[COMPONENT]) or ()}
+    return [str(key) for key in section if named and key not in {COMPONENT, *named}]
+
+
 def wrong_values(key: str, section: DictConfig) -> str:
     """Texts and nulls where the component wants a number or a bool; lists of another length."""
     problems = []

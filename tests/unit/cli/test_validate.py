@@ -88,6 +88,13 @@ def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Vali
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_dataset_hands_on_is_said_not_to_be_checked(validate: Validate) -> None:
+    other = "dataset._component_=torchtune.datasets.alpaca_dataset"
+    status, out, _ = validate(DEMO["full"], other, "dataset.split=train")
+    assert status == 0
+    assert "note: dataset.samples: not checked, since alpaca_dataset takes any argument" in out
+
+
 @pytest.mark.parametrize(("override", "parts"), VALUES, ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_a_value_that_a_run_refuses_is_refused_in_its_words(
     validate: Validate, override: str, parts: list[str]
