@@ -8,6 +8,7 @@ Takes every config of the recipes for finetuning, preference training and PPO, t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torchtune_adaptive.forecast import advice, answer
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.life import launch
+from torchtune_adaptive.text import count_of
 
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
@@ -31,7 +33,11 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
         )
     question = read_question(cfg, name_of(path), overrides)
     as_table, answers, tried = question.plan.format == "table", [], []
+    several = len([*question.each()]) > 1
     for each in question.each():
+        if several or each.lengths:
+            steps = f"{each.steps} steps of {each.length} tokens at most, {count_of(each.ranks, 'rank')}"
+            print(f"rehearsing {steps}", file=sys.stderr, flush=True)
         answers.append(measure(each))
         if as_table:
             print(answer.text(answers[-1]), flush=True)
@@ -47,7 +53,8 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
     if question.plan.format == "json":
         print(answer.as_json(answers, [one.as_row() for one in tried]))
     if not fits:
-        raise AdaptiveError("the config does not fit as it is; see above for what does")
+        what_does = "see above for what does" if tried else "advise=True tries other settings"
+        raise AdaptiveError(f"the config does not fit as it is; {what_does}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Other packages: the versions that work here, the line that refuses others, and notices that no user can act on."""
 
 import logging
+import os
 import re
 import signal
 import sys
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 
 TORCH = "2.13 to 2.15"
 TORCHAO = "0.13 to 0.15"
+LAUNCHER_PID = "TORCHTUNE_ADAPTIVE_LAUNCHER"
+"""The variable by which ranks know the process of `tune run`."""
 
 
 def refuse_torch(why: str) -> NoReturn:
@@ -69,6 +72,7 @@ def when_tune_imports_torch() -> None:
     """
     end_by_ctrl_c()
     if _program() == "tune":
+        os.environ[LAUNCHER_PID] = str(os.getpid())  # for the ranks that it starts
         hide_notices()
         refuse_unfit_torchao()
         sys.excepthook = in_place_of_torchruns_report

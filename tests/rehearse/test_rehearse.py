@@ -576,6 +576,23 @@ def test_the_example_is_answered_as_the_page_shows(rehearse: Rehearse) -> None:
         assert answer.found.splitlines()[0] in page
 
 
+def test_steps_that_differ_and_memory_in_pieces_are_told() -> None:
+    steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
+    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}
+    about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
+    first = Rehearsed(**about, status=0, steps=steps, rest=end)
+    assert first.verdict().endswith("; later steps may need more (see below)")
+    assert first.as_text().endswith("--steps 0 runs it to its end")
+    assert not Rehearsed(**about, status=0, steps=steps, rest={**end, "stopped": False}).rises
+    assert not Rehearsed(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises
+    error = {
+        "step": 6, "tried": False, "file": "train.py", "line": 1, "source": "x = y", "operation": "x = y",
+        "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
+    }  # fmt: skip
+    text = Rehearsed(**about, status=1, steps=steps, errors=[error], rest={**end, "error": "out of memory"}).as_text()
+    assert "enough is free, but not in one piece: PYTORCH_ALLOC_CONF=expandable_segments:True may help" in text
+
+
 def test_a_rehearsal_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     save = Figure.savefig

@@ -184,7 +184,8 @@ def from_all_ranks(value: Value) -> list[Value]:
     """Collective: every rank's value, in order of rank."""
     values = [value] * world_size()
     if dist.is_initialized():
-        dist.all_gather_object(values, value)
+        with explaining_failures("an exchange between the ranks"):
+            dist.all_gather_object(values, value)
     return values
 
 
@@ -192,7 +193,8 @@ def from_rank_0(value: Value) -> Value:
     """Collective: rank 0's value, on every rank."""
     values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(values)
+        with explaining_failures("an exchange between the ranks"):
+            dist.broadcast_object_list(values)
     return values[0]
 
 

@@ -13,6 +13,7 @@ from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.measure import Found
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_on_rollouts
+from torchtune_adaptive.rehearse.answer import FRAGMENTED
 from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 from torchtune_adaptive.text import count_of, format_bytes, in_columns
@@ -38,6 +39,8 @@ def text(found: Found) -> str:
         lines.append(f"train with: {command(found.question, found.rows)}")
     else:
         lines.append(found.why_not)
+        segments = FRAGMENTED.format("expandable_segments=True")
+        lines += [segments] * (found.rehearsed.fragmented and not found.question.plan.expandable_segments)
     return "\n".join([*lines, *(f"note: {note}" for note in notes(found))])
 
 

@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from torchtune_adaptive.dependencies import LAUNCHER_PID
+
 LOOK_FOR_THE_LAUNCHER_S = 1.0
 _STARTED = 19
 """Where a process began, behind its name in /proc/PID/stat."""
@@ -37,7 +39,21 @@ def end_with_the_launcher() -> None:
     """Ends this rank as soon as torchrun is gone, even by SIGKILL. PR_SET_PDEATHSIG would watch only the thread of the
     launcher that started it, which may end earlier."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        if _is_gone_already(os.getppid()):
+            os.kill(os.getpid(), signal.SIGKILL)
         threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+
+
+def _is_gone_already(parent: int) -> bool:
+    """Whether the launcher ended while this rank imported torch, so that its parent is now another process: one that
+    neither is what `tune run` has said of itself, nor got that said from another."""
+    said = os.environ.get(LAUNCHER_PID, str(parent))
+    if said == str(parent):
+        return False
+    try:
+        return f"{LAUNCHER_PID}={said}" not in Path(f"/proc/{parent}/environ").read_text(errors="replace").split("\0")
+    except OSError:  # another user's
+        return Path("/proc/self/environ").exists()
 
 
 def _end_without(launcher: int) -> None:

@@ -11,11 +11,14 @@ from typing import Any
 
 GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
+RISES = 1.02
+"""Steps differ if one allocates so many times as much as another."""
+FRAGMENTED = "enough is free, but not in one piece: {} may help"
 INTEGER, MASK = "integer", "mask"
 """What is guessed where a size may follow from it."""
 _GUESSED = {
     INTEGER: "an integer that the card would have computed was read as 0 at {places}: if a length or a number of "
-    "rows follows from it, training needs more",
+    "rows follows from it, training needs more (a fixed number in its place shows how much)",
     MASK: "a mask that the card would have computed selected everything at {places}: training needs less there",
 }
 _OF_ZERO = re.compile(r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)")
@@ -106,6 +109,18 @@ class Rehearsed:
     def all_peaks(self) -> list[dict[str, Any]]:
         return [*self.steps, *([{**self.rest, "step": None}] if self.rest else [])]
 
+    @property
+    def rises(self) -> bool:
+        """Whether the script was stopped after steps that need different amounts: later ones may need more."""
+        later = [each["allocated_bytes"] for each in self.steps[2:]]
+        return bool(self.rest.get("stopped")) and len(later) > 1 and max(later) > RISES * min(later)
+
+    @property
+    def fragmented(self) -> bool:
+        """Whether it ran out of memory with enough free, but not in one piece."""
+        error = self.out_of_memory
+        return error is not None and self.usable_bytes - error["allocated_bytes"] >= error["asked_bytes"]
+
     def verdict(self) -> str:
         guessed = "; a value that may decide on sizes was guessed (see below)" if self.guesses else ""
         if (error := self.out_of_memory) is not None:
@@ -144,7 +159,8 @@ class Rehearsed:
         errors = f"{len(self.caught)} out-of-memory error{'s' * (len(self.caught) != 1)}"
         recovered = f"; the script recovered from {errors}" if self.caught else ""
         idle = "; an optimizer took no step (see below)" if self.rest.get("idle_bytes") else ""
-        return f"{fits}; {flushed}{recovered}{guessed}{idle}"
+        rises = "; later steps may need more (see below)" if self.rises else ""
+        return f"{fits}; {flushed}{recovered}{guessed}{idle}{rises}"
 
     def as_text(self) -> str:
         lines = [self.verdict()]
@@ -166,6 +182,7 @@ class Rehearsed:
                 f"requested {_size(error['asked_bytes'])}; "
                 f"free {_size(error['free_bytes'])} on the card, {_size(cached)} in the allocator's cache",
             ]
+            lines += [FRAGMENTED.format("PYTORCH_ALLOC_CONF=expandable_segments:True")] * self.fragmented
             lines += [
                 f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
             ]
@@ -177,7 +194,9 @@ class Rehearsed:
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
                 *[told.format(places=places) for what, told in _GUESSED.items() if (places := self._guessed(what))],
             ]
-        if idle := self.rest.get("idle_bytes"):
+        if self.rises:
+            lines.append("these steps need different amounts, and the script goes on: --steps 0 runs it to its end")
+        if (idle := self.rest.get("idle_bytes")) and self.status == 0:
             lines.append(
                 f"an optimizer of {_size(idle)} of parameters took no step, so neither its state nor their gradients "
                 "may be counted: --steps runs more"

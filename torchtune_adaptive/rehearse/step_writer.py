@@ -79,11 +79,11 @@ class StepWriter:
         self._reading.add(self._peaks.read())
         self._write_end(self._reading, error)
 
-    def _write_end(self, after_last_step: Usage, error: BaseException | None = None) -> None:
+    def _write_end(self, after_last_step: Usage, error: BaseException | None = None, *, stopped: bool = False) -> None:
         idle = {_updated(each): each for each in self._optimizers if _updated(each) not in self._have_stepped}
         weights = [weight for each in idle.values() for group in each.param_groups for weight in group["params"]]
         idle_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in weights if each.is_cuda)
-        ended = {"error": _error(error), "replays": self._replays, "idle_bytes": idle_bytes}
+        ended = {"error": _error(error), "replays": self._replays, "idle_bytes": idle_bytes, "stopped": stopped}
         self.write("end", {**after_last_step.figures(), **ended})
 
     def _tried(self) -> None:
@@ -112,7 +112,7 @@ class StepWriter:
         self.write("step", {"step": self.steps, **self._reading.figures()})
         self._reading, self._stepped = Usage(), set()
         if self.steps == self._most_steps:
-            self._write_end(Usage())
+            self._write_end(Usage(), stopped=True)
             flush()
             os._exit(0)  # nothing that the script catches, or does at its end
 

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.dependencies import in_place_of_torchruns_report
+from torchtune_adaptive.dependencies import LAUNCHER_PID, in_place_of_torchruns_report
 from torchtune_adaptive.life.launcher import tell_the_launcher
 
 RANK = """
@@ -63,6 +63,17 @@ def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process(tmp_path
     finally:
         if is_there(rank):
             os.kill(rank, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("parent_was_told", [False, True])
+def test_a_rank_whose_launcher_is_gone_before_it_looks_ends_at_once(parent_was_told: bool) -> None:
+    looks = "from torchtune_adaptive.life.launcher import end_with_the_launcher as end; end(); print('goes on')"
+    started = [sys.executable, "-c", looks]
+    if parent_was_told:  # another launcher, started by what `tune run` had started
+        started = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *started]
+    gone = {"TORCHELASTIC_RUN_ID": "any", LAUNCHER_PID: str(2**22 + 1)}
+    ended = subprocess.run(started, env={**os.environ, **gone}, capture_output=True, text=True, timeout=30 * PATIENCE)
+    assert (ended.returncode, ended.stdout) == ((0, "goes on\n") if parent_was_told else (-signal.SIGKILL, ""))
 
 
 def test_tune_run_ends_with_the_message_of_the_rank_that_failed_first(
