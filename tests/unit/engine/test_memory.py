@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.recipes.metering import profiled
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory, Gauge
-from torchtune_adaptive.engine.meter import MemoryMeter, limited_memory
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.text import parse_size
 
 MIB = 1 << 20
@@ -22,13 +21,6 @@ MIB = 1 << 20
 
 def a_mebibyte() -> torch.Tensor:
     return torch.ones(MIB, dtype=torch.uint8)
-
-
-def test_a_limit_below_what_stays_between_steps_is_refused_with_both():
-    message = "weights and optimizer state take 1.0 MiB, but the limit is 512.0 KiB"
-    limited = limited_memory(parse_size("0.5MiB", "memory_limit"), torch.device("cpu"), [a_mebibyte()])
-    with pytest.raises(ConfigError, match=message), limited:
-        pass
 
 
 def test_counts_what_is_alive_and_remembers_the_peak():
