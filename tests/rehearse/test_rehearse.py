@@ -446,8 +446,9 @@ def test_an_optimizer_that_takes_no_step_is_told_and_one_that_goes_by_values_is_
     assert "LBFGS" in other.found["verdict"]
 
 
-def test_a_closed_standard_input_and_an_unbuffered_python_change_nothing(rehearse: Rehearse, tmp_path: Path) -> None:
-    rehearse(dedent(ONE_STEP))
+def test_a_closed_standard_input_and_an_unbuffered_python_change_nothing(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text(dedent(ONE_STEP))
     command = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--", "python", "-u", "train.py"]
     closed = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100

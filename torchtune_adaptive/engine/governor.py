@@ -125,19 +125,18 @@ class Governor:
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
         what = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
-        alone = self._row_retried_in != step and all(microbatch.rows == 1 for microbatch in failed.values())
-        if after is None and not alone:
-            what += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
-            return self._note(EXHAUSTED, step, what, before, failed)
-        self.recoveries += 1
-        largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
-        if after is None or alone:
+        if self._row_retried_in != step and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._row_retried_in = step
             remark = self._step_down(self._size)  # the size it has, unless on probation
             change = f"a single row failed and is retried once, other rows in microbatches of at most {self.limit}"
+        elif after is None:
+            what += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
+            return self._note(EXHAUSTED, step, what, before, failed)
         else:
             remark = self._step_down(after.size)
+            largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
             change = f"microbatch {before.size_of(*largest)} -> {self.limit}"
+        self.recoveries += 1
         return self._note(RECOVERY, step, f"{what}: {change}, step repeated{remark}", before, failed)
 
     def completed(self, step: int, rate: float, retrying: Mapping[int, Microbatch]) -> Change | None:
