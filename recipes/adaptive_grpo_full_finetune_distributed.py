@@ -55,7 +55,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
         """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
         batch = prepared(self.iterations.answered(prompts, number), self._grpo)
         for share in updates_of(batch.rollouts, batch.of_a_rank, self._grpo.ppo_epochs, self.run.progress.seed):
-            policy = self.stages.run(TRAIN_POLICY, share, number)
+            policy = self.stages.run_stage(TRAIN_POLICY, share, number)
             self.iterations.update(batch.divisor, figures_of_update(policy, batch.divisor))
         return batch.figures
 

@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import advice, answer
-from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
+from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.text import count_of
 
@@ -38,7 +38,7 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
         if several or each.lengths:
             steps = f"{each.steps} steps of {each.length} tokens at most, {count_of(each.ranks, 'rank')}"
             print(f"rehearsing {steps}", file=sys.stderr, flush=True)
-        answers.append(measure(each))
+        answers.append(rehearse_recipe(each))
         if as_table:
             print(answer.text(answers[-1]), flush=True)
     fits = any(found.fits for found in answers)

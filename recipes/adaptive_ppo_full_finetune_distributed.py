@@ -55,8 +55,8 @@ class AdaptivePPOFullFinetuneDistributed:
         ppo, everyone = self._ppo, self.iterations.answered(prompts, number)
         figures = keep_advantages(everyone, ppo)
         for share in updates_of(everyone, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
-            value = self.stages.run(TRAIN_VALUE, share, number)
-            policy = self.stages.run(TRAIN_POLICY, share, number)
+            value = self.stages.run_stage(TRAIN_VALUE, share, number)
+            policy = self.stages.run_stage(TRAIN_POLICY, share, number)
             summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
             self.iterations.update(summed_over, figures_of_update(value, policy, self._loss))
         return figures

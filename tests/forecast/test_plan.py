@@ -19,8 +19,8 @@ from torchtune_adaptive.demo.dataset import demo_dataset
 from torchtune_adaptive.demo.tokenizer import demo_tokenizer
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import advice
-from torchtune_adaptive.forecast.measure import Found, measure
 from torchtune_adaptive.forecast.question import Question, read_question
+from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
 
 GIB = 2**30
 SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -115,7 +115,7 @@ def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
     def nothing_fits(candidate: Question) -> Found:
         raise AdaptiveError(f"{candidate.batch_size} rows do not fit")
 
-    monkeypatch.setattr(advice, "measure", nothing_fits)
+    monkeypatch.setattr(advice, "rehearse_recipe", nothing_fits)
     words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
     cfg = read_config(locate("adaptive/demo/full"), words)
     assert list(advice.advise(read_question(cfg, "", words))) == []
@@ -153,7 +153,7 @@ def test_lengths_may_be_those_of_the_configs_own_dataset() -> None:
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
     asked = question(12, alike=True)
-    found, ranks = measure(asked).rehearsed, trained(asked)
+    found, ranks = rehearse_recipe(asked).rehearsed, trained(asked)
     assert len(ranks) == 2
     for rank in ranks:
         assert errors_and_flushes(found) == errors_and_flushes(rank)

@@ -18,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.results import save
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.measure import measure, rehearsed_config
 from torchtune_adaptive.forecast.question import Question
+from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe, rehearsed_config
 from torchtune_adaptive.null_cuda import environment
-from torchtune_adaptive.rehearse.answer import Rehearsed
+from torchtune_adaptive.rehearse.rehearsed import Rehearsed
 
 RANKS = 2
 SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -69,7 +69,10 @@ def main(steps: int = 200) -> None:
     rows = []
     for alike in True, False:
         asked = question(steps, alike=alike)
-        found = {"rehearsed": measure(asked).rehearsed, **{f"rank {each.rank}": each for each in trained(asked)}}
+        found = {
+            "rehearsed": rehearse_recipe(asked).rehearsed,
+            **{f"rank {each.rank}": each for each in trained(asked)},
+        }
         by_step = {name: errors_and_flushes(each) for name, each in found.items()}
         row = {
             "ranks have the same lengths": alike,

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
 from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.forecast.measure import Found, measure
 from torchtune_adaptive.forecast.question import read_question
+from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
 
 LENGTHS, LONGEST = "300:2048", 2048
 """Median and longest, drawn as those of instructions."""
@@ -30,7 +30,7 @@ def rehearsed(name: str, memory_gb: int, given: tuple[str, ...] = (), **asked: A
     assert isinstance(cfg, DictConfig)
     plan = {"world_size": RANKS, "memory_limit": f"{memory_gb}GB", "sequence_length": LONGEST, **asked}
     merged = OmegaConf.merge(cfg, OmegaConf.create(plan), OmegaConf.from_dotlist(list(given)))
-    return measure(read_question(DictConfig(merged), name, given))
+    return rehearse_recipe(read_question(DictConfig(merged), name, given))
 
 
 def figures(found: Found) -> dict[str, Any]:

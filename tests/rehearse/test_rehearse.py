@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import Rehearse
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.picture import draw
+from torchtune_adaptive.rehearse.rehearsed import Rehearsed
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

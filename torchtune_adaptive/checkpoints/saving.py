@@ -210,7 +210,7 @@ class Checkpoints:
         """The newest complete checkpoint: what a user goes on from when the run ends here."""
         return THIS_RUN.newest
 
-    def make_room(self) -> None:
+    def remove_overwritten(self) -> None:
         """On rank 0: removes another run's checkpoints, once nothing but training itself can fail any more."""
         if self._start.overwrites and dist.get_rank() == 0:
             removed = count_of(self._start.overwrites, "checkpoint")

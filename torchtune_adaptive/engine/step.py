@@ -4,8 +4,9 @@ A step is a fixed list of samples. What fits is a limit. Running out of memory c
 
 1. Plan: the samples are split into microbatches under the limit, equally many on every rank.
 2. Microbatches: forward and backward, one after another, while the ledger counts FSDP's collectives.
-3. Failure: a rank that runs out of memory drops everything that the attempt has allocated.
-4. Drain: it issues the collectives that its peers still expect of it, with zeros. Now all ranks are at one position.
+3. Failure: a rank runs out of memory, and the pass that failed is forgotten.
+4. Drain: that rank drops everything else that the attempt has allocated, and issues the collectives that its peers
+   still expect of it, with zeros. Now all ranks are at one position.
 5. Agreement: every rank gets one small table of all ranks' reports.
 6. If no rank failed, gradients are complete. Otherwise all ranks discard theirs, restore their random generators, and
    start again at 1. The limit is now smaller, and equal on all ranks; if only single rows failed, it first stays.

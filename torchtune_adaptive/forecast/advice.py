@@ -12,8 +12,8 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.forecast.measure import Found, measure
 from torchtune_adaptive.forecast.question import Overrides, Question, changed
+from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
 from torchtune_adaptive.forecast.which_recipe import is_lora, training_of
 from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
@@ -51,7 +51,7 @@ def advise(question: Question) -> Iterator[Tried]:
         of = f"{count_of(candidate.ranks, 'rank')}, {candidate.length} tokens"
         print(f"trying {' '.join(overrides)} ({of})", file=sys.stderr, flush=True)
         try:
-            tried = Tried(overrides, measure(candidate))
+            tried = Tried(overrides, rehearse_recipe(candidate))
         except AdaptiveError as error:
             print(f"{' '.join(overrides)}: {str(error).splitlines()[0]}", file=sys.stderr)
             continue

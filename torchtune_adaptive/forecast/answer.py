@@ -10,11 +10,11 @@ from typing import Any
 
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import value_at
-from torchtune_adaptive.forecast.measure import Found
 from torchtune_adaptive.forecast.question import Question
+from torchtune_adaptive.forecast.rehearse_recipe import Found
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_on_rollouts
-from torchtune_adaptive.rehearse.answer import FRAGMENTED
 from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
+from torchtune_adaptive.rehearse.rehearsed import FRAGMENTED
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
@@ -171,6 +171,6 @@ def as_json(answers: Sequence[Found], alternatives: Sequence[Row] = ()) -> str:
             for found in answers
             if found.question.lengths
         ],
-        "notes": [*said, *(found.why_not for found in answers if not found.fits)],
+        "notes": [*said, *(f"{_heading(found.question)}: {found.why_not}" for found in answers if not found.fits)],
     }
     return json.dumps(answer, indent=2)

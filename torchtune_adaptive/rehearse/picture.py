@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from torchtune_adaptive.rehearse.answer import GIB, Rehearsed
+from torchtune_adaptive.rehearse.rehearsed import GIB, Rehearsed
 
 # Okabe and Ito's colours, which can be told apart with any colour vision
 _BLUE, _SKY, _RED, _INK = "#0072B2", "#56B4E9", "#D55E00", "#333333"

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from torchtune_adaptive.null_cuda import environment
-from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.launchers import ONE_MACHINE, CannotRehearse, likely_ranks
+from torchtune_adaptive.rehearse.rehearsed import Rehearsed
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""

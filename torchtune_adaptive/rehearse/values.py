@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_value
 from torch.utils._pytree import tree_map
 
-from torchtune_adaptive.rehearse.answer import INTEGER, MASK
 from torchtune_adaptive.rehearse.one_of_many import replace
+from torchtune_adaptive.rehearse.rehearsed import INTEGER, MASK
 
 LARGE = 2**20
 """Elements of a tensor that is read as it is, and of a weight that is not drawn."""

@@ -62,7 +62,7 @@ class Iterations:
         with self.trainer.limited_memory() as memory:
             limits = LimitFinder(self.trainer, self.stages, rl).find(memory)
         self.stages.runners.use_limits(limits)
-        run.checkpoints.make_room()
+        run.checkpoints.remove_overwritten()
         self.trainer.course = Course(epochs=epochs, limits=limits)
         self.optimization.start_schedule(
             total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
@@ -114,12 +114,12 @@ class Iterations:
                 rollout.results.clear()
             rollouts += [groups[0][1][0].filler() for _ in range(missing * size)]
             for name in (GENERATE, FIND_REWARDS) if FIND_REWARDS in self.stages.by_name else (GENERATE,):
-                self.stages.run(name, rollouts, iteration)
+                self.stages.run_stage(name, rollouts, iteration)
             self.rewards.score(pending)
         mine = [rollout for _, group in groups for rollout in group]
         for name, stage in self.stages.by_name.items():
             if stage.trains is None and name not in (GENERATE, FIND_REWARDS):
-                self.stages.run(name, mine, iteration)
+                self.stages.run_stage(name, mine, iteration)
         everyone = gathered(mine)
         if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
             self.rewards.show(self.run.journal, everyone[:size], iteration)

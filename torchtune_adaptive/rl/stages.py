@@ -98,7 +98,7 @@ class RolloutStages:
         self.results.clear()
         self.seconds.clear()
 
-    def run(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
+    def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
         """Collective: one stage. Where gathered parameters leave no room for one row, they are given up."""
         began = time.perf_counter()
         try:

@@ -126,7 +126,7 @@ def plan_course(trainer: Trainer) -> None:
         for stage in earlier:
             if stage in limits:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
-        run.checkpoints.make_room()
+        run.checkpoints.remove_overwritten()
     resize = None
     if schedule.asks_what_was_measured(increase):
         resize = partial(schedule.size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows_that_fit)

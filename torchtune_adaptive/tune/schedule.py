@@ -209,7 +209,15 @@ def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> Epoc
     microbatches = math.ceil(samples / most_rows)
     rows, growth = math.ceil(samples / microbatches), samples / settings.samples_per_step
     lr_factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling]
-    return EpochSizes(epoch, rows, microbatches, rows, samples, steps=0, lr_factor=lr_factor)
+    return EpochSizes(
+        epoch,
+        batch_size=rows,
+        microbatches=microbatches,
+        microbatch_rows=rows,
+        samples_per_step=samples,
+        steps=0,
+        lr_factor=lr_factor,
+    )
 
 
 def _filled(sizes: EpochSizes, samples: int, steps_done: int = 0) -> EpochSizes:

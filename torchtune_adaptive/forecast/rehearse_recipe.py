@@ -19,8 +19,8 @@ from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import trains_on_rollouts
 from torchtune_adaptive.null_cuda import NullCudaError
-from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.process import rehearse
+from torchtune_adaptive.rehearse.rehearsed import Rehearsed
 from torchtune_adaptive.tune.fit import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
@@ -66,7 +66,7 @@ class Found:
         return {name: max((step[name] for step in self.rehearsed.steps), default=0) for name in names}
 
 
-def measure(question: Question) -> Found:
+def rehearse_recipe(question: Question) -> Found:
     """Raises AdaptiveError where the recipe refuses the config, for any other reason than memory."""
     with tempfile.TemporaryDirectory(prefix="forecast-") as name:
         folder = Path(name)
