@@ -19,8 +19,10 @@ from torchtune_adaptive.demo.dataset import demo_dataset
 from torchtune_adaptive.demo.tokenizer import demo_tokenizer
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import advice
+from torchtune_adaptive.forecast.answer import command
 from torchtune_adaptive.forecast.question import Question, read_question
 from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
+from torchtune_adaptive.rehearse.rehearsed import Rehearsed
 
 GIB = 2**30
 SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -46,14 +48,14 @@ def answer(config: str, *words: str, cwd: Path) -> Any:
 
 
 def test_what_fits_is_what_a_run_with_that_batch_size_takes(tmp_path: Path) -> None:
-    question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512")
+    question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False")
     found = answer(*question, cwd=tmp_path)
     (chosen,) = (row for row in found["predictions"] if row["chosen"])
     assert chosen["rows"] > 8
     assert chosen["allocated_bytes"] < chosen["reserved_bytes"] <= chosen["usable_bytes"] == 3 * GIB
     (command,) = found["commands"]
     assert f"batch_size={chosen['rows']}" in command
-    given = answer(*question, f"batch_size={chosen['rows']}", "use_maximum_batch_size=False", cwd=tmp_path)
+    given = answer(*question, f"batch_size={chosen['rows']}", cwd=tmp_path)
     (row,) = given["predictions"]
     assert (row["rows"], row["fits"], row["allocator_retries"]) == (chosen["rows"], True, 0)
     assert row["reserved_bytes"] == pytest.approx(chosen["reserved_bytes"], rel=0.03)  # it begins with no cache
@@ -123,6 +125,20 @@ def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
     fewer = "use_maximum_batch_size=True"
     assert said[:2] == [f"trying {fewer} (1 rank, 256 tokens)", f"{fewer}: None rows do not fit"]
     assert sum("64 rows" in line for line in said) == len(said) // 2 - 1
+
+
+def test_where_fewer_rows_fit_nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits(candidate: Question) -> Found:
+        rehearsed = Rehearsed(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
+                              steps=[{"allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}])  # fmt: skip
+        return Found(candidate, rehearsed, {"": {"rows": 8}}, "")
+
+    monkeypatch.setattr(advice, "rehearse_recipe", fits)
+    words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
+    asked = read_question(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
+    (tried,) = advice.advise(asked)
+    # as many samples a step
+    assert " batch_size=64 use_maximum_batch_size=True " in command(tried.found.question, tried.found.rows)
 
 
 def test_a_signal_ends_all_questions_and_not_only_the_one_that_is_asked() -> None:

@@ -155,6 +155,31 @@ def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
     assert (held["parameters"], held["gradients"]) == (shards, shards)
 
 
+def test_ddps_buckets_and_a_loss_outside_of_modules_are_told_in_every_step(rehearse: Rehearse) -> None:
+    script = """
+        import torch, torch.distributed as dist
+        import torch.nn.functional as F
+
+        dist.init_process_group("nccl")
+        model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False) for _ in range(4)]).cuda()
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        for rows in 100, 100, 20000:
+            logits = model(torch.randn(rows, 4096, device="cuda"))
+            loss = F.cross_entropy(logits, torch.zeros(rows, dtype=torch.long, device="cuda"))
+            if rows > 100:
+                torch.empty(2**40, device="cuda")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    error = rehearse(script, "--ranks", "2").found["out_of_memory"]
+    held = error["held_bytes"]
+    assert error["step"] == 3
+    assert held["FSDP and DDP buffers"] == pytest.approx(WEIGHTS, rel=0.01)
+    assert held["activations"] >= 4 * 20000 * 4096 * 4 + 20000 * 4096 * 4  # of layers and of the loss
+
+
 def test_what_is_offloaded_takes_no_memory_of_this_machine(rehearse: Rehearse) -> None:
     script = """
         import resource, torch
@@ -583,8 +608,12 @@ def test_steps_that_differ_and_memory_in_pieces_are_told() -> None:
     about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
     first = Rehearsed(**about, status=0, steps=steps, rest=end)
     assert first.verdict().endswith("; later steps may need more (see below)")
-    assert first.as_text().endswith("--steps 0 runs it to its end")
+    assert "need different amounts, and the script goes on: --steps 0 runs" in first.as_text()
     assert not Rehearsed(**about, status=0, steps=steps, rest={**end, "stopped": False}).rises
+    alike = Rehearsed(**about, status=0, steps=steps[:1] * 5, rest=end)
+    assert alike.as_text().endswith("such as saving, is not rehearsed: --steps 0 runs the script to its end")
+    failed = Rehearsed(**about, status=1, rest={**end, "error": "KeyError: 'LOCAL_RANK'"})
+    assert failed.verdict().endswith("put torchrun before the script)")
     assert not Rehearsed(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises
     error = {
         "step": 6, "tried": False, "file": "train.py", "line": 1, "source": "x = y", "operation": "x = y",

@@ -410,7 +410,7 @@ def find_max_batch_size(
             if result.rows >= whole_step_rows:
                 return replace(result, accumulates=False, reason=f"{result.reason}; a step is one microbatch")
         result = search_rows(prober.measure)
-        return replace(result, reason=f"{result.reason}; beside accumulated gradients")
+        return replace(result, reason=f"{result.reason}; with accumulated gradients in memory")
 
 
 def profile_memory(

@@ -24,6 +24,7 @@ MOST_MORE_RANKS = 8
 IN_8_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
 TAKEN_IN_8_BITS = {COMPONENT, "lr", "betas", "eps", "weight_decay", "amsgrad"}
 SMALL_LORA_RANK = 8
+FEWER_ROWS: Overrides = ("use_maximum_batch_size=True",)
 EVERY_SECOND_LAYER: Overrides = ("enable_activation_checkpointing=False", "ac_mode=selective", "ac_option=2")
 
 
@@ -58,13 +59,13 @@ def advise(question: Question) -> Iterator[Tried]:
         if tried.found.fits or everything:
             yield tried
         fitting += tried.found.fits
-        if fitting == ENOUGH and not everything:
+        if not everything and (fitting == ENOUGH or (tried.found.fits and overrides == FEWER_ROWS)):
             return
 
 
 def _candidates(question: Question) -> Iterator[tuple[Question, Overrides]]:
     """Single changes; then each with all that cost less, and more ranks."""
-    fewer: list[Overrides] = [("use_maximum_batch_size=True",)] * ((question.batch_size or 1) > 1)
+    fewer = [FEWER_ROWS] * ((question.batch_size or 1) > 1)
     single = [*fewer, *savers(question.cfg, question.ranks)]
     for overrides in single:
         yield question.changed(overrides), overrides

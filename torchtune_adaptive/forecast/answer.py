@@ -68,13 +68,14 @@ def rows_of(found: Found) -> Iterator[Row]:
         for probe in search.get("probes") or search["points"]:
             peak, phases = probe["peak"], probe["peak"]["phase_bytes"]
             chosen = found.fits and probe["rows"] == search.get("rows")
+            of_steps = chosen and not stage and not found.question.lengths  # which are of such rows then
             yield {
                 **base,
                 "stage": stage,
                 "tokens": probe["length"] or found.question.length,
                 "rows": probe["rows"],
                 "allocated_bytes": max(phases.values()) if peak["fits"] else None,
-                "reserved_bytes": (most["reserved_bytes"] or None) if chosen and not stage else None,
+                "reserved_bytes": (most["reserved_bytes"] or None) if of_steps else None,
                 "bound_by": max(phases, key=phases.get) if phases else None,
                 "fits": peak["fits"],
                 "allocator_retries": peak["retries"],
@@ -110,7 +111,8 @@ def notes(found: Found) -> list[str]:
     question, cfg, rolls_out = found.question, found.question.cfg, trains_on_rollouts(found.question.cfg)
     given = question.plan.sequence_length or question.lengths or value_at(cfg, "tokenizer.max_seq_len")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
-    other_rows = found.fits and not rolls_out and found.rows not in (None, configured)
+    searches = rolls_out or cfg.get("use_maximum_batch_size")
+    other_rows = found.fits and not searches and found.rows not in (None, configured)
     overhead = format_bytes(question.overhead_bytes)
     said = {
         f"{overhead} are left to the CUDA context, NCCL and libraries (memory_overhead)": True,
@@ -135,10 +137,8 @@ def command(question: Question, rows: int | None) -> str:
     changes: dict[str, object] = {}
     if trains_on_rollouts(cfg):
         changes["use_maximum_batch_size"] = True
-    elif rows is not None:
+    elif rows is not None and not cfg.get("use_maximum_batch_size"):  # else the run finds them itself
         changes["batch_size"] = rows
-        if cfg.get("use_maximum_batch_size"):
-            changes["use_maximum_batch_size"] = False
     if question.plan.sequence_length is not None and value_at(cfg, "tokenizer.max_seq_len") != question.length:
         changes["tokenizer.max_seq_len"] = question.length
     if question.plan.memory_limit is not None and question.settings.adaptive.memory_limit is not None:

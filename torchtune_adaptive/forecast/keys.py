@@ -50,7 +50,7 @@ class PlanSettings:
     format: str = option(one_of("table", "json"), "table")
     """output format; `json` has everything, including settings that were tried and steps over time"""
     advise: bool | None = option(BOOL | NULL, None)
-    """`True`: try other settings too. null: only if not even one row fits. `False`: never"""
+    """`True`: try other settings too. null: only if it does not fit. `False`: never"""
 
     @property
     def several_ranks(self) -> tuple[int, ...]:

@@ -10,16 +10,22 @@ from typing import Any
 import torch
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-BUFFERS, ACTIVATIONS, BACKWARD, OTHER = "FSDP and DDP buffers", "activations", "backward pass", "other"
+BUFFERS, ACTIVATIONS, BACKWARD = "FSDP and DDP buffers", "activations", "backward pass"
+STATE_DICT, OTHER = "state dict", "other"
 
 _Frames = tuple[tuple[str, str], ...]
 """Ends of files and functions in them."""
 
 _BEFORE_OWNERS: _Frames = (("_fully_shard/_fsdp_collectives.py", ""), ("_fully_shard/_fsdp_common.py", "alloc_storage"))
 """Where FSDP2 makes what it fills by communicating. Its parameters are there while they are whole."""
-_FSDP_AND_DDP: _Frames = (("/torch/distributed/fsdp/", ""), ("/torch/nn/parallel/distributed.py", "_ddp_init_helper"))
+_FSDP_AND_DDP: _Frames = (
+    ("/torch/distributed/fsdp/", ""),
+    ("/torch/nn/parallel/distributed.py", "_ddp_init_helper"),
+    ("/torch/nn/parallel/distributed.py", "_pre_forward"),  # makes other buckets, once it has seen a backward
+)
 _OPTIMIZER: _Frames = (("/torch/optim/", ""),)
-_MODULES: _Frames = (("/torch/nn/modules/module.py", "_call_impl"),)
+_MODULES: _Frames = (("/torch/nn/modules/module.py", "_call_impl"), ("/torch/nn/functional.py", ""))
+_STATE_DICT: _Frames = (("/torch/distributed/checkpoint/", ""),)
 
 
 def holders(device: int) -> dict[str, int]:
@@ -41,7 +47,7 @@ def _holder(block: dict[str, Any], owners: dict[int, str]) -> str:
         return owner
     if not frames:  # autograd's own thread
         return BACKWARD
-    by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES}
+    by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES, STATE_DICT: _STATE_DICT}
     return next((holder for holder, where in by_frames.items() if _any_in(frames, where)), OTHER)
 
 

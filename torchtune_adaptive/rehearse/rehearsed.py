@@ -23,6 +23,8 @@ _GUESSED = {
 }
 _OF_ZERO = re.compile(r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)")
 """Errors of Python that a number of 0 makes."""
+_OF_NO_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
+"""Errors of a script that only runs under torchrun."""
 _KILLED_BY: dict[int, str] = {
     signal.SIGKILL: " (is this machine out of memory?)",
     signal.SIGBUS: " (is /dev/shm full? If not, remove ~/.cache/torchtune_adaptive, whose library may be cut off)",
@@ -138,7 +140,8 @@ class Rehearsed:
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
             by_zero = " (in a rehearsal, the card's numbers are 0)" if _OF_ZERO.match(why) else ""
-            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{by_zero}{guessed}"
+            alone = " (torchrun sets it: put torchrun before the script)" if _OF_NO_LAUNCHER.match(why) else ""
+            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{by_zero}{alone}{guessed}"
         if self.given_up is not None:
             return (
                 f"no answer: the script caught an out-of-memory error in step {self.given_up['step']}, took no step "
@@ -194,9 +197,14 @@ class Rehearsed:
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
                 *[told.format(places=places) for what, told in _GUESSED.items() if (places := self._guessed(what))],
             ]
-        if self.rises:
-            lines.append("these steps need different amounts, and the script goes on: --steps 0 runs it to its end")
-        if (idle := self.rest.get("idle_bytes")) and self.status == 0:
+        if self.rest.get("stopped"):
+            why = (
+                "these steps need different amounts, and the script goes on"
+                if self.rises
+                else "stopped here, so what follows, such as saving, is not rehearsed"
+            )
+            lines.append(f"{why}: --steps 0 runs the script to its end")
+        if (idle := self.rest.get("idle_bytes")) and self.fits:
             lines.append(
                 f"an optimizer of {_size(idle)} of parameters took no step, so neither its state nor their gradients "
                 "may be counted: --steps runs more"

@@ -61,7 +61,7 @@ def test_gradients_of_an_earlier_microbatch_are_held_only_where_a_step_has_sever
         found = search_within(trained.step(), meter, budget, strategy=strategy, whole_step_rows=whole_step_rows)
     assert found.rows == rows
     assert found.accumulates == (rows == 9)
-    assert ("beside accumulated gradients" if found.accumulates else "a step is one microbatch") in found.reason
+    assert ("accumulated gradients in memory" if found.accumulates else "a step is one microbatch") in found.reason
 
 
 def test_without_boundaries_the_answer_is_the_same():
