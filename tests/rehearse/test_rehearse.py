@@ -155,6 +155,43 @@ def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
     assert (held["parameters"], held["gradients"]) == (shards, shards)
 
 
+def test_a_step_that_some_optimizers_have_taken_is_not_over_when_memory_runs_out(rehearse: Rehearse) -> None:
+    script = """
+        import sys, torch
+
+        nets = [torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(2)]).cuda() for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters()) for net in nets]
+        for iteration in 1, 2, 3:
+            for optimizer, net in zip(optimizers, nets):
+                rows = 2**20 if iteration == int(sys.argv[1]) and net is nets[1] else 8
+                optimizer.step(lambda: net(torch.zeros(rows, 1024, device="cuda")).sum().backward())
+    """
+    sizes = ("--memory", "10GiB", "--memory-overhead", "0")
+    for iteration in 1, 2:
+        answer = rehearse(script, *sizes, command=("train.py", str(iteration)))
+        error = answer.found["out_of_memory"]
+        assert (answer.status, error["step"], len(answer.found["steps"])) == (1, iteration, iteration - 1)
+        assert (
+            error["held_bytes"]["activations"] == 2**20 * 1024 * 4
+        )  # and not the optimizer's, which calls the forward
+
+
+def test_a_script_that_raises_its_own_error_for_memory_that_ran_out_does_not_fit(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        try:
+            torch.empty(2**40, device="cuda")
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("training has failed") CAUSE
+    """
+    answer = rehearse(script.replace("CAUSE", "from error"))
+    assert (answer.status, answer.found["fits"]) == (1, False)
+    answer = rehearse(script.replace("CAUSE", ""))
+    assert answer.status == 2
+    assert answer.found["verdict"].endswith("training has failed; memory had run out before (see below)")
+
+
 def test_ddps_buckets_and_a_loss_outside_of_modules_are_told_in_every_step(rehearse: Rehearse) -> None:
     script = """
         import torch, torch.distributed as dist
@@ -300,7 +337,7 @@ def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_o
     )
     answer = rehearse(script)
     assert (answer.status, answer.found["fits"], len(answer.found["caught"])) == (2, None, 1)
-    assert answer.found["verdict"].startswith("no answer: the script caught an out-of-memory error in step 2")
+    assert answer.found["verdict"].startswith("no answer: memory ran out in step 2, but the script ended with success")
     answer = rehearse(script, command=("train.py", "text"))
     assert answer.printed.endswith("that is all\n")
 

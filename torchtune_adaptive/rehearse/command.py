@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    if options.picture is not None and found.all_peaks:
+    if options.picture is not None and (found.steps or found.errors):
         from torchtune_adaptive.rehearse.picture import draw
 
         draw(found, options.picture)

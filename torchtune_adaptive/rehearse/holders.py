@@ -47,8 +47,10 @@ def _holder(block: dict[str, Any], owners: dict[int, str]) -> str:
         return owner
     if not frames:  # autograd's own thread
         return BACKWARD
+    # the innermost frame tells: FSDP1 calls the module, and an optimizer may call the whole forward
     by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES, STATE_DICT: _STATE_DICT}
-    return next((holder for holder, where in by_frames.items() if _any_in(frames, where)), OTHER)
+    told = (holder for frame in frames for holder, where in by_frames.items() if _any_in([frame], where))
+    return next(told, OTHER)
 
 
 def _any_in(frames: list[dict[str, Any]], where: _Frames) -> bool:

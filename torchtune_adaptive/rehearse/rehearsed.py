@@ -70,7 +70,8 @@ class Rehearsed:
             except ValueError:  # the script was killed while it wrote
                 continue
             found[record.pop("kind")].append(record)
-        found["step"] = found["step"] or found["first"]
+        if not found["end"]:
+            found["step"] = found["step"] or found["first"]
         about |= dict(*found["share"][-1:])
         return cls(
             **about,
@@ -141,11 +142,12 @@ class Rehearsed:
                 return f"no answer: {why.partition(': ')[2]}"
             by_zero = " (in a rehearsal, the card's numbers are 0)" if _OF_ZERO.match(why) else ""
             alone = " (torchrun sets it: put torchrun before the script)" if _OF_NO_LAUNCHER.match(why) else ""
-            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{by_zero}{alone}{guessed}"
+            memory = "; memory had run out before (see below)" if self._unfinished else ""
+            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{by_zero}{alone}{memory}{guessed}"
         if self.given_up is not None:
             return (
-                f"no answer: the script caught an out-of-memory error in step {self.given_up['step']}, took no step "
-                "after it, and ended with success"
+                f"no answer: memory ran out in step {self.given_up['step']}, but the script ended with success: the "
+                "error was caught, or ended a thread, and no step followed"
             )
         if not self.steps:
             return "no answer: no optimizer took a step in the script's own process"
@@ -176,7 +178,7 @@ class Rehearsed:
             ]
             left_out = len(self.steps) - len(self._shown())
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
-        if (error := self.out_of_memory or self.given_up) is not None:
+        if (error := self._unfinished) is not None and not self.fits:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
                 "",

@@ -93,17 +93,17 @@ def _say_where_it_waits(writer: StepWriter) -> None:
     done = -1
     while True:
         if writer.steps == done:
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            file, line = innermost(frame)
-            compiles = any("/torch/_dynamo/" in each.filename for each in traceback.extract_stack(frame))
-            why = "torch.compile is at work" if compiles else "values of the card are 0"
-            print(
-                f"rehearsal: no step for {SILENT_S} s, now at {file}:{line} ({why})",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"rehearsal: no step for {SILENT_S} s, now at {_place_of_main_thread()}", file=sys.stderr, flush=True)
         done = writer.steps
         time.sleep(SILENT_S)
+
+
+def _place_of_main_thread() -> str:
+    """A function of its own: whoever holds on to a frame keeps its tensors, too."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    file, line = innermost(frame)
+    compiles = any("/torch/_dynamo/" in each.filename for each in traceback.extract_stack(frame))
+    return f"{file}:{line} ({'torch.compile is at work' if compiles else 'values of the card are 0'})"
 
 
 def _leave(status: int) -> None:

@@ -74,14 +74,15 @@ class StepWriter:
         torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._stepped:
+        if self._first_is_over or (self._stepped and _error(error) is None):
             self._step_is_over()
         self._reading.add(self._peaks.read())
         self._write_end(self._reading, error)
 
     def _write_end(self, after_last_step: Usage, error: BaseException | None = None, *, stopped: bool = False) -> None:
-        idle = {_updated(each): each for each in self._optimizers if _updated(each) not in self._have_stepped}
-        weights = [weight for each in idle.values() for group in each.param_groups for weight in group["params"]]
+        weights = [
+            weight for each in self._idle().values() for group in each.param_groups for weight in group["params"]
+        ]
         idle_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in weights if each.is_cuda)
         ended = {"error": _error(error), "replays": self._replays, "idle_bytes": idle_bytes, "stopped": stopped}
         self.write("end", {**after_last_step.figures(), **ended})
@@ -107,6 +108,14 @@ class StepWriter:
         if self._stepped == self._all:
             self._step_is_over()
 
+    @property
+    def _first_is_over(self) -> bool:
+        """Whether every optimizer has taken part in the first step, though none has begun the next one."""
+        return self._all is None and bool(self._stepped) and not self._idle()
+
+    def _idle(self) -> dict[WeakIdRef, torch.optim.Optimizer]:
+        return {_updated(each): each for each in self._optimizers if _updated(each) not in self._have_stepped}
+
     def _step_is_over(self) -> None:
         self.steps += 1
         self.write("step", {"step": self.steps, **self._reading.figures()})
@@ -125,7 +134,7 @@ class StepWriter:
         self.write(
             "out_of_memory",
             {
-                "step": self.steps + 1 + (self._all is None and bool(self._stepped)),
+                "step": self.steps + 1 + self._first_is_over,
                 "tried": REHEARSAL.trying,
                 "file": where[0],
                 "line": where[1],
@@ -189,5 +198,7 @@ def _error(error: BaseException | None) -> str | None:
         return None if error.code in (None, 0) else f"exit status {error.code}"
     if error is None:
         return None
+    while not isinstance(error, torch.OutOfMemoryError) and error.__cause__ is not None:
+        error = error.__cause__
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     return re.split(r"\. GPU \d+ has", said)[0]  # torch's out of memory goes on for long
