@@ -176,6 +176,20 @@ def test_a_step_that_some_optimizers_have_taken_is_not_over_when_memory_runs_out
         )  # and not the optimizer's, which calls the forward
 
 
+def test_steps_end_though_each_trains_a_model_of_its_own(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        for _ in range(9):
+            model = torch.nn.Linear(1024, 1024).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            del optimizer
+    """
+    assert len(rehearse(script, "--steps", "3").found["steps"]) == 3
+
+
 def test_a_script_that_raises_its_own_error_for_memory_that_ran_out_does_not_fit(rehearse: Rehearse) -> None:
     script = """
         import torch
@@ -185,9 +199,9 @@ def test_a_script_that_raises_its_own_error_for_memory_that_ran_out_does_not_fit
         except torch.OutOfMemoryError as error:
             raise RuntimeError("training has failed") CAUSE
     """
-    answer = rehearse(script.replace("CAUSE", "from error"))
-    assert (answer.status, answer.found["fits"]) == (1, False)
     answer = rehearse(script.replace("CAUSE", ""))
+    assert (answer.status, answer.found["fits"]) == (1, False)
+    answer = rehearse(script.replace("CAUSE", "from None"))
     assert answer.status == 2
     assert answer.found["verdict"].endswith("training has failed; memory had run out before (see below)")
 

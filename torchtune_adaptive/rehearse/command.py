@@ -9,6 +9,7 @@ allocator reserves. `-m module`, `torchrun ...`, `tune run ...` and `accelerate 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,6 +100,6 @@ def _check_picture(options: argparse.Namespace) -> None:
 
 def _bytes(text: str) -> int:
     try:
-        return 0 if text == "0" else bytes_of(text)
+        return 0 if re.fullmatch(r"0\s*([KMG]i?B)?", text) else bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -98,8 +98,9 @@ class StepWriter:
             raise CannotRehearse("torch.optim.LBFGS keeps as many copies of the parameters as values ask for")
         reading, updates = self._peaks.read(), _updated(optimizer)
         self._have_stepped.add(updates)
-        if updates in self._stepped:
-            self._all = self._stepped
+        gone = any(each() is None for each in self._stepped)  # the next step has a model of its own
+        if gone or updates in self._stepped:
+            self._all = None if gone else self._stepped
             self._step_is_over()
         self._reading.add(reading)
         self._stepped = self._stepped | {updates}
@@ -198,7 +199,9 @@ def _error(error: BaseException | None) -> str | None:
         return None if error.code in (None, 0) else f"exit status {error.code}"
     if error is None:
         return None
-    while not isinstance(error, torch.OutOfMemoryError) and error.__cause__ is not None:
-        error = error.__cause__
+    causes = [error]
+    while cause := causes[-1].__cause__ or (not causes[-1].__suppress_context__ and causes[-1].__context__):
+        causes.append(cause)
+    error = next((each for each in causes if isinstance(each, torch.OutOfMemoryError)), error)
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     return re.split(r"\. GPU \d+ has", said)[0]  # torch's out of memory goes on for long
