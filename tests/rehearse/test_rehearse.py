@@ -201,6 +201,15 @@ def test_a_script_that_raises_its_own_error_for_memory_that_ran_out_does_not_fit
     """
     answer = rehearse(script.replace("CAUSE", ""))
     assert (answer.status, answer.found["fits"]) == (1, False)
+    goes_on = """train.step()
+            raise KeyError("another")"""
+    model = "train = torch.optim.SGD([torch.ones(8, device='cuda', requires_grad=True)])"
+    answer = rehearse(
+        script.replace('raise RuntimeError("training has failed") CAUSE', goes_on).replace(
+            "try:", model + "\n        try:"
+        )
+    )
+    assert (answer.status, "failed in step 2: KeyError: 'another'" in answer.found["verdict"]) == (2, True)
     answer = rehearse(script.replace("CAUSE", "from None"))
     assert answer.status == 2
     assert answer.found["verdict"].endswith("training has failed; memory had run out before (see below)")

@@ -85,7 +85,7 @@ class Rehearsed:
     def out_of_memory(self) -> dict[str, Any] | None:
         """The error that ended training: the last one, if no step was finished after it, and nothing else failed."""
         ended_by = str(self.rest.get("error") or "exit status")
-        by_memory = "out of memory" in ended_by or ended_by.startswith("exit status")
+        by_memory = self.rest.get("by_memory") or "out of memory" in ended_by or ended_by.startswith("exit status")
         by_itself = self.status > 0 or self.status == -signal.SIGABRT
         return self._unfinished if by_itself and by_memory else None
 

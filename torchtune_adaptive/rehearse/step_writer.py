@@ -84,7 +84,13 @@ class StepWriter:
             weight for each in self._idle().values() for group in each.param_groups for weight in group["params"]
         ]
         idle_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in weights if each.is_cuda)
-        ended = {"error": _error(error), "replays": self._replays, "idle_bytes": idle_bytes, "stopped": stopped}
+        ended = {
+            "error": _error(error),
+            "by_memory": _by_memory(error),
+            "replays": self._replays,
+            "idle_bytes": idle_bytes,
+            "stopped": stopped,
+        }
         self.write("end", {**after_last_step.figures(), **ended})
 
     def _tried(self) -> None:
@@ -199,9 +205,12 @@ def _error(error: BaseException | None) -> str | None:
         return None if error.code in (None, 0) else f"exit status {error.code}"
     if error is None:
         return None
-    causes = [error]
-    while cause := causes[-1].__cause__ or (not causes[-1].__suppress_context__ and causes[-1].__context__):
-        causes.append(cause)
-    error = next((each for each in causes if isinstance(each, torch.OutOfMemoryError)), error)
     said = f"{type(error).__name__}: {error}".splitlines()[0]
     return re.split(r"\. GPU \d+ has", said)[0]  # torch's out of memory goes on for long
+
+
+def _by_memory(error: BaseException | None) -> bool:
+    """Whether it is an out-of-memory error, or was raised because of one or while one was handled."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error is not None
