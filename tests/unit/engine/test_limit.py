@@ -1,8 +1,10 @@
+import math
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit, longest_row
+from torchtune_adaptive.engine.limits import Limit, Microbatch, RowLimit, Surface, SurfaceLimit, TokenLimit, longest_row
 
 
 @pytest.mark.parametrize("count", [0, 2.5])
@@ -67,15 +69,19 @@ def test_a_longer_row_never_leaves_room_for_more(limit: Limit, length: int):
     assert limit.rows_at(length + 1) <= limit.rows_at(length)
 
 
-@example(SurfaceLimit({"layers": Surface(0.0, 0.0, 1.0), "head": Surface(1.5, 0.0, 1.0)}, 4), 2, 1)
-@given(limits, st.integers(2, 100), st.integers(1, 5000))
-def test_after_out_of_memory_the_microbatch_that_failed_does_not_fit(limit: Limit, rows: int, length: int):
+@example(SurfaceLimit({"layers": Surface(0.0, 0.0, 1.0), "head": Surface(1.5, 0.0, 1.0)}, 4), 2, 1, None)
+@given(limits, st.integers(2, 100), st.integers(1, 5000), st.none() | st.floats(0, 1))
+def test_after_out_of_memory_the_microbatch_that_failed_does_not_fit(
+    limit: Limit, rows: int, length: int, joined: float | None
+):
+    """`joined`: rows that are not padded, and shorter than the longest by this part at most."""
     rows = min(rows, limit.rows_at(length))
     if rows < 2:
         return
-    smaller = limit.after_oom(rows, length)
+    size = Microbatch(rows, length, None if joined is None else length + math.ceil(joined * (rows - 1) * length))
+    smaller = limit.after_oom(*size)
     assert smaller is not None
-    assert not smaller.fits(rows, length)
+    assert not smaller.fits(*size)
     assert smaller == limit.resized(smaller.size)
     assert smaller.size < min(smaller.next_size, limit.size)
 

@@ -36,19 +36,12 @@ def test_counts_what_is_alive_and_remembers_the_peak():
     assert meter.live_bytes == 0
 
 
-def test_views_and_in_place_operations_count_nothing():
-    with MemoryMeter() as meter:
-        whole = a_mebibyte()
-        part = whole.view(2, -1)[0].detach()
-        part.add_(1)
-        del whole
-        assert (meter.live_bytes, meter.peak_bytes) == (MIB, MIB)
-
-
-def test_data_from_python_is_counted():
-    with MemoryMeter() as meter:
+def test_data_from_python_is_counted_and_what_has_no_data_is_not():
+    with MemoryMeter(cap_bytes=MIB) as meter:
         tokens = torch.tensor([1, 2, 3])
-        assert meter.live_bytes == tokens.nbytes
+        with FakeTensorMode():
+            torch.ones(3 * MIB) * 2
+        assert (meter.live_bytes, meter.peak_bytes) == (tokens.nbytes, tokens.nbytes)
 
 
 def test_what_was_refused_is_not_in_the_peak_and_is_given_back_at_once():
@@ -60,21 +53,22 @@ def test_what_was_refused_is_not_in_the_peak_and_is_given_back_at_once():
         assert (meter.live_bytes, meter.peak_bytes) == (MIB, MIB)
 
 
-def test_growing_a_storage_in_place_is_counted():
-    with MemoryMeter() as meter:
-        tensor = a_mebibyte()
-        tensor.untyped_storage().resize_(3 * MIB)
-        assert meter.live_bytes == 3 * MIB
-        tensor.untyped_storage().resize_(0)
-        assert (meter.live_bytes, meter.peak_bytes) == (0, 3 * MIB)
-
-
-def test_growing_a_storage_from_before_is_counted():
-    tensor = a_mebibyte()
-    tensor.untyped_storage().resize_(0)
-    with MemoryMeter() as meter:
-        tensor.untyped_storage().resize_(MIB)
+def test_a_storage_that_grows_in_place_is_counted_and_may_be_refused_while_the_meter_is_in_force():
+    from_before = a_mebibyte().untyped_storage()
+    from_before.resize_(0)
+    with MemoryMeter(cap_bytes=5 * MIB) as meter:
+        from_before.resize_(MIB)
         assert meter.live_bytes == MIB
+        here = a_mebibyte().untyped_storage()
+        here.resize_(3 * MIB)
+        assert meter.live_bytes == 4 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            here.resize_(5 * MIB)
+        assert here.size() == 3 * MIB
+        here.resize_(0)
+        assert (meter.live_bytes, meter.peak_bytes) == (MIB, 4 * MIB)
+    here.resize_(6 * MIB)
+    assert here.size() == 6 * MIB
 
 
 def test_tensors_from_before_are_counted_when_given():
@@ -82,14 +76,6 @@ def test_tensors_from_before_are_counted_when_given():
     meter = MemoryMeter()
     meter.count([parameter, parameter.detach()])
     assert meter.live_bytes == MIB
-
-
-def test_a_storage_that_cannot_grow_keeps_its_size():
-    with MemoryMeter(cap_bytes=2 * MIB):
-        tensor = a_mebibyte()
-        with pytest.raises(torch.OutOfMemoryError):
-            tensor.untyped_storage().resize_(3 * MIB)
-        assert tensor.untyped_storage().size() == MIB
 
 
 def test_the_cap_can_change_while_running():
@@ -101,13 +87,6 @@ def test_the_cap_can_change_while_running():
         first.add_(1)  # more than the cap is alive, but this allocates nothing
         with pytest.raises(torch.OutOfMemoryError):
             second + 1
-
-
-def test_memory_outside_of_the_meter_can_grow_again():
-    with MemoryMeter(cap_bytes=MIB):
-        tensor = a_mebibyte()
-    tensor.untyped_storage().resize_(3 * MIB)
-    assert tensor.untyped_storage().size() == 3 * MIB
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -127,13 +106,6 @@ def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
     with MemoryMeter() as meter:
         train(model, optimizer)
     assert meter.peak_bytes == pytest.approx(expected, rel=0.001)
-
-
-def test_tensors_without_data_take_no_memory():
-    with MemoryMeter(cap_bytes=MIB) as meter:
-        with FakeTensorMode():
-            torch.ones(3 * MIB) * 2
-        assert (meter.live_bytes, meter.peak_bytes) == (0, 0)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -190,26 +162,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def test_the_budget_is_what_other_processes_leave_less_a_margin(gpu: Gpu):
-    assert CudaMemory().budget_bytes == int(60 * GIB * (1 - FRAGMENTATION))
-    gpu.others = 0
-    assert CudaMemory().budget_bytes == int(80 * GIB * (1 - FRAGMENTATION))
-
-
-@pytest.mark.parametrize("limit", ["24GiB", 0.3])
-def test_a_limit_below_that_is_the_budget_and_is_enforced_by_the_allocator(gpu: Gpu, limit: object):
-    memory = CudaMemory(parse_size(limit, "adaptive.memory_limit"))
-    assert gpu.fraction == pytest.approx(0.3)
-    assert memory.budget_bytes == pytest.approx(24 * GIB * (1 - FRAGMENTATION))
-
-
-def test_a_limit_above_that_adds_nothing(gpu: Gpu):
-    assert CudaMemory(parse_size("70GiB", "key")).budget_bytes == CudaMemory().budget_bytes
-
-
-def test_fullness_is_the_share_that_the_allocator_took_of_what_it_may_take(gpu: Gpu):
-    assert CudaMemory().fullness == pytest.approx(10 / 60)
-    assert CudaMemory(parse_size("20GiB", "key")).fullness == pytest.approx(10 / 20)
+@pytest.mark.parametrize(
+    ("limit", "others_gib", "room_gib"),
+    [(None, 20, 60), (None, 0, 80), ("70GiB", 20, 60), ("24GiB", 20, 24), (0.3, 20, 24)],
+)
+def test_the_budget_is_what_others_and_a_limit_leave_less_a_margin(
+    gpu: Gpu, limit: object, others_gib: int, room_gib: int
+):
+    gpu.others = others_gib * GIB
+    memory = CudaMemory(None if limit is None else parse_size(limit, "adaptive.memory_limit"))
+    assert memory.budget_bytes == pytest.approx(room_gib * GIB * (1 - FRAGMENTATION))
+    assert memory.fullness == pytest.approx(10 / room_gib)
+    if room_gib == 24:
+        assert gpu.fraction == pytest.approx(0.3), "the allocator enforces it"
 
 
 def test_a_limit_is_suspended_and_comes_back_also_after_an_error(gpu: Gpu):
@@ -233,8 +198,13 @@ def test_peak_and_retries_are_those_of_the_allocator(gpu: Gpu):
     assert memory.peak_bytes == 5 * GIB
 
 
-def retries_seen(*, shared: bool) -> list[int]:
-    """Of two stages, by turns, where the allocator retries three times in the second one only."""
+@pytest.mark.parametrize(
+    ("shared", "expected"),
+    [(True, [0, 3, 0, 3]), (False, [0, 3, 3, 3])],
+    ids=["a stage is not blamed for those of another", "what happens between the passes of a single stage counts"],
+)
+def test_a_gauge_counts_the_retries_of_its_stage(shared: bool, expected: list[int]) -> None:
+    """Two stages, by turns, where the allocator retries three times in the second one only."""
     memory: Any = SimpleNamespace(retries=0, peak_bytes=1, budget_bytes=2)
     first, second = (Gauge(memory, shared=shared) for _ in range(2))
     seen = []
@@ -244,12 +214,4 @@ def retries_seen(*, shared: bool) -> list[int]:
         second.begin_step()
         memory.retries += 3
         seen.append(second.read().retries)
-    return seen
-
-
-def test_a_stage_is_not_blamed_for_the_retries_of_another() -> None:
-    assert retries_seen(shared=True) == [0, 3, 0, 3]
-
-
-def test_a_step_of_one_stage_also_counts_what_happens_between_its_passes() -> None:
-    assert retries_seen(shared=False) == [0, 3, 3, 3]
+    assert seen == expected

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -58,9 +59,7 @@ def measured(runner: StepRunner[Sample], samples: Sequence[Sample], step: int = 
 
 def exact(model: nn.Module, samples: Sequence[Sample]) -> tuple[float, float]:
     """|G|², and the noise of a batch of one sample, from each sample's own gradient in double precision."""
-    model = nn.Linear(4, 1, dtype=torch.float64).requires_grad_()
-    torch.manual_seed(0)
-    model.load_state_dict({name: value.double() for name, value in nn.Linear(4, 1).state_dict().items()})
+    model = deepcopy(model).double()
     lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.float64)
     rows = []
     for sample in samples:

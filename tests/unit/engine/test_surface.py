@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.laws import refuse_nothing
-from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Surface, covering, fit_surface
+from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Limit, Surface, covering, fit_surface
 from torchtune_adaptive.engine.profile import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, profile
 from torchtune_adaptive.engine.search import Peak, Room, one_row_error
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
@@ -74,6 +74,11 @@ class Device:
         )
 
 
+RESIDENT_HIDES_GROWTH = Device(
+    int(Surface(940_000_000, 0, 577, 0.95).bytes_at(1, 4096)),
+    *(Surface(23_000_000, 500, 930, 0.7), Surface(940_000_000, 0, 577, 0.95)),
+    resident_bytes=23_000_000,
+)
 devices = st.builds(
     lambda layers, head, room: Device(
         int(max(2e6, layers.bytes_at(room, 4096), head.bytes_at(room, 4096))),
@@ -84,26 +89,30 @@ devices = st.builds(
 )
 
 
-@given(devices)
+def fits_and_little_more_would(device: Device, limit: Limit, length: int) -> bool:
+    rows = limit.rows_at(length)
+    fits = device.need(rows, length) <= device.budget_bytes * 1.01
+    return fits and (
+        rows == UNBOUNDED_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
+    )
+
+
+@given(devices, st.integers(16, 4096))
+@example(RESIDENT_HIDES_GROWTH, 1000)
+@example(RESIDENT_HIDES_GROWTH, 4000)
 @settings(max_examples=100)
-def test_a_profile_runs_out_of_memory_nowhere_and_takes_few_probes(device: Device) -> None:
+def test_a_profile_runs_out_of_memory_nowhere_and_allows_what_fits(device: Device, length: int) -> None:
     found = device.profile(4096)
     assert device.out_of_memory == 0
+    assert fits_and_little_more_would(device, found.limit, length)
+    assert found.limit.rows_at(length) >= 1 or length > 4000
+    constant_rows = found.constant_tokens // max(256, length)
+    assert constant_rows == 0 or found.limit.fits(constant_rows, max(256, length))
     # 7, and up to 4 checks where one row hides how rows grow: two at full length, each of at most 8 times the rows
     # before it, one at a half and one at a quarter
     assert len(found.points) <= 7 + 4
     assert found.points[0].rows == 1
     assert found.points[0].length == max(point.length for point in found.points)
-
-
-@given(devices, st.integers(16, 4096))
-@settings(max_examples=100)
-def test_what_a_profile_allows_fits_and_little_more_would(device: Device, length: int) -> None:
-    limit = device.profile(4096).limit
-    rows = limit.rows_at(length)
-    assert rows >= 1 or length > 4000
-    assert device.need(rows, length) <= device.budget_bytes * 1.01
-    assert rows == UNBOUNDED_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
 
 
 hiding_devices = st.builds(
@@ -165,24 +174,7 @@ def test_what_grows_in_another_way_from_some_length_on_is_found_without_running_
     limit = device.profile(4096, knee=KNEE, shortest=shortest).limit
     assert device.out_of_memory == 0
     assert limit.rows_at(4096) >= 1
-    rows = limit.rows_at(length)
-    assert device.need(rows, length) <= device.budget_bytes * 1.01
-    assert rows == UNBOUNDED_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
-
-
-def test_what_is_resident_does_not_hide_how_rows_grow() -> None:
-    layers, head = Surface(23_000_000, 500, 930, 0.7), Surface(940_000_000, 0, 577, 0.95)
-    device = Device(int(head.bytes_at(1, 4096)), layers, head, resident_bytes=23_000_000)
-    limit = device.profile(4096).limit
-    assert [limit.rows_at(length) >= 1 for length in (16, 1000, 3000, 4000)] == [True] * 4
-    assert device.need(limit.rows_at(1000), 1000) <= device.budget_bytes
-
-
-@given(devices, st.integers(256, 4096))
-def test_the_constant_budget_fits_at_every_length(device: Device, length: int) -> None:
-    found = device.profile(4096)
-    rows = found.constant_tokens // length
-    assert rows == 0 or found.limit.fits(rows, length)
+    assert fits_and_little_more_would(device, limit, length)
 
 
 def test_the_held_out_error_is_what_the_first_fit_missed_and_stays_free() -> None:
