@@ -1,5 +1,8 @@
 """What `find_max_batch_size` answers on one device, and what it refuses."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -37,12 +40,13 @@ def test_the_answer_is_that_of_brute_force(seed: int):
             assert linear.out_of_memory_count == 0
 
 
-def test_a_phase_that_takes_over_later_does_not_mislead():
+def test_a_phase_that_takes_over_later_does_not_mislead_even_where_it_is_not_told_apart():
     with MemoryMeter() as meter:
         trained = Trained(HEAD_DOMINATED)
         peaks = measured_peaks(trained, meter, SIZES)
         budget = between(peaks[0], 20)
         linear = search_within(trained.step(), meter, budget)
+        assert search_within(replace(trained.step(), boundaries={}), meter, budget).rows == 20
     assert naive_rows(peaks[0], budget) > 2 * 20
     assert (linear.rows, linear.out_of_memory_count) == (20, 0)
     assert len(linear.probes) <= 4
@@ -62,13 +66,6 @@ def test_gradients_of_an_earlier_microbatch_are_held_only_where_a_step_has_sever
     assert found.rows == rows
     assert found.accumulates == (rows == 9)
     assert ("accumulated gradients in memory" if found.accumulates else "a step is one microbatch") in found.reason
-
-
-def test_without_boundaries_the_answer_is_the_same():
-    with MemoryMeter() as meter:
-        trained = Trained(HEAD_DOMINATED, cut=False)
-        peaks = measured_peaks(trained, meter, SIZES)
-        assert search_within(trained.step(), meter, between(peaks[0], 20)).rows == 20
 
 
 def test_a_policy_and_a_critic_get_what_both_can_do_beside_each_other():
@@ -100,20 +97,17 @@ def test_one_row_that_does_not_fit_is_an_error_with_all_numbers(strategy: str, s
     assert "on rank 0, whose budget is" in str(raised.value)
 
 
-def test_memory_that_is_not_watched_is_refused():
-    meter = MemoryMeter(cap_bytes=1_000_000)
-    with pytest.raises(ValueError, match="with meter"):
-        find_max_batch_size(Trained(Shape()).step(), memory=meter)
-
-
-def test_a_cpu_without_a_limit_has_nothing_to_search():
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match="to search within; set cap_bytes of MemoryMeter"):
-        find_max_batch_size(Trained(Shape()).step(), memory=meter)
-
-
-def test_a_search_of_no_step_is_refused():
-    with pytest.raises(ValueError, match="at least 1 training step"):
-        find_max_batch_size({}, memory=MemoryMeter(1))
+@pytest.mark.parametrize(
+    ("steps", "memory", "told"),
+    [
+        (Trained(Shape()).step(), MemoryMeter(cap_bytes=1_000_000), "with meter"),
+        (Trained(Shape()).step(), MemoryMeter(), "to search within; set cap_bytes of MemoryMeter"),
+        ({}, MemoryMeter(1), "at least 1 training step"),
+    ],
+)
+def test_a_search_of_nothing_or_within_nothing_is_refused(steps: Any, memory: MemoryMeter, told: str):
+    with pytest.raises((ValueError, ConfigError), match=told):
+        find_max_batch_size(steps, memory=memory)
 
 
 def test_gradients_from_before_are_refused_and_kept():

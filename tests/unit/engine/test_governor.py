@@ -1,7 +1,6 @@
 """Policies at the edge of memory, without any device: what ranks report goes in, the limit comes out."""
 
 import json
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -76,9 +75,12 @@ def test_retries_in_two_steps_in_a_row_take_the_limit_down_on_trial():
 
 
 def test_a_smaller_limit_that_is_faster_stays():
+    """Neither the first step after the change nor a single slow one decides."""
     run = Run()
     run.retries(2, rate=800)
-    run.quiet(1 + TRIAL_STEPS, rate=1000)
+    run.quiet(rate=1)
+    run.quiet(TRIAL_STEPS - 1, rate=1000)
+    run.quiet(rate=1)
     assert (run.rows, run.kinds) == (4, [THRASHING, TRIAL])
     line = "step 7: 4 rows: 1000 target tokens/s, 8 rows: 800; keeping 4 rows"
     assert run.events[1].reason == line
@@ -91,15 +93,6 @@ def test_a_smaller_limit_that_is_slower_is_taken_back_and_the_retries_are_lived_
     assert (run.rows, run.kinds) == (8, [THRASHING, TRIAL])
     run.retries(50, rate=800)
     assert (run.rows, len(run.events)) == (8, 2)
-
-
-def test_the_first_step_after_a_change_and_a_single_slow_one_do_not_decide():
-    run = Run()
-    run.retries(2, rate=800)
-    run.quiet(rate=1)
-    run.quiet(TRIAL_STEPS - 1, rate=1000)
-    run.quiet(rate=1)
-    assert run.rows == 4
 
 
 def test_out_of_memory_ends_a_trial():
@@ -128,15 +121,6 @@ def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
     run.quiet()
     assert (run.rows, run.kinds) == (8, [RECOVERY, GROWTH])
     assert run.events[1].reason == "step 10: 10 steps without trouble: 4 rows -> 8 rows, on probation"
-
-
-def test_growing_back_goes_one_size_at_a_time():
-    run = Run()
-    run.out_of_memory()
-    run.out_of_memory()
-    for rows in (4, 8):
-        run.quiet(AFTER)
-        assert run.rows == rows
 
 
 def test_zero_means_never():
@@ -207,14 +191,14 @@ SURFACE = SurfaceLimit({"layers": Surface(fixed_bytes=10_000, bytes_per_token=10
 
 
 @pytest.mark.parametrize("allowed", [RowLimit(8), RowLimit(5), TokenLimit(1000), SURFACE], ids=str)
-def test_every_kind_of_limit_comes_back_to_what_is_allowed(allowed: Limit):
+def test_every_kind_of_limit_comes_back_to_what_is_allowed_one_size_at_a_time(allowed: Limit):
     run = Run(allowed)
     run.out_of_memory()
     run.out_of_memory()
     assert run.rows < allowed.size
     run.quiet(20 * AFTER)
     assert run.governor.limit == allowed
-    assert run.kinds.count(RECOVERY) == 2
+    assert run.kinds == [RECOVERY, RECOVERY, GROWTH, GROWTH]
 
 
 def histories() -> Iterator[Run]:
@@ -271,19 +255,24 @@ ALONE = {1: Microbatch(1, 600)}
 
 
 @pytest.mark.parametrize(
-    ("limit", "smaller"), [(TokenLimit(8192), TokenLimit(512)), (RowLimit(8), RowLimit(1))], ids=str
+    ("limit", "smaller"),
+    [(TokenLimit(8192), TokenLimit(512)), (RowLimit(8), RowLimit(1)), (RowLimit(1), None)],
+    ids=str,
 )
-def test_a_row_that_fails_alone_is_tried_once_more_before_any_other_pays_for_it(limit: Limit, smaller: Limit):
+def test_a_row_that_fails_alone_is_tried_once_more_before_any_other_pays_for_it(limit: Limit, smaller: Limit | None):
     governor = Governor(limit, regrow_after=0)
     assert governor.out_of_memory(ALONE, step=3).reason == (
         "step 3: out of memory on rank 1 (longest sample 600 tokens): a single row failed and is retried once, "
         f"other rows in microbatches of at most {limit}, step repeated"
     )
     assert governor.limit == limit
-    governor.out_of_memory(ALONE, step=3)
-    assert governor.limit == smaller
+    if smaller is not None:
+        governor.out_of_memory(ALONE, step=3)
+        assert governor.limit == smaller
+    recoveries = governor.recoveries
     last = governor.out_of_memory(ALONE, step=3)
-    assert (last.kind, governor.limit) == (EXHAUSTED, smaller)
+    assert (last.kind, governor.limit, governor.recoveries) == (EXHAUSTED, smaller or limit, recoveries)
+    assert last.reason.startswith("step 3: out of memory on rank 1")
     assert "1 row of 600 tokens does not fit" in last.reason
 
 
@@ -300,33 +289,9 @@ def test_a_row_that_fails_alone_on_probation_takes_the_growth_back():
     assert run.rows == 8
 
 
-def test_what_cannot_shrink_is_tried_once_more_and_is_then_exhausted():
-    run = Run(RowLimit(1))
-    run.out_of_memory()
-    run.out_of_memory()
-    assert run.kinds == [RECOVERY, EXHAUSTED]
-    assert re.match(r"step 0: out of memory on rank 3 .* 1 row of 100 tokens", run.events[-1].reason)
-    assert run.governor.recoveries == 1
-
-
-def test_a_single_row_that_fails_beside_several_is_not_what_is_retried():
-    governor = Governor(RowLimit(8), regrow_after=0)
-    governor.out_of_memory({**ALONE, 0: Microbatch(4, 20)}, step=3)
-    assert governor.limit == RowLimit(2)
-
-
-def test_where_a_row_needs_less_from_now_on_all_that_is_allowed_is_tried_again():
-    run = Run()
-    for _ in range(3):
-        run.out_of_memory()
-    assert run.rows == 1
-    run.governor.start_over()
-    assert run.rows == 8
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_row_that_failed_beside_a_larger_microbatch_takes_nothing_from_it(order: tuple[int, int]):
-    sizes = (Microbatch(1, 100), Microbatch(8, 100))
+def test_a_row_that_failed_beside_several_is_not_what_is_retried_and_takes_nothing_from_them(order: tuple[int, int]):
+    sizes = (Microbatch(4, 20), *ALONE.values())
     governor = Governor(RowLimit(8), regrow_after=0)
     governor.out_of_memory({rank: sizes[rank] for rank in order}, step=1)
-    assert governor.limit == RowLimit(4)
+    assert governor.limit == RowLimit(2)

@@ -54,11 +54,6 @@ OTHER_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-def test_the_type_is_enough(error: type[Exception]):
-    assert is_oom(error("any text"))
-
-
 @pytest.mark.parametrize("text", OOM_TEXTS)
 def test_backends_without_a_type_are_known_by_their_text(text: str):
     assert is_oom(RuntimeError(text))
@@ -70,52 +65,51 @@ def test_other_runtime_errors_are_not_out_of_memory(text: str):
     assert not is_oom(RuntimeError(text))
 
 
-def test_the_text_of_another_type_does_not_count():
-    assert not is_oom(ValueError(OOM_TEXTS[0]))
+def raised_from(cause: Exception, error: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def met_while_handling(handled: Exception, error: Exception) -> Exception:
+    error.__context__ = handled
+    return error
+
+
+OOM, DRIVER = torch.OutOfMemoryError("any text"), RuntimeError("CUDA driver error: out of memory")
+SHARDING = "in a kernel\n\nSharding propagation failed for aten._fused_adamw_"
 
 
 @pytest.mark.parametrize(
-    "cause", [torch.OutOfMemoryError("in a kernel"), RuntimeError("CUDA driver error: out of memory")]
+    "error",
+    [
+        *(OOM, MemoryError()),
+        *(raised_from(cause, RuntimeError(SHARDING)) for cause in (OOM, DRIVER)),
+        raised_from(raised_from(OOM, RuntimeError(SHARDING)), KeyError("two steps away")),
+        *(InductorError(OOM, None), BackendCompilerFailed(print, OOM, None)),
+    ],
+    ids=repr,
 )
-def test_an_error_that_was_raised_from_running_out_of_memory_is_one(cause: Exception):
-    sharding = RuntimeError("in a kernel\n\nSharding propagation failed for aten._fused_adamw_")
-    sharding.__cause__ = cause
-    outer = KeyError("two steps away")
-    outer.__cause__ = sharding
-    assert is_oom(sharding)
-    assert is_oom(outer)
+def test_a_type_a_cause_and_what_torch_compile_wraps_are_enough(error: Exception):
+    assert is_oom(error)
 
 
-def test_what_torch_compile_wraps_is_looked_into():
-    cause = torch.OutOfMemoryError("while tuning")
-    assert is_oom(InductorError(cause, None))
-    assert is_oom(BackendCompilerFailed(print, cause, None))
-    assert not is_oom(BackendCompilerFailed(print, KeyError("no such kernel"), None))
-
-
-def fail_while_handling() -> None:
-    try:
-        raise torch.OutOfMemoryError
-    except torch.OutOfMemoryError:
-        raise KeyError("in the handler")  # noqa: B904 - the context is what is tested
-
-
-def test_an_error_met_while_out_of_memory_was_handled_is_another_one():
-    with pytest.raises(KeyError) as raised:
-        fail_while_handling()
-    assert isinstance(raised.value.__context__, torch.OutOfMemoryError)
-    assert not is_oom(raised.value)
-
-
-def test_an_error_of_ours_has_judged_already():
-    verdict = UnrecoverableError("the weights may be partly updated")
-    verdict.__cause__ = torch.OutOfMemoryError()
-    assert not is_oom(verdict)
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(OOM_TEXTS[0]),
+        BackendCompilerFailed(print, KeyError("no such kernel"), None),
+        met_while_handling(OOM, KeyError("in the handler")),
+        raised_from(OOM, UnrecoverableError("an error of ours has judged already")),
+    ],
+    ids=repr,
+)
+def test_neither_texts_of_other_types_nor_what_was_being_handled_count(error: Exception):
+    assert not is_oom(error)
 
 
 def test_errors_that_are_each_others_cause_do_not_hang():
-    first, second = KeyError("first"), KeyError("second")
-    first.__cause__, second.__cause__ = second, first
+    first = KeyError("first")
+    raised_from(raised_from(first, KeyError("second")), first)
     assert not is_oom(first)
     forget_frames(first)
 

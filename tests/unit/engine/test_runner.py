@@ -134,19 +134,7 @@ def test_a_caller_that_makes_room_runs_the_same_step_again():
     assert all(map(torch.equal, gradients(model), expected))
 
 
-def test_where_memory_is_measured_what_there_was_is_said_too():
-    runner = runner_of(a_model(), 8)
-    message = (
-        r"1 row of 16 tokens does not fit and cannot be made smaller \(rank 0 peaked at .* B of its budget of 100 B\); "
-        r"use shorter samples, .*, or raise the memory limit"
-    )
-    with MemoryMeter(cap_bytes=100) as meter:
-        runner.watch(meter)
-        with pytest.raises(LimitExhaustedError, match=message):
-            runner.run(SAMPLES, step=3)
-
-
-def test_a_stage_without_a_backward_is_not_told_to_checkpoint_its_activations():
+def test_a_stage_without_a_backward_is_told_of_watched_memory_but_not_to_checkpoint_its_activations():
     model = a_model()
 
     def ask(samples):
@@ -160,63 +148,26 @@ def test_a_stage_without_a_backward_is_not_told_to_checkpoint_its_activations():
             runner.watch(meter if watched else None)
             with pytest.raises(LimitExhaustedError, match="1 row of 16 tokens does not fit") as caught:
                 runner.run(SAMPLES, step=3)
+        assert (" (rank 0 peaked at " in caught.value.fact) == watched
+        assert ("of its budget of 100 B)" in caught.value.fact) == watched
         expected = [Remedy.SHORTER_SAMPLES, Remedy.MORE_RANKS, *([Remedy.LARGER_BUDGET] if watched else [])]
         assert list(caught.value.remedies) == expected
 
 
-def test_left_over_gradients_are_refused():
-    model = a_model()
-    runner = runner_of(model, 8)
-    runner.run(SAMPLES, step=0)
-    with pytest.raises(ValueError, match=r"gradients from before this step.*zero_grad"):
-        runner.run(SAMPLES, step=1)
-
-
-def test_a_step_without_samples_is_refused():
-    with pytest.raises(ValueError, match="at least 1 sample"):
-        runner_of(a_model(), 8).run([], step=0)
-
-
-def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice():
+@pytest.mark.parametrize("recovers", [True, False])
+def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice(recovers: bool):
     model, memory, events = a_model(), FakeMemory(), []
-    runner = runner_of(model, 8, on_change=events.append)
+    runner = runner_of(model, 8, on_change=events.append, enabled=recovers)
+    assert runner.run(SAMPLES, step=0).memory is None
     runner.watch(memory)
     for step in range(1, 4):
+        model.zero_grad()
         memory.retries += step >= 2
         result = runner.run(SAMPLES, step=step)
-        model.zero_grad()
-        assert (result.retries, result.recoveries) == (int(step >= 2), 0)
-    assert runner.limit == RowLimit(4)
-    assert [(event.kind, event.step, event.before, event.after) for event in events] == [("thrashing", 3, 8, 4)]
-    assert (events[0].ranks, events[0].rows, events[0].peak_bytes) == ((0,), 8, 700)
-
-
-def test_a_result_tells_the_peak_beside_the_budget_where_memory_is_watched():
-    runner = runner_of(a_model(), 8)
-    assert runner.run(SAMPLES, step=1).memory is None
-    runner.model.zero_grad()
-    runner.watch(FakeMemory())
-    assert runner.run(SAMPLES, step=2).memory == (700, 1000)
-
-
-def test_what_the_limit_has_come_to_survives_in_a_checkpoint():
-    runner = runner_of(a_model(), 16)  # it shrinks from what ran and not from what was allowed
-    with FaultInjector(runner).fail_at(rank=0, step=0):
-        runner.run(SAMPLES, step=0)
-    resumed = runner_of(a_model(), 8)
-    resumed.load_state_dict(runner.state_dict())
-    assert (resumed.limit, resumed.recoveries) == (RowLimit(4), 1)
-
-
-def test_without_recovery_a_thrashing_step_changes_nothing():
-    model, memory = a_model(), FakeMemory()
-    runner = runner_of(model, 8, enabled=False)
-    runner.watch(memory)
-    for step in range(4):
-        memory.retries += 1
-        runner.run(SAMPLES, step=step)
-        model.zero_grad()
-    assert runner.limit == RowLimit(8)
+        assert (result.retries, result.recoveries, result.memory) == (int(step >= 2), 0, (700, 1000))
+    changes = [(event.kind, event.step, event.before, event.after) for event in events]
+    assert (runner.limit, changes) == ((RowLimit(4), [("thrashing", 3, 8, 4)]) if recovers else (RowLimit(8), []))
+    assert all((event.ranks, event.rows, event.peak_bytes) == ((0,), 8, 700) for event in events)
 
 
 def test_an_attempt_runs_exactly_the_microbatches_that_it_is_given():
@@ -257,11 +208,6 @@ def test_every_attempt_tells_its_plan_before_it_begins():
     assert plans == [("policy", 3, [8]), 3, ("policy", 3, [4, 4]), 3, 3]
 
 
-def test_a_runner_whose_recovery_does_not_know_its_model_is_refused():
-    with pytest.raises(ValueError, match=r"pass it to Recovery\(\.\.\.\)"):
-        StepRunner(a_model(), print, kind=KIND, limit=RowLimit(1), recovery=Recovery(a_model()))
-
-
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
@@ -282,25 +228,53 @@ def test_a_microbatch_that_returns_no_totals_is_an_error_with_the_remedy(returne
         runner.run(SAMPLES, step=0)
 
 
-def test_samples_that_are_no_list_are_told():
-    with pytest.raises(TypeError, match="samples is a generator: pass a list with an entry for each sample"):
-        runner_of(a_model(), 8).run((each for each in SAMPLES), step=0)
+def run_twice() -> None:
+    runner = runner_of(a_model(), 8)
+    for step in range(2):
+        runner.run(SAMPLES, step=step)
 
 
-def test_a_number_is_no_limit():
-    model = a_model()
-    with pytest.raises(TypeError, match=r"the limit of a StepRunner is 4; pass RowLimit\(4\) or a TokenLimit"):
-        StepRunner(model, forward_backward_of(model), kind=KIND, limit=4)
+def take_a_stage_twice() -> None:
+    recovery = Recovery(model := a_model())
+    for _ in range(2):
+        StepRunner(model, forward_backward_of(model), kind=KIND, limit=RowLimit(1), recovery=recovery)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (run_twice, r"gradients from before this step.*zero_grad"),
+        (take_a_stage_twice, "has a runner for stage '' already: give each its own `stage`"),
+        (lambda: runner_of(a_model(), 8).run([], step=0), "at least 1 sample"),
+        (
+            lambda: runner_of(a_model(), 8).run((each for each in SAMPLES), step=0),
+            "samples is a generator: pass a list with an entry for each sample",
+        ),
+        (
+            lambda: StepRunner(a_model(), print, kind=KIND, limit=RowLimit(1), recovery=Recovery(a_model())),
+            r"pass it to Recovery\(\.\.\.\)",
+        ),
+        (
+            lambda: StepRunner(a_model(), print, kind=KIND, limit=4),
+            r"the limit of a StepRunner is 4; pass RowLimit\(4\) or a TokenLimit",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_the_remedy(wrong: Callable[[], object], told: str):
+    with pytest.raises((TypeError, ValueError), match=told):
+        wrong()
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), torch.OutOfMemoryError("mine")])
-def test_what_is_not_recovered_from_passes_through_a_step_untouched(error: Exception):
+def test_what_is_not_recovered_from_passes_through_a_step_and_a_commit_untouched(error: Exception):
     def broken(samples):
         raise error
 
     runner = runner_of(a_model(), 8, forward_backward=broken, enabled=isinstance(error, KeyError))
     with pytest.raises(type(error), match="mine"):
         runner.run(SAMPLES, step=0)
+    with pytest.raises(KeyError, match="mine"), runner.committing("a step", last_checkpoint=None):
+        raise KeyError("mine")
 
 
 @pytest.mark.parametrize("error", [as_dtensor_does("out of memory"), MemoryError()], ids=["device", "host"])
@@ -310,18 +284,6 @@ def test_out_of_memory_in_a_commit_is_fatal_however_it_is_said(error: Exception)
         runner_of(a_model(), 8).committing("a step", last_checkpoint=None),
     ):
         raise error
-
-
-def test_other_errors_pass_through_a_commit_untouched():
-    with pytest.raises(KeyError, match="mine"), runner_of(a_model(), 8).committing("a step", last_checkpoint=None):
-        raise KeyError("mine")
-
-
-def test_a_second_runner_for_a_stage_is_refused():
-    recovery = Recovery(model := a_model())
-    StepRunner(model, forward_backward_of(model), kind=KIND, limit=RowLimit(1), recovery=recovery)
-    with pytest.raises(ValueError, match="has a runner for stage '' already: give each its own `stage`"):
-        StepRunner(model, forward_backward_of(model), kind=KIND, limit=RowLimit(1), recovery=recovery)
 
 
 def test_gradients_in_a_model_of_another_stage_are_refused():
