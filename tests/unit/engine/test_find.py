@@ -1,7 +1,6 @@
 """What `find_max_batch_size` answers on one device, and what it refuses."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -53,19 +52,17 @@ def test_a_phase_that_takes_over_later_does_not_mislead_even_where_it_is_not_tol
 
 
 @pytest.mark.parametrize("strategy", ["linear", "binary"])
-@pytest.mark.parametrize(("whole_step_rows", "rows"), [(1, 12), (10, 12), (12, 12), (13, 9), (None, 9)])
-def test_gradients_of_an_earlier_microbatch_are_held_only_where_a_step_has_several(
-    strategy: str, whole_step_rows: int | None, rows: int
-):
+def test_gradients_of_an_earlier_microbatch_are_held_only_where_a_step_has_several(strategy: str):
     with MemoryMeter() as meter:
         trained = Trained(Shape(vocabulary=64, dim=64, hidden=512))  # gradients take as much as three rows
         alone = measured_peaks(trained, meter, SIZES, whole_step_rows=1)
         budget = between(alone[0], 12)
         assert brute_force(measured_peaks(trained, meter, SIZES), [budget]) == 9
-        found = search_within(trained.step(), meter, budget, strategy=strategy, whole_step_rows=whole_step_rows)
-    assert found.rows == rows
-    assert found.accumulates == (rows == 9)
-    assert ("accumulated gradients in memory" if found.accumulates else "a step is one microbatch") in found.reason
+        for whole_step_rows, rows in [(1, 12), (10, 12), (12, 12), (13, 9), (None, 9)]:
+            found = search_within(trained.step(), meter, budget, strategy=strategy, whole_step_rows=whole_step_rows)
+            assert (found.rows, found.accumulates) == (rows, rows == 9)
+            accumulates = "accumulated gradients in memory" if rows == 9 else "a step is one microbatch"
+            assert accumulates in found.reason
 
 
 def test_a_policy_and_a_critic_get_what_both_can_do_beside_each_other():
@@ -98,16 +95,17 @@ def test_one_row_that_does_not_fit_is_an_error_with_all_numbers(strategy: str, s
 
 
 @pytest.mark.parametrize(
-    ("steps", "memory", "told"),
+    ("steps", "cap_bytes", "told"),
     [
-        (Trained(Shape()).step(), MemoryMeter(cap_bytes=1_000_000), "with meter"),
-        (Trained(Shape()).step(), MemoryMeter(), "to search within; set cap_bytes of MemoryMeter"),
-        ({}, MemoryMeter(1), "at least 1 training step"),
+        (1, 1_000_000, "with meter"),
+        (1, None, "to search within; set cap_bytes of MemoryMeter"),
+        (0, 1, "at least 1 training step"),
     ],
 )
-def test_a_search_of_nothing_or_within_nothing_is_refused(steps: Any, memory: MemoryMeter, told: str):
+def test_a_search_of_nothing_and_within_nothing_is_refused(steps: int, cap_bytes: int | None, told: str):
+    named = {str(number): Trained(Shape()).step() for number in range(steps)}
     with pytest.raises((ValueError, ConfigError), match=told):
-        find_max_batch_size(steps, memory=memory)
+        find_max_batch_size(named, memory=MemoryMeter(cap_bytes))
 
 
 def test_gradients_from_before_are_refused_and_kept():

@@ -198,7 +198,7 @@ def test_every_attempt_tells_its_plan_before_it_begins():
     plans, forward_backward = [], forward_backward_of(model := a_model())
     runner = runner_of(
         model,
-        8,
+        16,  # it shrinks from what ran and not from what is allowed
         stage="policy",
         forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
         on_attempt=lambda stage, step, plan: plans.append((stage, step, [len(rows) for rows in plan])),
