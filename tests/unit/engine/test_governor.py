@@ -1,7 +1,8 @@
 """Policies at the edge of memory, without any device: what ranks report goes in, the limit comes out."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -201,29 +202,23 @@ def test_every_kind_of_limit_comes_back_to_what_is_allowed_one_size_at_a_time(al
     assert run.kinds == [RECOVERY] * 2 + [GROWTH] * (1 if allowed is SURFACE else 2)
 
 
-def histories() -> Iterator[Run]:
-    trouble = Run()
-    trouble.out_of_memory()
-    trouble.quiet(3)
-    yield trouble
-    probation = Run()
-    probation.out_of_memory()
-    probation.quiet(AFTER + 2)
-    yield probation
-    tolerating = Run()
-    tolerating.retries(2, rate=800)
-    tolerating.quiet(1 + TRIAL_STEPS, rate=700)
-    yield tolerating
-    waiting = Run()
-    waiting.out_of_memory()
-    waiting.quiet(AFTER)
-    waiting.out_of_memory()
-    yield waiting
+def quiet(steps: int) -> Callable[[Run], None]:
+    return partial(Run.quiet, steps=steps, rate=700)
 
 
-@pytest.mark.parametrize("run", list(histories()), ids=("trouble", "probation", "tolerating", "waiting"))
-def test_a_resumed_run_goes_on_as_if_it_had_not_ended(run: Run):
-    resumed = Run()
+HISTORIES = {
+    "trouble": (Run.out_of_memory, quiet(3)),
+    "probation": (Run.out_of_memory, quiet(AFTER + 2)),
+    "tolerating": (partial(Run.retries, steps=2, rate=800), quiet(1 + TRIAL_STEPS)),
+    "waiting": (Run.out_of_memory, quiet(AFTER), Run.out_of_memory),
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(history: str):
+    run, resumed = Run(), Run()
+    for happens in HISTORIES[history]:
+        happens(run)
     resumed.governor.restore(json.loads(json.dumps(run.governor.state())))
     resumed.step = run.step
     before = len(run.events)

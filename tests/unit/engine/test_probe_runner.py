@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -126,13 +126,6 @@ def test_ranks_agree_on_the_larger_share_that_each_phase_takes_of_their_memory()
     assert agreed == Peak({"a": 40, "b": 50}, fits=True, retries=1, seconds=3.0, fullness=0.5)
     unequal = [report(110, 10, 20), report(210, 10, 160)]
     assert agreed_peak(["a"], unequal).phase_bytes["a"] == 10 + 75
-
-
-def test_a_step_without_an_update_has_no_such_phase():
-    with MemoryMeter() as meter:
-        result = search_within(replace(Trained(Shape()).step(), update=None), meter, 400_000)
-    assert all("update" not in probe.peak.phase_bytes for probe in result.probes)
-    assert "loss" in result.probes[0].peak.phase_bytes
 
 
 @pytest.mark.parametrize("need", [80, 89, 90, 91, 93, 94, 99])

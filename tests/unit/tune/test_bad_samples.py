@@ -33,15 +33,16 @@ WRONG: list[tuple[Any, str]] = [
     ({"tokens": [10**30], "labels": [1]}, "tokens that are not a list of integers"),
     ({"tokens": [1.0, 2.0], "labels": [1, 2]}, "tokens that are not a list of integers"),
     ({"tokens": [1, 2], "labels": torch.tensor([1.0, 2.0])}, "labels that are not a list of integers"),
+    ({"tokens": [1] * 5, "labels": [1] * 5}, "5 tokens, but the model takes at most 4 .* to 4 or less, which cuts"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "says"), WRONG, ids=str)
 def test_a_sample_that_no_model_can_take_is_named_when_it_is_read(wrong: Any, says: str) -> None:
-    samples = NamedSamples([{"tokens": [1], "labels": [1]}, wrong])
-    samples.vocabulary = 4
-    assert samples[0] == {"tokens": [1], "labels": [1], INDEX: 0}
-    with pytest.raises(SampleError, match=rf"^sample 1 of the dataset \(on rank 0\) has {says}"):
+    samples = NamedSamples([{"tokens": [1] * 4, "labels": [1] * 4}, wrong])
+    samples.vocabulary = samples.most_tokens = 4
+    assert samples[0] == {"tokens": [1] * 4, "labels": [1] * 4, INDEX: 0}
+    with pytest.raises((SampleError, SampleTooLongError), match=rf"^sample 1 of the dataset \(on rank 0\) has {says}"):
         samples[1]
 
 
@@ -95,24 +96,22 @@ def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException
         len(NamedSamples(iter([1])))
 
 
-def test_a_dataset_that_ends_the_process_while_a_sample_is_read_is_told() -> None:
-    told = r"^sample 0 .* cannot be read on rank 0 \(SystemExit: .*\): the dataset's code ends the process in __"
-    with pytest.raises(SampleError, match=told):
-        NamedSamples(Broken(SystemExit))[0]
-
-
-def test_a_host_without_memory_is_no_matter_of_the_sample() -> None:
-    with pytest.raises(UnrecoverableError, match=r"^out of memory on rank 0 while sample 0 of the dataset was read \("):
-        NamedSamples(Broken(MemoryError))[0]
-
-
-def test_a_sample_that_is_longer_than_the_model_takes_is_named() -> None:
-    samples = NamedSamples([{"tokens": [1] * count, "labels": [1] * count} for count in (4, 5)])
-    samples.most_tokens = 4
-    assert samples[0][INDEX] == 0
-    message = r"^sample 1 of the dataset \(on rank 0\) has 5 tokens, but the model takes at most 4 .* to 4 or less, whi"
-    with pytest.raises(SampleTooLongError, match=message):
-        samples[1]
+@pytest.mark.parametrize(
+    ("error", "told_as", "told"),
+    [
+        (
+            SystemExit,
+            SampleError,
+            r"sample 0 .* cannot be read on rank 0 \(SystemExit: .*: the dataset's code ends the pr",
+        ),
+        (MemoryError, UnrecoverableError, r"out of memory on rank 0 while sample 0 of the dataset was read \("),
+    ],
+)
+def test_a_dataset_that_ends_the_process_or_takes_all_memory_of_the_host_is_told(
+    error: type[BaseException], told_as: type[Exception], told: str
+) -> None:
+    with pytest.raises(told_as, match=f"^{told}"):
+        NamedSamples(Broken(error))[0]
 
 
 def test_a_pair_that_is_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:

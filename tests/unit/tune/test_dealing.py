@@ -40,14 +40,11 @@ def dealer(
     return dealer_of(model or build(), settings, DATA, limit)
 
 
-def test_steps_are_dealt_under_a_limit_by_length() -> None:
+def test_steps_are_dealt_under_a_limit_by_length_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dealer(BUDGET) == "of samples"
     assert dealer(BUDGET, RowLimit(8)) is None
     assert dealer(AdaptiveConfig(), None) is None
     assert dealer(replace(BUDGET, deal=False)) is None
-
-
-def test_one_rank_has_nobody_to_deal_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dealing, "world_size", lambda: 1)
     assert dealer(replace(BUDGET, deal=True)) is None
 

@@ -23,22 +23,14 @@ def obstacle(recover: bool | None, settings: dict[str, Any]) -> str | None:
     return obstacle_to_recovery(Settings(**{**NEEDED, **settings, "adaptive": adaptive}))
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"tensor_parallel_dim": 2}, "tensor_parallel_dim is 2"),
-        ({"optimizer_in_bwd": True}, "optimizer_in_bwd is True"),
-    ],
-)
-def test_recovery_is_off_and_cannot_be_asked_for(settings: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(("key", "value"), [("tensor_parallel_dim", 2), ("optimizer_in_bwd", True)])
+def test_recovery_is_off_and_cannot_be_asked_for(key: str, value: Any) -> None:
+    settings, named = {key: value}, f"{key} is {value}"
+    assert obstacle(None, {}) is None
     for recover in (None, False):
         assert named in (obstacle(recover, settings) or "")
     with pytest.raises(ConfigError, match=rf"adaptive\.recover_from_oom is True, but .*{named}.*set it to null"):
         obstacle(True, settings)
-
-
-def test_a_plain_config_recovers() -> None:
-    assert obstacle(None, {}) is None
 
 
 @pytest.fixture

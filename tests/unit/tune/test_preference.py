@@ -21,31 +21,21 @@ from torchtune_adaptive.tune.samples import PAIR
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 
 
-@pytest.mark.parametrize("loss", ["torchtune.rlhf.loss.DPOLoss", "torchtune.rlhf.loss.RSOLoss"])
-def test_losses_of_pairs_are_taken(loss: str) -> None:
-    assert build_preference_loss(OmegaConf.create({"loss": {"_component_": loss}})) is not None
-
-
-@pytest.mark.parametrize("loss", ["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.MSELoss"])
-def test_another_loss_is_refused(loss: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"loss is {loss}, which does not compute .* such as torchtune.rlhf.loss.DPOLoss"
-    ):
-        build_preference_loss(OmegaConf.create({"loss": {"_component_": loss}}))
-
-
-def test_a_loss_that_cannot_be_computed_is_told_with_its_arguments() -> None:
-    loss = {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": "abc"}
-    with pytest.raises(
-        ConfigError, match=r"loss is torchtune.rlhf.loss.DPOLoss with beta: 'abc', which does not compute"
-    ):
-        build_preference_loss(OmegaConf.create({"loss": loss}))
-
-
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2)],
+    ("loss", "keys", "told"),
+    [
+        ("torchtune.modules.loss.CEWithChunkedOutputLoss", {}, ""),
+        ("torch.nn.MSELoss", {}, ""),
+        ("torchtune.rlhf.loss.DPOLoss", {"beta": "abc"}, " with beta: 'abc'"),
+    ],
 )
+def test_what_is_no_loss_of_pairs_is_refused(loss: str, keys: dict[str, str], told: str) -> None:
+    said = rf"loss is {loss}{told}, which does not compute .* such as torchtune.rlhf.loss.DPOLoss"
+    with pytest.raises(ConfigError, match=said):
+        build_preference_loss(OmegaConf.create({"loss": {"_component_": loss, **keys}}))
+
+
+@pytest.mark.parametrize(("key", "value"), [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2)])
 def test_what_is_not_supported_is_refused(key: str, value: object) -> None:
     read_full_dpo_settings(OmegaConf.create(KEYS))
     with pytest.raises(ConfigError, match=f"{key} is .*, which preference training does not support: allowed is"):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torchtune.data import padded_collate_dpo, padded_collate_sft
 
 from tests.unit.tune.models import build
 from torchtune_adaptive.engine.limits import TokenLimit
@@ -29,14 +28,6 @@ def test_a_pair_is_as_long_as_its_longer_answer_and_without_padding_as_both() ->
     assert JOINED.length_of(pair(3, 7)) == 10
     assert PAIR.lengths_of(pair(3, 7)) == (3, 7)
     assert (PAIR.length_at(5), JOINED.length_at(5), TEXT.length_at(5)) == (5, 10, 5)
-
-
-def test_rows_of_pairs_are_those_of_the_stock_recipe() -> None:
-    pairs = [pair(3, 7), pair(6, 2), pair(4, 4)]
-    ids, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=-100)
-    ours = padded_collate_sft(PAIR.rows_of(pairs), padding_idx=0, ignore_idx=-100)
-    assert ours["tokens"].equal(ids)
-    assert ours["labels"].equal(labels)
 
 
 @pytest.mark.parametrize("kind", [TEXT, PAIR, JOINED])
@@ -82,16 +73,12 @@ def test_a_token_budget_counts_both_rows_of_a_pair() -> None:
     assert all(2 * len(rows) * max(lengths[i] for i in rows) <= 100 for rows in plan_step(lengths, limit))
 
 
-def test_the_load_of_pairs_counts_their_rows() -> None:
-    rows = [(3, 7), (6, 2)]
+def test_the_load_of_pairs_counts_their_rows_and_each_costs_what_it_costs_alone() -> None:
+    rows, squares = [(3, 7), (6, 2)], lambda length: length**2
     assert load_of(((0, 1),), [7, 6], rows=rows) == Load(18, 28, 2, 28, cost=28)
-    assert load_of(((0, 1),), [10, 8], rows=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
-
-
-def test_each_row_of_a_pair_costs_what_it_costs_alone() -> None:
-    rows, squares = [(7, 3), (2, 6)], lambda length: length**2
     assert load_of(((0, 1),), [7, 6], rows=rows, cost=squares).cost == 4 * 49
-    assert load_of(((0, 1),), [10, 8], rows=rows, cost=squares, padded=False).cost == 49 + 9 + 4 + 36
+    assert load_of(((0, 1),), [10, 8], rows=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
+    assert load_of(((0, 1),), [10, 8], rows=rows, cost=squares, padded=False).cost == 9 + 49 + 36 + 4
 
 
 def test_attention_makes_long_samples_cost_more_than_their_tokens() -> None:

@@ -42,6 +42,10 @@ def settings_of(batch_size: int, times: int, **adaptive: Any) -> Settings:
     return Settings(**given, adaptive=AdaptiveConfig(**adaptive))
 
 
+def progress_of(**given: Any) -> Progress:
+    return Progress(**{"seed": 0, "epochs_run": 0, "total_epochs": 2, "max_steps_per_epoch": None, "ranks": 1, **given})
+
+
 def plans_of(
     function: Increase | None,
     epochs: int = 6,
@@ -53,7 +57,7 @@ def plans_of(
     past: tuple[EpochSizes, ...] = (),
     **adaptive: Any,
 ) -> tuple[EpochSizes, ...]:
-    progress = Progress(seed=0, epochs_run=len(past), total_epochs=epochs, max_steps_per_epoch=most, past=past, ranks=1)
+    progress = progress_of(epochs_run=len(past), total_epochs=epochs, max_steps_per_epoch=most, past=past)
     settings = settings_of(batch_size, times, **adaptive)
     return size_epochs(settings, progress, samples, rows_that_fit=fits, increase=function)
 
@@ -70,10 +74,7 @@ def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
     scale = NoiseScale()
     for _ in range(20 if noise else 0):
         scale.record(StepNoise(signal=noise[0], noise=1.6 * noise[1]))
-    past = plans_of(None, epochs=2)
-    progress = Progress(
-        seed=0, epochs_run=2, total_epochs=4, max_steps_per_epoch=None, past=past, noise=scale.state(), ranks=1
-    )
+    progress = progress_of(epochs_run=2, total_epochs=4, past=plans_of(None, epochs=2), noise=scale.state())
     settings, follows = settings_of(2, 2, measure_noise=1), follow_noise(0.5)
     assert size_by_what_was_measured(settings, progress, 100_000, increase=follows).batch_size == expected
     assert [sizes.batch_size for sizes in size_epochs(settings, progress, 100_000, increase=follows)] == [2, 2, 2, 2]
@@ -86,17 +87,7 @@ def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left
     """Batch size and steps; a step of batch size 4 has 8 samples."""
     begun = plans_of(None, epochs=1, samples=20)[0]
     assert begun.steps == 5
-    progress = Progress(
-        seed=0,
-        epochs_run=0,
-        total_epochs=2,
-        max_steps_per_epoch=None,
-        begun=begun,
-        steps_in_epoch=done,
-        target_tokens=70,
-        loss=1.5,
-        ranks=1,
-    )
+    progress = progress_of(begun=begun, steps_in_epoch=done, target_tokens=70, loss=1.5)
     asked = []
 
     def increase(epoch: int, current: int, measured: Measured) -> int:
@@ -115,7 +106,7 @@ def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left
 def test_a_batch_that_follows_what_is_measured_never_outgrows_its_epoch(samples: int) -> None:
     """Of two samples a step, an epoch of at most 20 of such steps: 16 twice are 32, and 32 is refused."""
     past = plans_of(None, epochs=1, batch_size=8, times=2)
-    progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=20, past=past, samples=99, ranks=1)
+    progress = progress_of(epochs_run=1, max_steps_per_epoch=20, past=past, samples=99)
 
     def double(epoch: int, current: int, measured: Measured) -> int:
         return current
@@ -142,7 +133,7 @@ def by_default(epoch: int, current: int, measured: Measured | None = None) -> in
 
 
 def test_a_third_argument_or_one_of_that_name_is_what_was_measured() -> None:
-    progress = Progress(seed=0, epochs_run=0, total_epochs=1, max_steps_per_epoch=None, ranks=1)
+    progress = progress_of()
     for function in (third, named, by_default):
         assert asks_what_was_measured(function)
         settings = settings_of(2, 2, measure_noise=1)
@@ -150,25 +141,40 @@ def test_a_third_argument_or_one_of_that_name_is_what_was_measured() -> None:
     assert not asks_what_was_measured(lambda epoch, current, factor=2: factor)
 
 
-@pytest.mark.parametrize("function", [None, "torchtune_adaptive.tune.schedule.double_every"])
-def test_within_an_epoch_only_a_function_of_what_is_measured_is_asked(function: str | None) -> None:
-    section = function and {"_component_": function, "epochs": 1}
-    cfg = OmegaConf.create({"batch_increase_function": section, "adaptive": {"increase_every": {"samples": 100}}})
-    with pytest.raises(ConfigError, match=r"^adaptive\.increase_every is set, but batch_increase_function "):
-        build_increase_function(cfg)
+def section_of(function: str, **keys: Any) -> dict[str, Any]:
+    return {"_component_": f"torchtune_adaptive.tune.schedule.{function}", **keys}
 
 
-def test_a_function_of_what_is_measured_needs_a_measurement() -> None:
-    section = {"_component_": "torchtune_adaptive.tune.schedule.follow_noise"}
-    for every in (None, 10):
-        cfg = OmegaConf.create({"batch_increase_function": section, "adaptive": {"measure_noise": every}})
-        if every:
-            assert asks_what_was_measured(build_increase_function(cfg))
-            continue
-        with pytest.raises(
-            ConfigError, match=r"takes a third argument, `measured`, but adaptive\.measure_noise is null: set it"
-        ):
-            build_increase_function(cfg)
+WITHIN = {"increase_every": {"samples": 100}}
+NOT_WITHIN = r"^adaptive\.increase_every is set, but batch_increase_function "
+
+
+@pytest.mark.parametrize(
+    ("section", "adaptive", "message"),
+    [
+        (None, WITHIN, NOT_WITHIN),
+        (section_of("double_every", epochs=1), WITHIN, NOT_WITHIN),
+        (
+            section_of("follow_noise"),
+            {"measure_noise": None},
+            r"takes a third argument, `measured`, but adaptive\.measure_noise is null: set it",
+        ),
+        ("no.such.function", {}, "is 'no.such.function', which cannot be imported"),
+        ("math.pi", {}, "is 'math.pi'; it must be a callable"),
+        (section_of("milestones", batch_sizes=5), {}, "schedule.milestones: TypeError: 'int' object is not iterable"),
+    ],
+)
+def test_a_section_that_names_no_function_that_could_be_asked_is_refused(
+    section: Any, adaptive: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_increase_function(OmegaConf.create({"batch_increase_function": section, "adaptive": adaptive}))
+
+
+def test_a_function_of_what_is_measured_is_built_where_that_is_measured() -> None:
+    assert build_increase_function(OmegaConf.create({})) is None
+    cfg = {"batch_increase_function": section_of("follow_noise"), "adaptive": {"measure_noise": 10}}
+    assert asks_what_was_measured(build_increase_function(OmegaConf.create(cfg)))
 
 
 @given(sizes_up_to_200, sizes_up_to_200, sizes_up_to_200, st.sampled_from(["rebalance", "fixed", "keep"]))
@@ -283,24 +289,6 @@ def test_what_cannot_be_done_is_told_before_training(run: Any, message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ("no.such.function", "is 'no.such.function', which cannot be imported"),
-        ("math.pi", "is 'math.pi'; it must be a callable"),
-        (
-            {"_component_": "torchtune_adaptive.tune.schedule.milestones", "batch_sizes": 5},
-            "schedule.milestones: TypeError: 'int' object is not iterable",
-        ),
-    ],
-)
-def test_a_section_that_names_no_function_is_refused(section: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        build_increase_function(OmegaConf.create({"batch_increase_function": section}))
-    assert message in str(error.value)
-    assert build_increase_function(OmegaConf.create({})) is None
-
-
-@pytest.mark.parametrize(
     ("rows", "line"),
     [
         (8, "8 rows × 4 microbatches × 8 ranks = 256 samples a step (as configured)"),
@@ -342,10 +330,7 @@ def announce_second_epoch(
 ) -> None:
     """Of a run of one row × two microbatches."""
     past = plans_of(None, 1, 1, 2, samples=samples)
-    progress = Progress(
-        seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=past, ranks=before,
-        dataset_samples=dataset_samples,
-    )  # fmt: skip
+    progress = progress_of(epochs_run=1, past=past, ranks=before, dataset_samples=dataset_samples)
     announce(plans_of(None, 2, 1, 2, fits, samples)[1:], settings_of(1, 2), progress, ranks, None, samples)
 
 
@@ -393,7 +378,7 @@ def test_samples_that_no_step_of_a_growing_run_has_are_told_when_an_epoch_ends(
 ) -> None:
     cfg = OmegaConf.create({"batch_increase_function": function})
     settings = replace(settings_of(1, 2), config=cfg, max_steps_per_epoch=most_steps)
-    progress = Progress(seed=0, epochs_run=0, total_epochs=1, max_steps_per_epoch=None, ranks=2, samples_in_epoch=16)
+    progress = progress_of(total_epochs=1, ranks=2, samples_in_epoch=16)
     loader = StepLoader([0] * 21, rank=0, world_size=2, shuffle=False)  # type: ignore[arg-type]
     announce_end(plans_of(None, 1)[0], settings, progress, loader)
     line = "6 of 22 samples do not fill a step and are left out of epoch 0"
