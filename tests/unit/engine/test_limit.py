@@ -4,7 +4,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.engine.limits import Limit, Microbatch, RowLimit, Surface, SurfaceLimit, TokenLimit, longest_row
+from torchtune_adaptive.engine.limits import (
+    UNBOUNDED_ROWS,
+    Limit,
+    Microbatch,
+    RowLimit,
+    Surface,
+    SurfaceLimit,
+    TokenLimit,
+    longest_row,
+)
 
 
 @pytest.mark.parametrize("count", [0, 2.5])
@@ -57,6 +66,8 @@ def test_a_surface_limit_asks_every_phase():
     assert limit.rows_at(50) == 1  # head: 110; two rows would need 220
     assert limit.rows_at(96) == 0
     assert limit.rows_at(95) == 1
+    assert SurfaceLimit({"layers": Surface(200)}, budget_bytes=200).rows_at(10) == UNBOUNDED_ROWS
+    assert SurfaceLimit({"layers": Surface(201)}, budget_bytes=200).rows_at(10) == 0
 
 
 @given(limits, st.integers(1, 100), st.integers(1, 5000))

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive import RowLimit, SampleKind, StepRunner, TokenLimit, Totals
-from torchtune_adaptive.engine.noise import FEWEST, Interval, NoiseScale, StepNoise
-from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
 
 Sample = torch.Tensor
 """[tokens, 5]: four inputs and what is to be predicted."""
@@ -83,27 +82,8 @@ def test_the_estimates_are_those_of_exact_gradients_of_single_samples(alike: flo
         assert error < 0.05 * truth
 
 
-def test_a_repeated_step_measures_what_the_same_split_does() -> None:
-    samples = samples_of(torch.Generator().manual_seed(2), 16)
-    runner, undisturbed = a_runner(RowLimit(8)), a_runner(RowLimit(4))
-    with FaultInjector(runner).fail_at(rank=0, step=1, operation=30):
-        repeated = measured(runner, samples)
-    assert runner.limit == RowLimit(4)
-    assert repeated == measured(undisturbed, samples)
-
-
 def test_a_single_microbatch_says_nothing_of_noise() -> None:
     assert measured(a_runner(RowLimit(16)), samples_of(torch.Generator(), 16)) is None
-
-
-def test_only_the_steps_that_are_asked_for_are_measured() -> None:
-    runner = a_runner(RowLimit(4))
-    runner.measure_noise(3)
-    seen = []
-    for step in range(1, 7):
-        seen.append(runner.run(samples_of(torch.Generator(), 8), step=step).squares is not None)
-        runner.model.zero_grad(set_to_none=True)
-    assert seen == [False, False, True, False, False, True]
 
 
 def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
@@ -126,16 +106,3 @@ def test_a_signal_that_drowns_has_no_upper_bound() -> None:
     assert interval is not None
     assert interval.high == math.inf
     assert 1 < interval.low < interval.scale == pytest.approx(50, rel=0.2)
-
-
-def test_too_few_steps_say_nothing_and_a_resumed_average_continues() -> None:
-    whole, first = NoiseScale(), NoiseScale()
-    for at in range(FEWEST - 1):
-        for each in (whole, first):
-            each.record(StepNoise(1.0, 2.0 + at))
-    assert whole.interval() is None
-    resumed = NoiseScale(first.state())
-    for each in (whole, resumed):
-        each.record(StepNoise(1.0, 2.0))
-    assert isinstance(whole.interval(), Interval)
-    assert whole.interval() == resumed.interval()

@@ -24,14 +24,6 @@ def test_more_rows_never_need_less_and_a_covering_surface_is_below_no_point(meas
     assert surface.bytes_at(2, 100) >= surface.bytes_at(1, 100) >= surface.bytes_at(1, 50) >= 0
 
 
-def test_rows_within_a_budget_are_those_that_need_no_more() -> None:
-    surface = Surface(1000, 10, 1, 0.01)
-    rows = surface.rows_within(5000, length=100)
-    assert surface.bytes_at(rows, 100) == pytest.approx(5000, abs=1)
-    assert Surface(1000).rows_within(1000, 100) == math.inf
-    assert Surface(1000).rows_within(999, 100) == 0
-
-
 class Device:
     """A training step of several phases on a device of so much memory, all ranks alike.
 
