@@ -96,7 +96,7 @@ def test_a_smaller_limit_that_is_slower_is_taken_back_and_the_retries_are_lived_
     assert (run.rows, len(run.events)) == (8, 2)
 
 
-def test_out_of_memory_ends_a_trial():
+def test_out_of_memory_ends_a_trial_and_zero_steps_without_trouble_never_lead_to_more():
     run = Run(regrow_after=0)
     run.retries(2, rate=1000)
     run.out_of_memory()
@@ -122,13 +122,6 @@ def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
     run.quiet()
     assert (run.rows, run.kinds) == (8, [RECOVERY, GROWTH])
     assert run.events[1].reason == "step 10: 10 steps without trouble: 4 rows -> 8 rows, on probation"
-
-
-def test_zero_means_never():
-    run = Run(regrow_after=0)
-    run.out_of_memory()
-    run.quiet(1000)
-    assert (run.rows, run.kinds) == (4, [RECOVERY])
 
 
 def test_retries_are_trouble_and_put_off_growing():

@@ -71,12 +71,8 @@ def test_a_surface_limit_asks_every_phase():
 
 
 @given(limits, st.integers(1, 100), st.integers(1, 5000))
-def test_what_fits_is_what_the_most_rows_say(limit: Limit, rows: int, length: int):
+def test_what_fits_is_what_the_most_rows_say_and_of_a_longer_row_they_are_no_more(limit: Limit, rows: int, length: int):
     assert limit.fits(rows, length) == (rows <= limit.rows_at(length))
-
-
-@given(limits, st.integers(1, 5000))
-def test_a_longer_row_never_leaves_room_for_more(limit: Limit, length: int):
     assert limit.rows_at(length + 1) <= limit.rows_at(length)
 
 

@@ -44,22 +44,25 @@ def test_linear_equals_brute_force_on_crossing_affine_phases_in_four_probes_with
         assert (len(each.probes) <= 4, each.out_of_memory_count) == (True, 0)
 
 
-@given(phases, headrooms, roundings, st.integers(1, 96), st.integers(1, 300), st.booleans())
+bounds = st.fixed_dictionaries(
+    {"round_to": roundings, "samples_per_step": st.integers(1, 96), "max_rows": st.integers(1, 300)}
+)
+
+
+@given(phases, headrooms, bounds, st.booleans())
 def test_binary_equals_brute_force_over_the_rows_that_may_be_the_answer(
-    laws: list[tuple[int, int]], headroom: float, round_to: str, samples: int, max_rows: int, soft: bool
+    laws: list[tuple[int, int]], headroom: float, asked: dict[str, Any], soft: bool
 ) -> None:
     device = Device(affine(*laws), budget_for(affine(*laws), headroom, rows=1), soft)
-    result = device.search(strategy="binary", round_to=round_to, max_rows=max_rows, samples_per_step=samples)
-    assert result.rows == device.brute_force(rungs_up_to(max_rows, round_to, samples))
+    assert device.search(strategy="binary", **asked).rows == device.brute_force(rungs_up_to(**asked))
 
 
-@given(phases, headrooms, roundings, st.integers(1, 96), st.integers(1, 300))
+@given(phases, headrooms, bounds)
 def test_decrease_answers_the_first_of_its_halvings_that_fits(
-    laws: list[tuple[int, int]], headroom: float, round_to: str, samples: int, max_rows: int
+    laws: list[tuple[int, int]], headroom: float, asked: dict[str, Any]
 ) -> None:
     device = Device(affine(*laws), budget_for(affine(*laws), headroom, rows=1))
-    result = device.search(strategy="decrease", round_to=round_to, max_rows=max_rows, samples_per_step=samples)
-    rungs = rungs_up_to(max_rows, round_to, samples)
+    result, rungs = device.search(strategy="decrease", **asked), rungs_up_to(**asked)
     assert device.measured[0] == rungs[-1]
     assert device.measured[-1] == result.rows
     assert [device.fits(rows) for rows in device.measured] == [False] * (len(device.measured) - 1) + [True]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -79,19 +78,8 @@ SAMPLES, BATCH_SIZE, ACCUMULATION = 53, 3, 2
 SAMPLES_PER_STEP = BATCH_SIZE * ACCUMULATION
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def step_loader(rank: int, world_size: int, *, shuffle: bool, samples: int = SAMPLES) -> StepLoader[int]:
-    return StepLoader(Numbers(samples), rank=rank, world_size=world_size, shuffle=shuffle)
+    return StepLoader(range(samples), rank=rank, world_size=world_size, shuffle=shuffle)
 
 
 def epoch_of(loader: StepLoader[int], epoch: int, steps: int = 1000) -> list[list[int]]:
@@ -100,7 +88,7 @@ def epoch_of(loader: StepLoader[int], epoch: int, steps: int = 1000) -> list[lis
 
 def steps_of_torchtune(rank: int, world_size: int, *, shuffle: bool, epoch: int) -> list[list[int]]:
     """The stock recipes' sampler and loader, with the batches of one optimizer step put together."""
-    dataset = Numbers(SAMPLES)
+    dataset = range(SAMPLES)
     sampler = StatefulDistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
     loader = StatefulDataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler, collate_fn=list, drop_last=True)
     sampler.set_epoch(epoch)

@@ -46,23 +46,16 @@ def own_forward() -> nn.Module:
     return model
 
 
-def shifting_tokens(share: float = 0.5) -> nn.Module:
+def shifting_tokens() -> nn.Module:
     """Every layer's feed-forward sees some of the token before, whoever's that is."""
     model = build()
 
     def shifted(_: nn.Module, states: tuple[Tensor]) -> tuple[Tensor]:
-        return (states[0] + share * nn.functional.pad(states[0], (0, 0, 1, -1)),)
+        return (states[0] + 0.5 * nn.functional.pad(states[0], (0, 0, 1, -1)),)
 
     for layer in model.layers:
         layer.mlp.register_forward_pre_hook(shifted)
     return model
-
-
-class Learned(nn.Embedding):
-    """Tokens, and learned absolute positions."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + 0.02 * torch.arange(tokens.size(1))[:, None]
 
 
 def centred() -> nn.Module:
@@ -74,8 +67,13 @@ def centred() -> nn.Module:
 
 
 def learned_positions() -> nn.Module:
+    """Absolute ones, added to the tokens."""
+
+    def added(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+        return states + 0.02 * torch.arange(states.size(1))[:, None]
+
     model = build()
-    model.tok_embeddings.__class__ = Learned
+    model.tok_embeddings.register_forward_hook(added)
     return model
 
 
