@@ -90,18 +90,6 @@ def test_where_nothing_is_learned_gradients_are_zero_and_there_all_the_same() ->
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_no_sample_sees_another() -> None:
-    """Other tokens in the samples around it do not change a sample's output."""
-    model, (first, second, third) = build().eval(), samples((9, 12, 7))
-    (other,) = samples((9,), seed=1)
-    batches = [unpadded([before, second, third]) for before in (first, other)]
-    with torch.no_grad():
-        outputs = [model(**{key: batch[key] for key in batch if key != "labels"}) for batch in batches]
-    one, same = (torch.cat(chunks, dim=1)[0] for chunks in outputs)
-    assert not torch.equal(one[:9], same[:9])
-    assert torch.equal(one[9:], same[9:])
-
-
 def test_after_an_error_the_model_takes_what_it_took_and_makes_all_logits() -> None:
     model, tokens = build(), torch.zeros(1, 12, dtype=torch.int64)
     output, model.output = model.output, lambda _: 1 / 0
