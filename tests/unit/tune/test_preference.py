@@ -15,7 +15,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs
 from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import check_samples
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE, build_preference_loss, figures_of
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE, build_preference_loss, figures_of, sums_of_rows
 from torchtune_adaptive.tune.samples import PAIR
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
@@ -86,3 +86,14 @@ def test_a_recipe_is_known_by_the_reference_or_the_loss(name: str) -> None:
     assert is_lora(cfg) == ("lora" in name)
     cfg.loss = {"_component_": "torch.nn.CrossEntropyLoss"}
     assert trains_on_pairs(cfg) == ("lora" not in name)
+
+
+def test_sums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:
+    lengths, weights = [3, 1, 4], torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64)
+    ours, theirs = (torch.linspace(0, 1, 8, dtype=torch.float64)[None].requires_grad_() for _ in range(2))
+    sums = sums_of_rows(ours, lengths)
+    expected = torch.stack([row.sum() for row in theirs[0].split(lengths)])
+    assert torch.equal(sums, expected)
+    (sums * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert torch.equal(ours.grad, theirs.grad)
