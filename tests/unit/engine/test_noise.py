@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive import RowLimit, SampleKind, StepRunner, TokenLimit, Totals
-from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
+from torchtune_adaptive.engine.noise import FEWEST, Interval, NoiseScale, StepNoise
 
 Sample = torch.Tensor
 """[tokens, 5]: four inputs and what is to be predicted."""
@@ -106,3 +106,16 @@ def test_a_signal_that_drowns_has_no_upper_bound() -> None:
     assert interval is not None
     assert interval.high == math.inf
     assert 1 < interval.low < interval.scale == pytest.approx(50, rel=0.2)
+
+
+def test_too_few_steps_say_nothing_and_a_resumed_average_continues() -> None:
+    whole, first = NoiseScale(), NoiseScale()
+    for at in range(FEWEST - 1):
+        for each in (whole, first):
+            each.record(StepNoise(1.0, 2.0 + at))
+    assert whole.interval() is None
+    resumed = NoiseScale(first.state())
+    for each in (whole, resumed):
+        each.record(StepNoise(1.0, 2.0))
+    assert isinstance(whole.interval(), Interval)
+    assert whole.interval() == resumed.interval()
