@@ -1,16 +1,13 @@
 """What the package imports is what it declares."""
 
-import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-SOURCES = [*(ROOT / "torchtune_adaptive").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
-OURS = {"torchtune_adaptive", *(path.stem for path in (ROOT / "recipes").glob("*.py"))}
+from tests.unit.source import FILES, NAME, RECIPES, ROOT, imported
+
+OURS = {NAME, *(path.stem for path in RECIPES)}
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
 
@@ -23,24 +20,11 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[^\w-]", requirement)[0].lower() for requirement in requirements}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """The packages of others that a file imports, by their names in a registry."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
-        else:
-            continue
-        for package in (module.split(".")[0] for module in modules):
-            if package not in sys.stdlib_module_names and package not in OURS:
-                yield NAMED_OTHERWISE.get(package, package)
-
-
 def test_every_import_is_declared_and_every_declaration_imported() -> None:
     extras = project()["optional-dependencies"]
     declared = names([*project()["dependencies"], *extras["plot"], *extras["hf"]])
-    found = {package for path in SOURCES for package in imported(path)}
+    packages = {name.split(".")[0] for path in [*FILES, *RECIPES] for name in imported(path)}
+    found = {NAMED_OTHERWISE.get(package, package) for package in packages - sys.stdlib_module_names - OURS}
     assert found - {"triton"} == declared  # triton comes with torch where there is one
 
 

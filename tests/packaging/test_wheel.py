@@ -43,20 +43,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     (site,) = (folder / "lib").glob("python3*/site-packages")
     # a path of a .pth file is searched, but its own .pth files, among them those of editable installs, are not read
     (site / "the-others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    run_ok(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-index",
-        str(wheel),
-        cwd=folder,
-    )
+    install = ("install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
+    run_ok(sys.executable, "-m", "pip", "--python", str(python), *install, str(wheel), cwd=folder)
     return str(python)
 
 
@@ -88,17 +76,8 @@ def test_what_is_installed_is_the_wheel(python: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", [(), ("--nproc_per_node", "2")], ids=["one-process", "two-ranks"])
 def test_tune_runs_a_recipe_from_an_empty_directory(python: str, tmp_path: Path, launcher: tuple[str, ...]) -> None:
-    ended = run_ok(
-        python,
-        *TUNE,
-        *launcher,
-        "adaptive_full_finetune_distributed",
-        "--config",
-        "adaptive/demo/full",
-        "dataset.samples=16",
-        "epochs=1",
-        "output_dir=out",
-        cwd=tmp_path,
-    )
+    recipe = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
+    changes = ("dataset.samples=16", "epochs=1", "output_dir=out")
+    ended = run_ok(python, *TUNE, *launcher, *recipe, *changes, cwd=tmp_path)
     assert "samples a step" in ended.output
     assert list((tmp_path / "out" / "epoch_0").glob("model-*.bin"))

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtune_adaptive"
 NAME = PACKAGE.name
 FILES = sorted(PACKAGE.rglob("*.py"))
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -34,6 +35,12 @@ def modules_in(rooms_or_modules: set[str]) -> set[str]:
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def docstrings_of(path: Path) -> list[ast.Constant]:
+    """Strings that stand by themselves: docstrings, and what follows a field or a constant."""
+    alone = (node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr))
+    return [value for value in alone if isinstance(value, ast.Constant) and isinstance(value.value, str)]
 
 
 def imported(path: Path) -> set[str]:

@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.checkpoints.making import CONTENT, complete, manifest, save, stage
 from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.store import (
-    MANIFEST_FILE,
-    Manifest,
-    read_manifest,
-    record_files,
-    write_manifest,
-)
+from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, Manifest, read_manifest, record_files, write_manifest
 
 
 class Killed(BaseException):
@@ -136,8 +130,7 @@ def test_a_checkpoint_that_lacks_a_byte_is_not_complete(tmp_path: Path, file: st
 
 NAMES = st.sampled_from(["version", "files", "position", "serial", "x"])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda part: st.lists(part) | st.dictionaries(NAMES, part),
+    st.none() | st.booleans() | st.integers() | st.text(), lambda part: st.lists(part) | st.dictionaries(NAMES, part)
 )
 
 

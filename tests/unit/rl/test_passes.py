@@ -34,13 +34,7 @@ def alone(model: nn.Module, rollout: Rollout) -> Tensor:
 def test_tokens_of_prompts_get_no_logits_and_those_of_answers_the_same() -> None:
     torch.manual_seed(0)
     model = llama3_2(
-        vocab_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        embed_dim=32,
-        intermediate_dim=48,
-        max_seq_len=16,
+        vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, intermediate_dim=48, max_seq_len=16
     )
     seen: list[tuple[int, ...]] = []
     model.norm.register_forward_hook(lambda _, __, states: seen.append(tuple(states.shape)))

@@ -10,26 +10,13 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.rewards import (
-    RewardError,
-    Rewards,
-    brief,
-    exact,
-    functions_of,
-    last_number,
-    matching,
-)
+from torchtune_adaptive.rl.rewards import RewardError, Rewards, brief, exact, functions_of, last_number, matching
 from torchtune_adaptive.rl.rollouts import SCORE, Rollout
 from torchtune_adaptive.tune.samples import INDEX
 
 HERE = __name__
 GROUP = (
-    {
-        "prompts": ["1+1=", "1+1="],
-        "completions": ["2", "11"],
-        "completion_ids": [[50], [49, 49]],
-        "answer": ["2", "2"],
-    },
+    {"prompts": ["1+1=", "1+1="], "completions": ["2", "11"], "completion_ids": [[50], [49, 49]], "answer": ["2", "2"]},
     5,
 )
 """What a function gets, and the number of the sample."""
@@ -115,15 +102,9 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, options: d
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (
-            {"_component_": "nowhere.at_all"},
-            "0._component_ is nowhere.at_all, which cannot be imported",
-        ),
+        ({"_component_": "nowhere.at_all"}, "0._component_ is nowhere.at_all, which cannot be imported"),
         ({"weight": 1}, "0._component_ is null"),
-        (
-            {"_component_": f"{HERE}.exact", "weight": "much"},
-            "0.weight is .*much.*: allowed is a finite",
-        ),
+        ({"_component_": f"{HERE}.exact", "weight": "much"}, "0.weight is .*much.*: allowed is a finite"),
         ({"_component_": f"{HERE}.Judge", "strict": 1}, "0 could not be built from .*Judge: TypeError: .*'strict'"),
         ({"_component_": f"{HERE}.exact", "weigth": 1}, "0.weigth is not a known key of .*exact; did you mean weight"),
         ({"_component_": f"{HERE}.exact", "column": "a"}, "0.column is not a known key of .*exact; remove it"),

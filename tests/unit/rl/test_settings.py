@@ -8,12 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.registry import config_files
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.rl.settings import (
-    PPO_KEYS,
-    read_grpo_lora_settings,
-    read_grpo_settings,
-    read_ppo_settings,
-)
+from torchtune_adaptive.rl.settings import PPO_KEYS, read_grpo_lora_settings, read_grpo_settings, read_ppo_settings
 
 STOCK, OURS = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo"
 PPO_DEMO, GRPO_DEMO, LORA_DEMO = "adaptive/demo/ppo", "adaptive/demo/grpo", "adaptive/demo/grpo_lora"
