@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtune_adaptive import atomic_files
-from torchtune_adaptive.atomic_files import keep_file, read_json, replace_file
+from torchtune_adaptive.atomic_files import read_json, replace_file
 
 WRITING_FOREVER = """
 import runpy, sys
@@ -79,14 +79,6 @@ def test_others_may_read_it_as_the_users_umask_says(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
-
-
-def test_a_file_that_a_run_can_do_without_is_told_of_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").mkdir()
-    keep_file(tmp_path / "file", b"", "nobody will know")
-    assert caplog.messages == [f"cannot write {tmp_path / 'file'} (Is a directory): nobody will know"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector, memory_cap
 
 SAMPLES = [torch.arange(4.0)] * 4
+KIND = SampleKind(length_of=len, stand_in=lambda sample: sample)
 
 
 def runner_of(rows: int = 4) -> StepRunner[Tensor]:
@@ -19,9 +20,7 @@ def runner_of(rows: int = 4) -> StepRunner[Tensor]:
         loss.backward()
         return Totals(loss.detach(), len(samples))
 
-    return StepRunner(
-        model, forward_backward, limit=RowLimit(rows), kind=SampleKind(length_of=len, stand_in=lambda sample: sample)
-    )
+    return StepRunner(model, forward_backward, limit=RowLimit(rows), kind=KIND)
 
 
 def recoveries(runner: StepRunner[Tensor], steps: int) -> list[int]:
@@ -71,9 +70,7 @@ def test_a_storage_that_grows_is_an_operation():
         storage.resize_(0)
         return Totals(torch.ones(()), len(samples))
 
-    runner = StepRunner(
-        nn.Linear(1, 1), growing, limit=RowLimit(4), kind=SampleKind(length_of=len, stand_in=lambda sample: sample)
-    )
+    runner = StepRunner(nn.Linear(1, 1), growing, limit=RowLimit(4), kind=KIND)
     with FaultInjector(runner).count(rank=0, step=0) as faults:
         runner.run(SAMPLES, step=0)
     assert faults.operations.count("resize_") == 1  # shrinking needs no memory

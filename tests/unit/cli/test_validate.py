@@ -74,11 +74,6 @@ def assert_refused(ended: Ended, parts: list[str]) -> None:
     assert any(all(part in line for part in parts) for line in told), errors
 
 
-def first_words(parts: list[str]) -> list[str]:
-    """The key: a component that is not built is held against its signature, in words of its own."""
-    return parts[:1]
-
-
 def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Validate, tmp_path: Path) -> None:
     for kind in DEMO:
         status, out, errors = validate(DEMO[kind], "--here", "--ranks", "2", "epochs=3")
@@ -107,7 +102,8 @@ def test_a_value_that_a_run_refuses_is_refused_in_its_words(
 
 @pytest.mark.parametrize(("override", "parts"), PARTS, ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_a_component_that_a_run_cannot_build_is_refused(validate: Validate, override: str, parts: list[str]) -> None:
-    assert_refused(validate(DEMO["full"], *override.split()), first_words(parts))
+    """Under its key: one that is not built is held against its signature, in words of its own."""
+    assert_refused(validate(DEMO["full"], *override.split()), parts[:1])
 
 
 @pytest.mark.parametrize(
@@ -188,11 +184,8 @@ def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_o
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99")
     assert (status, errors) == (0, "")
     notes = [line for line in out.splitlines() if line.startswith("note: on this machine: ")]
-    assert [next(key for key in ("tokenizer", "device", "checkpoint_dir") if key in note) for note in notes] == [
-        "tokenizer",
-        "device",
-        "checkpoint_dir",
-    ]
+    assert len(notes) == 3
+    assert all(key in note for key, note in zip(("tokenizer", "device", "checkpoint_dir"), notes, strict=True))
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99", "--here")
     assert status == 1
     assert errors.count("error: ") == 3
@@ -271,9 +264,8 @@ def test_files_of_data_are_looked_for(validate: Validate, tmp_path: Path) -> Non
     for files in ("none.json", "[there.json,none.json]", "{train: none.json}"):
         ended = validate(DEMO["full"], "--here", *own, f"dataset.data_files={files}")
         assert_refused(ended, ["dataset.data_files is 'none.json', which does not exist"])
-    assert (
-        "note: on this machine: dataset.data_files" in validate(DEMO["full"], *own, "dataset.data_files=none.json")[1]
-    )
+    elsewhere = validate(DEMO["full"], *own, "dataset.data_files=none.json")[1]
+    assert "note: on this machine: dataset.data_files" in elsewhere
 
 
 def test_a_component_beside_the_config_is_found(validate: Validate, tmp_path: Path) -> None:

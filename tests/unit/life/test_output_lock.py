@@ -72,18 +72,16 @@ def test_a_forked_child_that_lives_on_does_not_hold_it(tmp_path: Path) -> None:
         take(tmp_path).close()
 
 
-def test_a_predecessor_that_is_still_dying_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("restarted", "wait_s"), [(False, output_lock.WAIT_S), (True, 0.0)])
+def test_a_predecessor_that_is_still_dying_is_waited_for_and_after_a_restart_longer(
+    restarted: bool, wait_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_lock, "WAIT_S", wait_s)
+    monkeypatch.setattr(THIS_RUN, "restarted", restarted)
     with another_run(tmp_path, "print('held', flush=True); time.sleep(1.5); os._exit(1)"):
         began = time.monotonic()
         take(tmp_path).close()
         assert time.monotonic() - began > 0.5
-
-
-def test_after_a_restart_it_is_waited_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_lock, "WAIT_S", 0.0)
-    monkeypatch.setattr(THIS_RUN, "restarted", True)
-    with another_run(tmp_path, "print('held', flush=True); time.sleep(1.5); os._exit(1)"):
-        take(tmp_path).close()
 
 
 @pytest.mark.parametrize("content", [b"", b"{torn", b"[]", b"\xff"])

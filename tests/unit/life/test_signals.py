@@ -63,10 +63,13 @@ def test_what_is_ignored_stays_ignored() -> None:
     assert told(signal.SIGHUP, before="trap '' HUP; ") == (0, "False None\n", "")
 
 
-def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> None:
+@pytest.mark.parametrize(
+    ("first", "said"), [(signal.SIGTERM, "SIGTERM again"), (signal.SIGINT, "SIGTERM after SIGINT")]
+)
+def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back(first: signal.Signals, said: str) -> None:
     """In a collective, say, that waits for a peer that is gone."""
-    ended = python("""
-        os.kill(me, signal.SIGTERM)
+    ended = python(f"""
+        os.kill(me, {int(first)})
         if not os.fork():
             time.sleep(1.3)
             os.kill(me, signal.SIGTERM)
@@ -76,7 +79,7 @@ def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> Non
             ctypes.CDLL(None).sleep(60)
     """)
     assert ended.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM again: ended immediately; nothing is saved" in ended.stderr
+    assert f"{said}: ended immediately; nothing is saved" in ended.stderr
 
 
 def test_the_copy_of_a_signal_that_is_noted_slowly_is_no_second_one() -> None:
@@ -88,12 +91,6 @@ def test_the_copy_of_a_signal_that_is_noted_slowly_is_no_second_one() -> None:
         time.sleep(2)
     """)
     assert (ended.returncode, "ended immediately" in ended.stderr) == (0, False), ended.stderr
-
-
-def test_another_one_that_ends_it_is_named_beside_the_first() -> None:
-    ended = python("os.kill(me, signal.SIGINT); time.sleep(1.3); os.kill(me, signal.SIGTERM); time.sleep(60)")
-    assert ended.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM after SIGINT: ended immediately; nothing is saved" in ended.stderr
 
 
 def test_a_forked_worker_that_is_told_to_end_ends_and_not_the_run() -> None:

@@ -51,16 +51,10 @@ def a_full_disk(directory: Path) -> None:
         (directory / name).symlink_to("/dev/full")
 
 
-def nowhere(directory: Path) -> None:
-    """Where not even root may write."""
-    directory.symlink_to("/proc/nowhere")
-
-
 CAUSES = {
     a_file_instead: "File exists",
     folders_instead: "Is a directory",
     a_full_disk: "No space left on device",
-    nowhere: "File exists",  # of the link, of which mkdir speaks
 }
 
 

@@ -60,8 +60,13 @@ def a_run(directory: Path) -> Journal:
     return journal
 
 
-def drawn_run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    drawn = pictures(monkeypatch)
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved in the test."""
+    return pictures(monkeypatch)
+
+
+def drawn_run(directory: Path, drawn: list[Any]) -> Any:
     path = draw_run(directory, read_timeline(directory))
     assert path is not None
     assert is_drawn(path)
@@ -72,11 +77,9 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
-def test_the_limit_is_a_line_of_steps_with_marks_where_it_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_is_a_line_of_steps_with_marks_where_it_changed(tmp_path: Path, drawn: list[Any]) -> None:
     a_run(tmp_path)
-    figure = drawn_run(tmp_path, monkeypatch)
+    figure = drawn_run(tmp_path, drawn)
     limit, memory = figure.axes
     assert line_of(limit, "limit") == ([0.5, 10, 14.5, 15, 30.5], [8, 4, 8, 4, 4])
     assert marked(limit, "v") == [(10, 8), (15, 8)]
@@ -99,15 +102,13 @@ def test_the_title_says_what_happened(tmp_path: Path) -> None:
     assert run_title(read_timeline(tmp_path)) == "1 step, none out of memory"
 
 
-def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(tmp_path: Path, drawn: list[Any]) -> None:
     journal = started(tmp_path)
     set_to(journal, 1)
     for step in (1, 2, 3):
         journal.step(step, {})
     journal.event(changed(EXHAUSTED, 4, 1, 1))
-    figure = drawn_run(tmp_path, monkeypatch)
+    figure = drawn_run(tmp_path, drawn)
     assert figure.get_suptitle() == "3 steps, ended out of memory in step 4"
     assert marked(figure.axes[0], "X") == [(4, 1)]
     assert figure.axes[0].get_xlim()[1] == 4.5
@@ -115,7 +116,7 @@ def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(
     assert run_title(read_timeline(tmp_path)) == "4 steps, none out of memory"
 
 
-def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, drawn: list[Any]) -> None:
     """Two epochs of two stages; the reference ran out of memory before training, too."""
     journal = started(tmp_path)
     journal.event(changed(RECOVERY, 0, 16, 8, stage="reference"))
@@ -125,7 +126,7 @@ def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, monkeypat
     journal.event(changed(RECOVERY, 4, 4 * GIB, 3 * GIB, stage="policy", unit="bytes"))
     for step in range(1, 5):
         journal.step(step, {})
-    figure = drawn_run(tmp_path, monkeypatch)
+    figure = drawn_run(tmp_path, drawn)
     reference, policy = figure.axes
     assert titles(figure) == [
         "reference: most rows in a microbatch",
@@ -141,27 +142,25 @@ def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, monkeypat
     ids=["uneven", "as even as dealing makes it", "not dealt"],
 )
 def test_ranks_that_wait_for_the_busiest_have_a_panel_where_that_can_be_helped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imbalances: tuple[float, ...], unit: str, shown: bool
+    tmp_path: Path, drawn: list[Any], imbalances: tuple[float, ...], unit: str, shown: bool
 ) -> None:
     journal = started(tmp_path)
     set_to(journal, 8 * GIB, unit=unit)
     for step, imbalance in enumerate(imbalances, 1):
         journal.step(step, {"rank_imbalance": imbalance})
-    waiting = [title for title in titles(drawn_run(tmp_path, monkeypatch)) if "busiest" in title]
+    waiting = [title for title in titles(drawn_run(tmp_path, drawn)) if "busiest" in title]
     assert waiting == ["work of the busiest rank above the mean: 17 % on average"] * shown
 
 
-def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, drawn: list[Any]) -> None:
     journal = started(tmp_path)
     set_to(journal, 8)
     journal.step(1, {"samples": 16})
     journal.step(2, {"samples": 32})
-    assert titles(drawn_run(tmp_path, monkeypatch))[1:] == ["samples of a step, all ranks"]
+    assert titles(drawn_run(tmp_path, drawn))[1:] == ["samples of a step, all ranks"]
 
 
-def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(tmp_path: Path, drawn: list[Any]) -> None:
     journal = started(tmp_path)
     set_to(journal, 8)
     scale = "gradient_noise_scale"
@@ -169,7 +168,7 @@ def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(
         journal.step(step, {"samples": 16, scale: 10.0 + step, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
     journal.step(4, {"samples": 16, f"{scale}_low": 8.0})  # neither scale nor interval has an upper bound
     journal.step(5, {"samples": 16, scale: 12.0, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
-    panel = drawn_run(tmp_path, monkeypatch).axes[-1]
+    panel = drawn_run(tmp_path, drawn).axes[-1]
     assert line_of(panel, "gradient noise scale") == (
         [1, 2, 3, 4, 5],
         pytest.approx([11, 12, 13, nan, 12], nan_ok=True),
@@ -181,16 +180,16 @@ def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(
 
 
 @pytest.mark.parametrize("value", [None, "8", True, float("nan"), 10**400], ids=str)
-def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, drawn: list[Any], value: Any) -> None:
     journal = a_run(tmp_path)
     journal.step(31, dict.fromkeys(["samples", "target_tokens", "target_tokens_per_second"], value))
     journal.step(32, {"peak_bytes": value, "budget_bytes": GIB})
     journal.event(changed(RECOVERY, 31, 8, value, lost_seconds=value))
-    assert len(line_of(drawn_run(tmp_path, monkeypatch).axes[0], "limit")[0]) == 5
+    assert len(line_of(drawn_run(tmp_path, drawn).axes[0], "limit")[0]) == 5
 
 
-def test_a_search_shows_probes_fit_budget_and_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, result = pictures(monkeypatch), example()
+def test_a_search_shows_probes_fit_budget_and_choice(tmp_path: Path, drawn: list[Any]) -> None:
+    result = example()
     assert draw_search(tmp_path, result, 4096, "policy", "pair") == tmp_path / SEARCH_PICTURE
     (axes,) = drawn[0].axes
     rows, needs = line_of(axes, "memory needed")
@@ -205,18 +204,15 @@ def test_a_search_shows_probes_fit_budget_and_choice(tmp_path: Path, monkeypatch
     assert axes.get_title(loc="left") == title
 
 
-def test_a_refused_size_is_a_cross_and_one_far_away_is_only_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = pictures(monkeypatch)
+def test_a_refused_size_is_a_cross_and_one_far_away_is_only_counted(tmp_path: Path, drawn: list[Any]) -> None:
     draw_search(tmp_path, failing(), 4096)
     (axes,) = drawn[0].axes
     assert marked(axes, "x") == [(8.0, 8.0)]
     assert axes.get_xlabel() == "rows in a microbatch (decrease search, 3 probes; 1 larger not shown)"
 
 
-def test_a_profile_shows_every_probe_hollow_if_it_was_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, result = pictures(monkeypatch), profiled()
+def test_a_profile_shows_every_probe_hollow_if_it_was_held_out(tmp_path: Path, drawn: list[Any]) -> None:
+    result = profiled()
     assert draw_profile(tmp_path, result) is not None
     (axes,) = drawn[0].axes
     measured = {(p.rows * p.length, (p.peak.peak_bytes or 0) / GIB) for p in result.points}

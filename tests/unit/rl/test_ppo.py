@@ -134,24 +134,14 @@ def loss_of(log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tenso
     return policy_loss(log_probs, before, advantages, counts, torch.ones(len(counts)), (0.2, 0.2))
 
 
-def losses_by(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both losses and their gradients, from parts of so many rows."""
-    log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
-    of_policy, of_value = torch.zeros(()), torch.zeros(())
-    for start in range(0, len(ANSWERS), rows):
-        part = slice(start, start + rows)
-        of_policy = of_policy + loss_of(log_probs[part], drawn(5)[part], drawn(6)[part], COUNT_MASK[part])[0]
-        of_value = of_value + value_loss(values[part], drawn(7)[part], drawn(8)[part], VALUE_MASK[part], 0.2)
-    (of_policy + of_value).backward()
-    assert log_probs.grad is not None
-    assert values.grad is not None
-    return of_policy.detach(), of_value.detach(), log_probs.grad, values.grad
-
-
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_sums_over_any_split_are_torchtunes_means_times_their_tokens(rows: int) -> None:
-    policy, value, of_log_probs, of_values = losses_by(rows)
     log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
+    policy, value = torch.zeros(()), torch.zeros(())
+    for part in (slice(start, start + rows) for start in range(0, len(ANSWERS), rows)):
+        policy = policy + loss_of(log_probs[part], drawn(5)[part], drawn(6)[part], COUNT_MASK[part])[0]
+        value = value + value_loss(values[part], drawn(7)[part], drawn(8)[part], VALUE_MASK[part], 0.2)
+    of_log_probs, of_values = torch.autograd.grad(policy + value, (log_probs, values))
     loss, expected_policy, expected_value, _, _ = PPOLoss(epsilon=0.2, value_clip_range=0.2, value_coeff=1.0)(
         drawn(5), log_probs, drawn(6), drawn(7), values, drawn(8), COUNT_MASK, VALUE_MASK
     )
