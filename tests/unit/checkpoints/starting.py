@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.resuming import Start, decide
-from torchtune_adaptive.checkpoints.store import Position
+from torchtune_adaptive.checkpoints.store import Files, Position
 from torchtune_adaptive.config.checks import read_full_settings
 
 ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
@@ -49,6 +49,6 @@ def saved(
     return save(directory, name, serial, identity=identity, position=position, **options)
 
 
-def folder_of(begun: Start) -> str:
+def files_of(begun: Start) -> Files:
     assert begun.files is not None
-    return Path(begun.files.folder).name
+    return begun.files

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints import identity
 from torchtune_adaptive.checkpoints.identity import difference, weights_in
-
-KEY = "frozen weights in base.pt"
 
 
 @pytest.mark.parametrize(
@@ -52,16 +50,12 @@ def test_another_recipe_is_what_is_told_first() -> None:
     assert difference(ours, saved) == "recipe is 'full', but was 'lora'"
 
 
-def fingerprint_of(folder: Path) -> dict[str, object]:
-    section = OmegaConf.create({"checkpoint_dir": str(folder), "checkpoint_files": ["base.pt"]})
-    assert isinstance(section, DictConfig)
-    return weights_in("frozen weights", section)
-
-
 @pytest.mark.parametrize("size", [0, 5, 10, 15, 200])
 def test_a_large_file_is_read_at_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(identity, "ENDS_BYTES", 10)
     content = bytes(range(size))
     (tmp_path / "base.pt").write_bytes(content)
     crc32 = zlib.crc32(content if size <= 20 else content[:10] + content[190:])
-    assert fingerprint_of(tmp_path) == {KEY: f"{size} bytes, CRC-32 {crc32:08x}"}
+    section = DictConfig({"checkpoint_dir": str(tmp_path), "checkpoint_files": ["base.pt"]})
+    told = f"{size} bytes, CRC-32 {crc32:08x}"
+    assert weights_in("frozen weights", section) == {"frozen weights in base.pt": told}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints.making import CONTENT, save
-from tests.unit.checkpoints.starting import ADAPTER, config, saved, start
+from tests.unit.checkpoints.starting import ADAPTER, config, files_of, saved, start
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.resuming import Start
 from torchtune_adaptive.checkpoints.store import Position
@@ -24,9 +24,8 @@ def test_named_weights_bring_their_own_state(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch, epochs=epoch + 1)
     begun = named(tmp_path, files("epoch_0"))
-    assert begun.files is not None
-    assert begun.files.recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
-    assert begun.files.complete
+    assert files_of(begun).recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
+    assert files_of(begun).complete
     assert begun.serial == 2
 
 
@@ -59,19 +58,17 @@ def stock(directory: Path, epoch: int, content: dict[str, bytes] = CONTENT) -> N
 
 def test_torchtunes_own_files_are_taken_and_left_to_be_compared_when_they_are_read(tmp_path: Path) -> None:
     stock(tmp_path, 0)
-    begun = named(tmp_path, files("epoch_0"))
-    assert begun.files is not None
-    assert begun.files.recipe_state == str(tmp_path / "recipe_state" / "recipe_state.pt")
-    assert not begun.files.complete
+    found = files_of(named(tmp_path, files("epoch_0")))
+    assert found.recipe_state == str(tmp_path / "recipe_state" / "recipe_state.pt")
+    assert not found.complete
 
 
 def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_epoch(tmp_path: Path) -> None:
     stock(tmp_path, 7, ADAPTER)
     saved(tmp_path, "epoch_1", recipe="lora", content=ADAPTER)
-    begun = named(tmp_path, recipe="lora")
-    assert begun.files is not None
-    assert begun.files.adapter == str(tmp_path / "epoch_1" / "adapter_model.pt")
-    assert begun.files.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
+    found = files_of(named(tmp_path, recipe="lora"))
+    assert found.adapter == str(tmp_path / "epoch_1" / "adapter_model.pt")
+    assert found.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
 
 
 def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> None:
@@ -95,7 +92,6 @@ def test_a_distributed_checkpoint_is_found_by_its_manifest_or_torchs_last_file(t
     with pytest.raises(ConfigError, match="no complete dist_epoch"):
         named(tmp_path, asynchronous)
     (tmp_path / "dist_epoch_0" / ".metadata").write_bytes(b"")
-    begun = named(tmp_path, asynchronous)
-    assert begun.files is not None
-    assert begun.files.distributed
-    assert begun.files.folder == tmp_path / "dist_epoch_0"
+    found = files_of(named(tmp_path, asynchronous))
+    assert found.distributed
+    assert found.folder == tmp_path / "dist_epoch_0"

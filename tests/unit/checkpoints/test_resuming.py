@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoints.making import complete, save
-from tests.unit.checkpoints.starting import ADAPTER, config, folder_of, saved, start
+from tests.unit.checkpoints.starting import ADAPTER, config, files_of, saved, start
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.errors import ConfigError, RunFinished
@@ -14,20 +14,13 @@ from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.this_run import THIS_RUN
 
 
-def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
-    begun = start(tmp_path / "new" / "out")
-    assert not begun.resumes
-    assert begun.serial == 0
-
-
-def test_the_newest_complete_checkpoint_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_newest_complete_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0", 0)
     saved(tmp_path, "step_6", 1)
     begun = start(tmp_path)
-    assert begun.files is not None
-    assert begun.files.folder == tmp_path / "step_6"
-    assert begun.files.weights == (str(tmp_path / "step_6" / "model-00001-of-00001.bin"),)
-    assert begun.files.recipe_state == str(tmp_path / "step_6" / "recipe_state.pt")
+    assert files_of(begun).folder == tmp_path / "step_6"
+    assert files_of(begun).weights == (str(tmp_path / "step_6" / "model-00001-of-00001.bin"),)
+    assert files_of(begun).recipe_state == str(tmp_path / "step_6" / "recipe_state.pt")
     assert begun.serial == 2
 
 
@@ -36,9 +29,7 @@ def test_a_torn_newer_one_is_passed_over_and_the_log_says_why(tmp_path: Path, ca
     saved(tmp_path, "epoch_0", 0)
     (saved(tmp_path, "step_6", 1) / "recipe_state.pt").write_bytes(b"stat")
     (saved(tmp_path, "step_8", 2) / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
-    begun = start(tmp_path)
-    assert begun.files is not None
-    assert begun.files.folder.name == "epoch_0"
+    assert files_of(start(tmp_path)).folder.name == "epoch_0"
     assert sum("skipped" in line for line in caplog.messages) == 2
     assert any("step_8" in line and "has changed" in line for line in caplog.messages)
     assert any("resuming from" in line and "epoch_0" in line for line in caplog.messages)
@@ -72,14 +63,14 @@ def test_a_run_that_the_launcher_restarts_goes_on_from_what_it_has_saved_since(
 ) -> None:
     saved(tmp_path, "epoch_0", 0)
     saved(tmp_path, "epoch_1", 1, epochs=2)
-    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0"
+    assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0"
     this_run.begin(tmp_path, "tune run", tmp_path, serial=2)
     monkeypatch.setattr(THIS_RUN, "restarted", True)
-    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "nothing has been saved since"
+    assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0", "nothing has been saved since"
     saved(tmp_path, "step_6", 2)
-    assert folder_of(start(tmp_path, *NAMED)) == "step_6"
+    assert files_of(start(tmp_path, *NAMED)).folder.name == "step_6"
     monkeypatch.setattr(THIS_RUN, "restarted", False)
-    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "it was asked for, by a command of its own"
+    assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0", "it was asked for, by a command of its own"
 
 
 def test_where_steps_are_counted_a_run_is_finished_by_the_ranks_that_it_had(tmp_path: Path) -> None:
@@ -159,9 +150,9 @@ def test_what_a_killed_run_would_have_removed_is_removed_at_the_next_start(tmp_p
     for step in (2, 4, 6):
         saved(tmp_path, f"step_{step}", serial=step)
     (tmp_path / "step_6" / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
-    assert folder_of(start(tmp_path, "keep_last_n_checkpoints=1")) == "step_4"
+    assert files_of(start(tmp_path, "keep_last_n_checkpoints=1")).folder.name == "step_4"
     assert complete(tmp_path) == ["step_6", "step_4"]
-    assert folder_of(start(tmp_path)) == "step_4"
+    assert files_of(start(tmp_path)).folder.name == "step_4"
 
 
 def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
@@ -178,10 +169,12 @@ def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> 
     assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin is ")
 
 
-def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+def test_without_a_checkpoint_it_is_a_fresh_start_and_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+    assert not start(tmp_path / "new" / "out").resumes
+    out = tmp_path / "out"
     for name in (".saving", ".removing-step_3-ab12"):
-        (tmp_path / name / "epoch_0").mkdir(parents=True)
-    begun = start(tmp_path)
-    assert not begun.resumes
-    assert [path.name for path in tmp_path.iterdir()] == [".saving"]
-    assert [path.name for path in (tmp_path / ".saving").iterdir()] == [begun.mark]
+        (out / name / "epoch_0").mkdir(parents=True)
+    begun = start(out)
+    assert (begun.resumes, begun.serial) == (False, 0)
+    assert [path.name for path in out.iterdir()] == [".saving"]
+    assert [path.name for path in (out / ".saving").iterdir()] == [begun.mark]

@@ -15,6 +15,7 @@ from torchtune_adaptive.config.registry import PLAN, RECIPES, config_files, our_
 from torchtune_adaptive.life.printing import NOBODY_READS
 
 ROOT = Path(__file__).parents[3]
+LS = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
@@ -147,8 +148,7 @@ def test_what_is_not_understood_ends_with_the_usage(words: list[str], capsys: py
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
-    ended = shell(f"{command} | true; echo ${{PIPESTATUS[0]}}")
+    ended = shell(f"{LS} | true; echo ${{PIPESTATUS[0]}}")
     assert ended.stderr == ""
     assert int(ended.stdout) in (0, NOBODY_READS)
 
@@ -158,8 +158,7 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
-    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
-    ended = shell(f"{command} > /dev/full; echo $?")
+    ended = shell(f"{LS} > /dev/full; echo $?")
     assert ended.stderr == "error: cannot write the output: No space left on device; redirect it elsewhere\n"
     assert ended.stdout == "1\n"
 

@@ -30,9 +30,10 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     logger.handlers[:], logger.propagate = before, propagates
 
 
-def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def shown_in(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Not by a fixture: pytest puts its own in place when the test begins."""
-    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    monkeypatch.setattr("sys.stderr", stderr)
+    show_decisions()
     return stderr
 
 
@@ -40,9 +41,8 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 def test_without_a_terminal_progress_is_a_first_and_a_last_line_and_some_between(
     ours: logging.Logger, monkeypatch: pytest.MonkeyPatch, between_s: float, middle: list[int]
 ) -> None:
-    written = piped(monkeypatch)
     monkeypatch.setattr(console, "BETWEEN_LINES_S", between_s)
-    show_decisions()
+    written = shown_in(io.StringIO(), monkeypatch)
     with progress_bar("epoch 1", 5, "steps", done=1, at_once=True) as bar:
         for step in (2, 3, 4, 5):
             bar.set_postfix_str(f"loss {step}.0", refresh=False)
@@ -55,8 +55,7 @@ def test_without_a_terminal_progress_is_a_first_and_a_last_line_and_some_between
 def test_what_is_short_says_nothing_and_what_is_not_shown_never_does(
     ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = piped(monkeypatch)
-    show_decisions()
+    written = shown_in(io.StringIO(), monkeypatch)
     for shown, at_once in ((True, False), (False, True)):
         with progress_bar("batch search", None, "probes", shown=shown, at_once=at_once) as bar:
             bar.update()
@@ -64,9 +63,8 @@ def test_what_is_short_says_nothing_and_what_is_not_shown_never_does(
 
 
 def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = piped(monkeypatch)
     monkeypatch.setattr(console, "BETWEEN_LINES_S", 0.01)
-    show_decisions()
+    written = shown_in(io.StringIO(), monkeypatch)
     with progress_bar("batch search", None, "probes") as bar:
         time.sleep(0.02)
         bar.update()
@@ -76,8 +74,7 @@ def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monke
 def test_in_a_terminal_it_is_a_bar_and_lines_stand_by_themselves(
     ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    show_decisions()
+    terminal = shown_in(Terminal(), monkeypatch)
     with progress_bar("epoch 1", 3, "steps", at_once=True) as bar:
         bar.set_postfix_str("loss 1.0000", refresh=False)
         bar.update()

@@ -152,30 +152,6 @@ def test_a_rank_whose_peer_has_failed_ends_without_a_word(how: str, attempt: Pat
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
 
 
-TRAINS = """
-from pathlib import Path
-from torchtune_adaptive.life.this_run import Doing
-THIS_RUN.newest, THIS_RUN.doing, THIS_RUN.place = Path("out/step_2"), Doing.TRAINING, Path({0!r})
-os.kill(me, signal.SIGTERM)
-time.sleep({1})
-"""
-
-
-def noted(folder: Path) -> str:
-    run = this_run.read(folder)
-    assert run is not None
-    assert run.ended == this_run.ASKED
-    return run.message
-
-
-def test_a_run_that_is_killed_after_a_signal_has_noted_it(tmp_path: Path) -> None:
-    this_run.begin(tmp_path, "tune run", tmp_path, 0)
-    ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)")
-    assert ended.returncode == -signal.SIGKILL
-    assert noted(tmp_path).startswith("SIGTERM")
-    assert noted(tmp_path).endswith("; the run was then killed without another message")
-
-
 def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -> None:
     this_run.begin(tmp_path, "tune run", tmp_path, 0)
     this_run.end(tmp_path, this_run.ASKED, "SIGTERM")

@@ -3,19 +3,13 @@
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.prompts import Prompts
 
-
-class Rows(list[dict[str, str]]):
-    """As much of a table as prompts need."""
-
-    column_names = ("question", "answer")
-
-
-ROWS = Rows([{"question": "1+1", "answer": "2"}])
+ROWS = Dataset.from_list([{"question": "1+1", "answer": "2"}])
 
 
 def test_a_template_makes_a_prompt_of_a_row() -> None:
