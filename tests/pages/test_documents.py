@@ -111,9 +111,7 @@ def test_a_run_that_is_shown_would_start(shown: Shown, at_a_readers: Path) -> No
 
 
 @pytest.mark.parametrize("shown", ANSWERS, ids=str)
-def test_a_question_that_is_shown_is_answered(
-    shown: Shown, at_a_readers: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shown_question_is_answered(shown: Shown, at_a_readers: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shown.words[1:]
     if "|" in words or words[0] == "status":  # a list of commands; a run that only its reader has
         assert {"ls", "cp", "validate", "status"} >= {word for word in words[:-1:2] if word != "|"}

@@ -58,9 +58,7 @@ def test_two_that_write_at_once_do_not_meet_in_the_draft(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_what_fails_leaves_the_old_content_and_nothing_besides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_what_fails_leaves_the_old_content_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -48,9 +48,7 @@ def test_a_name_that_fsdp2_does_not_have_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("arguments", [None, []])
-def test_an_interpreter_without_arguments_is_left_alone(
-    arguments: list[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_without_arguments_is_left_alone(arguments: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if arguments is None:
         monkeypatch.delattr(sys, "argv")
     else:
@@ -83,9 +81,7 @@ def test_a_recipe_refuses_a_torch_without_it_in_one_line_and_a_library_raises(mo
         ("This dtype is not supported on your GPU", True),
     ],
 )
-def test_torchao_is_silent_about_its_extensions_only(
-    text: str, arrives: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torchao_is_silent_only_about_extensions(text: str, arrives: bool, caplog: pytest.LogCaptureFixture) -> None:
     hide_notices()
     logging.getLogger("torchao").warning(text)
     assert (text in caplog.messages) is arrives

@@ -41,12 +41,10 @@ def start(directory: Path, *overrides: str, recipe: str = "full", steps: Callabl
     return decide(read_full_settings(cfg), recipe, steps)
 
 
-def saved(
-    directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
-) -> Path:
+def saved(directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **others: Any) -> Path:
     position = Position(epochs=epochs, steps_in_epoch=0, step=4 * epochs)
     identity = identity_of(config(directory), recipe)
-    return save(directory, name, serial, identity=identity, position=position, **options)
+    return save(directory, name, serial, identity=identity, position=position, **others)
 
 
 def files_of(begun: Start) -> Files:

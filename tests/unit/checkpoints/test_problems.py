@@ -47,9 +47,7 @@ def test_where_torch_drops_the_reason_the_file_system_is_asked_for_it(
     assert told.endswith(" free; step_2 may be removed)")
 
 
-def test_where_room_is_missing_it_says_which_checkpoints_may_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_room_is_missing_it_says_which_checkpoint_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (2, 4, 6):
         save(tmp_path, f"step_{step}", step)
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -73,9 +71,7 @@ def test_what_a_save_would_fail_to_copy_is_refused_before_training(tmp_path: Pat
         loading.check_what_saves_copy(section)
 
 
-def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_a_save_is_told_with_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr(saving.THIS_RUN, "newest", None)
 
@@ -99,9 +95,7 @@ def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
         (ValueError("Unable to load"), "loading the weights failed on rank 1"),
     ],
 )
-def test_what_one_rank_meets_while_loading_all_ranks_tell(
-    monkeypatch: pytest.MonkeyPatch, found: object, says: str
-) -> None:
+def test_what_a_rank_meets_in_loading_all_ranks_tell(monkeypatch: pytest.MonkeyPatch, found: object, says: str) -> None:
     told: list[object] = []
 
     def gathered(mine: object) -> list[object]:

@@ -129,9 +129,7 @@ def test_a_checkpoint_that_lacks_a_byte_is_not_complete(tmp_path: Path, file: st
 
 
 @pytest.mark.parametrize("change", [{"version": 99}, {"files": [1]}, {"files": {"a": 1}}, {"position": {}}, {"x": 1}])
-def test_a_manifest_of_another_version_or_form_is_a_fault_though_its_checksum_is_right(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_a_sound_manifest_of_another_version_or_form_is_a_fault(tmp_path: Path, change: dict[str, Any]) -> None:
     path = save(tmp_path, "epoch_0") / MANIFEST_FILE
     values = {**json.loads(path.read_text(encoding="utf-8")), **change}
     del values[store.OWN_CHECKSUM]

@@ -104,9 +104,7 @@ def test_cp_replaces_nothing_unless_it_is_told_to(tmp_path: Path, capsys: pytest
     assert (tmp_path / "link.yaml").is_symlink()
 
 
-def test_cp_makes_folders_and_says_what_keeps_it_from_writing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cp_makes_folders_and_says_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "cp", "adaptive/demo/full", str(tmp_path / "new" / "mine.yaml"))[0] == 0
     assert told(capsys, "cp", "adaptive/demo/full", f"{tmp_path / 'folder'}/")[0] == 0
     assert (tmp_path / "folder" / "full.yaml").is_file()
@@ -115,9 +113,7 @@ def test_cp_makes_folders_and_says_what_keeps_it_from_writing(
         assert "choose another place" in refused(capsys, "cp", "adaptive/demo/full", str(place))
 
 
-def test_a_wrong_name_is_answered_with_those_that_are_like_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_name_is_answered_with_those_that_are_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "x")
     assert "did you mean adaptive/demo/full" in refused(capsys, "cp", "adaptive/demo/ful.yaml", target)
     assert "llama3_2/1B_full" in refused(capsys, "cp", "llama3.2/1B_full", target)
@@ -179,9 +175,7 @@ def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path)
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_it_answers_without_waiting_for_torch(
-    words: list[str], code: int, unasked: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_it_answers_without_torch(words: list[str], code: int, unasked: tuple[str, ...], tmp_path: Path) -> None:
     program = (
         "import sys; from torchtune_adaptive.cli.main import main\n"
         f"try: main({words!r})\n"

@@ -175,9 +175,7 @@ def test_a_run_that_runs_is_said_to(run_folder: Path, status: Status, monkeypatc
     assert output_lock.holder(run_folder) is None
 
 
-def test_where_nothing_can_be_noted_the_run_says_what_that_means(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_can_note_nothing_says_what_that_means(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / this_run.RUN_FILE).mkdir()
     started(tmp_path)
     assert caplog.messages == [
@@ -187,9 +185,7 @@ def test_where_nothing_can_be_noted_the_run_says_what_that_means(
     assert [path.name for path in tmp_path.iterdir()] == [this_run.RUN_FILE]
 
 
-def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refuse(
-    tmp_path: Path, status: Status
-) -> None:
+def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_refuses(tmp_path: Path, status: Status) -> None:
     (tmp_path / "step_2").mkdir()
     code, told = status(tmp_path)
     assert code == BROKEN

@@ -91,9 +91,7 @@ def test_what_a_dataset_hands_on_is_said_not_to_be_checked(validate: Validate) -
 
 
 @pytest.mark.parametrize(("override", "parts"), VALUES, ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_a_value_that_a_run_refuses_is_refused_in_its_words(
-    validate: Validate, override: str, parts: list[str]
-) -> None:
+def test_what_a_run_refuses_is_refused_in_its_words(validate: Validate, override: str, parts: list[str]) -> None:
     if override.startswith("--"):
         assert validate(DEMO["full"], override)[0] == 2
     else:

@@ -71,9 +71,7 @@ def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monke
     assert written.getvalue() == "batch search · 1 probes\n"
 
 
-def test_in_a_terminal_it_is_a_bar_and_lines_stand_by_themselves(
-    ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_terminal_it_is_a_bar_between_lines(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = shown_in(Terminal(), monkeypatch)
     with progress_bar("epoch 1", 3, "steps", at_once=True) as bar:
         bar.set_postfix_str("loss 1.0000", refresh=False)

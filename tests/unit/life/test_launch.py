@@ -58,9 +58,7 @@ def test_without_a_place_to_agree_every_rank_speaks(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (None, "this part cannot be repeated")]
 )
-def test_memory_that_runs_out_where_nothing_is_run_again_is_told_with_what_helps(
-    recover: bool | None, why: str
-) -> None:
+def test_memory_that_runs_out_where_nothing_runs_again_is_told_with_what_helps(recover: bool | None, why: str) -> None:
     with pytest.raises(RecoveryUnsupportedError) as caught, launch.telling_where_memory_runs_out(recover):
         raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
     text = in_keys(caught.value)

@@ -69,9 +69,7 @@ def test_where_nothing_can_be_written_one_line_says_why(
     assert line.endswith(f": {CAUSES[spoil]}; training continues")
 
 
-def test_a_folder_that_vanishes_is_told_of_once_and_is_not_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_vanishes_is_told_once_and_stays_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(tmp_path / "out")
     journal.start(0)
     shutil.rmtree(tmp_path / "out")
@@ -82,9 +80,7 @@ def test_a_folder_that_vanishes_is_told_of_once_and_is_not_made_again(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_make_the_run_wait(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_make_a_run_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in FILES:
         os.mkfifo(tmp_path / name)
     write_a_run(tmp_path, steps=500)
@@ -116,9 +112,7 @@ def files_no_larger_than(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [150, 171, 199, 227])
-def test_after_a_full_disk_has_room_again_the_record_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
-) -> None:
+def test_after_a_full_disk_the_record_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int) -> None:
     journal = Journal(tmp_path)
     journal.start(0)
     with files_no_larger_than(room):

@@ -69,9 +69,7 @@ def test_advantages_are_over_the_group_and_its_deviation() -> None:
 
 
 @pytest.mark.parametrize(("without_signal", "kept"), [("drop", [0, 1, 2]), ("keep", [0, 1, 2, 3, 4, 5])])
-def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_counts(
-    without_signal: str, kept: list[int]
-) -> None:
+def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_kept(without_signal: str, kept: list[int]) -> None:
     everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
     step = prepared(everyone, GRPOSettings(**SIZES, without_signal=without_signal))
     assert [each.number for each in step.rollouts] == kept

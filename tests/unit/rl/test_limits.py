@@ -24,9 +24,7 @@ UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len":
         (12, 9, r"adaptive.sequence_length is 9, .* set it to 8 or less, or to null"),
     ],
 )
-def test_answers_leave_room_for_a_prompt_of_the_length_that_is_measured(
-    new: int, measured: int | None, said: str
-) -> None:
+def test_answers_leave_room_for_a_prompt_of_the_measured_length(new: int, measured: int | None, said: str) -> None:
     models: Any = (LONG, SHORT)
     with pytest.raises(ConfigError, match=said):
         check_room(models, AdaptiveConfig(sequence_length=measured), new)

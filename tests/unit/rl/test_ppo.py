@@ -74,9 +74,7 @@ def test_answers_end_where_torchtune_ends_them() -> None:
 
 @pytest.mark.parametrize("whiten_rewards", [True, False])
 @pytest.mark.parametrize(("no_stop", "shorter_than"), [(True, None), (False, 2), (True, 3), (False, None)])
-def test_advantages_and_figures_are_those_of_torchtune(
-    whiten_rewards: bool, no_stop: bool, shorter_than: int | None
-) -> None:
+def test_advantages_and_figures_are_torchtunes(whiten_rewards: bool, no_stop: bool, shorter_than: int | None) -> None:
     padding, value_padding, last, at = as_torchtune()
     scores, log_probs, reference, values = torch.arange(5.0), drawn(0), drawn(1), drawn(2)
     everyone = rollouts(scores, reference)
