@@ -42,7 +42,10 @@ class Shown(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        return shlex.split(self.text, comments=True)
+        try:
+            return shlex.split(self.text, comments=True)
+        except ValueError:  # an apostrophe: prose
+            return []
 
 
 def code_of(text: str) -> Iterator[str]:
@@ -67,14 +70,7 @@ COMMANDS = [shown for page in PAGES for shown in commands_of(page)]
 
 def those_of(program: str, *first: str) -> list[Shown]:
     begin = [program, *first]
-    return [shown for shown in COMMANDS if _words(shown)[: len(begin)] == begin and len(_words(shown)) > len(begin)]
-
-
-def _words(shown: Shown) -> list[str]:
-    try:
-        return shown.words
-    except ValueError:  # an apostrophe: prose
-        return []
+    return [shown for shown in COMMANDS if shown.words[: len(begin)] == begin and len(shown.words) > len(begin)]
 
 
 RUNS = those_of("tune", "run")

@@ -126,9 +126,7 @@ def test_making_weights_leaves_the_random_state_alone(tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize(
-    ("ours", "stock"), [("full", "llama3_2/1B_full"), ("lora", "llama3_1/8B_lora")], ids=["full", "lora"]
-)
+@pytest.mark.parametrize(("ours", "stock"), [("full", "llama3_2/1B_full"), ("lora", "llama3_1/8B_lora")])
 def test_a_demo_config_has_torchtunes_keys_in_torchtunes_order(ours, stock):
     our_keys = list(OmegaConf.load(OUR_CONFIGS / f"{ours}.yaml"))
     stock_keys = list(OmegaConf.load(STOCK_CONFIGS / f"{stock}.yaml"))
