@@ -11,11 +11,8 @@ OWN = {"__init__", "setup"}
 
 def methods_of(recipe: str) -> dict[str, str]:
     """What each method does, however it is laid out."""
-    (kind,) = (
-        node
-        for node in tree_of(ROOT / "recipes" / f"adaptive_{recipe}_distributed.py").body
-        if isinstance(node, ast.ClassDef)
-    )
+    tree = tree_of(ROOT / "recipes" / f"adaptive_{recipe}_distributed.py")
+    (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     return {method.name: ast.dump(method) for method in kind.body if isinstance(method, ast.FunctionDef)}
 
 

@@ -150,10 +150,8 @@ def test_all_contradictions_are_told_at_once(recipe: Recipe) -> None:
     cfg = demo(recipe, "use_maximum_batch_size=True", token_budget="auto", max_batch_size=4)
     with pytest.raises(SeveralErrors) as caught:
         recipe.read(cfg)
-    assert [str(error).split()[0] for error in caught.value.errors] == [
-        "adaptive.max_batch_size",
-        "use_maximum_batch_size",
-    ]
+    told = [str(error).split()[0] for error in caught.value.errors]
+    assert told == ["adaptive.max_batch_size", "use_maximum_batch_size"]
 
 
 def test_mistakes_in_several_places_are_told_at_once() -> None:
@@ -171,10 +169,8 @@ def test_mistakes_in_several_places_are_told_at_once() -> None:
 def test_a_folder_that_is_a_file_or_a_link_to_nothing_is_told_by_its_key(key: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("gone")
-    for place in ("file", "link"):
-        assert f"{key} is '{tmp_path / place}': allowed is a folder" in problems(
-            FULL, demo(FULL, f"{key}={tmp_path / place}")
-        )
+    for place in (tmp_path / "file", tmp_path / "link"):
+        assert f"{key} is '{place}': allowed is a folder" in problems(FULL, demo(FULL, f"{key}={place}"))
     assert problems(FULL, demo(FULL, f"{key}={tmp_path / 'new'}")) == ""
 
 

@@ -51,11 +51,7 @@ def a_full_disk(directory: Path) -> None:
         (directory / name).symlink_to("/dev/full")
 
 
-CAUSES = {
-    a_file_instead: "File exists",
-    folders_instead: "Is a directory",
-    a_full_disk: "No space left on device",
-}
+CAUSES = {a_file_instead: "File exists", folders_instead: "Is a directory", a_full_disk: "No space left on device"}
 
 
 @pytest.mark.parametrize("spoil", CAUSES, ids=lambda spoil: spoil.__name__)

@@ -41,9 +41,8 @@ def set_to(journal: Journal, after: int, step: int = 0, stage: str | None = None
 
 
 def changed(kind: str, step: int, before: int, after: int, **others: Any) -> Change:
-    return Change(
-        **{"kind": kind, "step": step, "reason": "", "unit": "rows", "before": before, "after": after, **others}
-    )
+    known = {"kind": kind, "step": step, "reason": "", "unit": "rows", "before": before, "after": after}
+    return Change(**{**known, **others})
 
 
 def a_run(directory: Path) -> Journal:
@@ -169,10 +168,8 @@ def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(tmp_
     journal.step(4, {"samples": 16, f"{scale}_low": 8.0})  # neither scale nor interval has an upper bound
     journal.step(5, {"samples": 16, scale: 12.0, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
     panel = drawn_run(tmp_path, drawn).axes[-1]
-    assert line_of(panel, "gradient noise scale") == (
-        [1, 2, 3, 4, 5],
-        pytest.approx([11, 12, 13, nan, 12], nan_ok=True),
-    )
+    steps, noise = line_of(panel, "gradient noise scale")
+    assert (steps, noise) == ([1, 2, 3, 4, 5], pytest.approx([11, 12, 13, nan, 12], nan_ok=True))
     assert line_of(panel, "samples of a step") == ([1, 2, 3, 4, 5], [16] * 5)
     (band,) = panel.collections
     highs = {y: x for x, y in sorted(band.get_paths()[0].vertices.tolist())}
@@ -194,10 +191,7 @@ def test_a_search_shows_probes_fit_budget_and_choice(tmp_path: Path, drawn: list
     (axes,) = drawn[0].axes
     rows, needs = line_of(axes, "memory needed")
     assert (rows[0], needs[0]) == (0, pytest.approx(result.lines["backward"].fixed_bytes / GIB))
-    assert line_of(axes, "probe that fits") == (
-        [1, 2, 8],
-        [pytest.approx(peak, abs=0.01) for peak in (38.4, 42.9, 69.7)],
-    )
+    assert line_of(axes, "probe that fits") == ([1, 2, 8], pytest.approx([38.4, 42.9, 69.7], abs=0.01))
     assert line_of(axes, "budget")[1] == [pytest.approx(75.2)] * 2
     assert line_of(axes, "chosen: 8 pairs, 69.7 GiB, peak in backward") == ([8], [pytest.approx(69.7)])
     title = "policy: 8 pairs of 4096 tokens chosen (9.2 fit, rounded down to a power of two)"
