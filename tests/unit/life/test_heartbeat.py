@@ -18,7 +18,7 @@ def test_the_message_names_ranks_and_where_they_are_and_what_to_end_first() -> N
     )
     assert str(Silent((2, 3), "x", 60)).startswith("ranks 2, 3 (x) have not responded")
     store = str(Silent((), "pid 5 on node0", 60))
-    assert store.startswith("the rendezvous store, hosted by rank 0 (pid 5 on node0) or its launcher, has not resp")
+    assert store.startswith("the rendezvous store, hosted by rank 0 (pid 5 on node0) or its launcher, has not")
     assert store.endswith("(their launchers may wait for it indefinitely: end those first)")
 
 

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from omegaconf import OmegaConf
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.rl.prompts import Prompts
 from torchtune_adaptive.rl.rollouts import (
     COUNTS,
     VALUED,
@@ -77,3 +80,22 @@ def test_a_prompt_is_cut_as_the_tokenizer_cuts_and_one_that_cannot_be_answered_i
 def test_what_has_no_prompts_is_told_by_its_keys(listed: bool) -> None:
     with pytest.raises(ConfigError, match="its first sample has words, labels"):
         build(listed=listed, key="words")
+
+
+ROWS = Dataset.from_list([{"question": "1+1", "answer": "2"}])
+
+
+def test_a_template_makes_a_prompt_of_a_row() -> None:
+    tokenizer = DemoTokenizer()
+    prompt = Prompts(tokenizer, ROWS, "question", None, "Q {question}=")[0]
+    assert (tokenizer.decode(prompt["tokens"]), prompt["answer"]) == ("Q 1+1=", "2")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("Q {questin}=", "'Q {questin}=', .* (KeyError: 'questin')"), ({"question": None}, "{'question': None}, .* (A")],
+)
+def test_a_template_that_cannot_be_filled_is_told_with_the_columns(template: Any, said: str) -> None:
+    said = said.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ConfigError, match=rf"^dataset\.template is {said}.* in braces, of question, answer$"):
+        Prompts(DemoTokenizer(), ROWS, "question", None, template)
