@@ -24,20 +24,10 @@ KEY = "adaptive.memory_limit"
 
 @pytest.mark.parametrize(
     ("written", "expected_bytes"),
-    [
-        ("24GiB", 24 * GIB),
-        ("500MiB", 500 * 2**20),
-        ("80GB", 80 * 10**9),
-        ("1.5 GiB", 3 * GIB // 2),
-        ("  2gib ", 2 * GIB),
-        ("64KiB", 65536),
-        ("700b", 700),
-        (0.9, 90 * GIB),
-        ("0.25", 25 * GIB),
-        (1, 100 * GIB),
-        ("120GiB", 100 * GIB),
-    ],
-)
+    [("24GiB", 24 * GIB), ("500MiB", 500 * 2**20), ("80GB", 80 * 10**9), ("1.5 GiB", 3 * GIB // 2),
+     ("  2gib ", 2 * GIB), ("64KiB", 65536), ("700b", 700), (0.9, 90 * GIB), ("0.25", 25 * GIB),
+     (1, 100 * GIB), ("120GiB", 100 * GIB)],
+)  # fmt: skip
 def test_every_allowed_form_means_its_bytes_up_to_what_the_device_has(written: object, expected_bytes: int) -> None:
     assert parse_size(written, KEY).bytes_of(100 * GIB) == expected_bytes
 
@@ -78,18 +68,9 @@ def test_a_list_of_the_wrong_length_is_an_error_on_every_rank(rank: int, world_s
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (500 * 2**20, "500.0 MiB"),
-        (int(38.4 * GIB), "38.4 GiB"),
-        (GIB - 1, "1.0 GiB"),
-        (3 * 2**40, "3.0 TiB"),
-        (5000 * 2**40, "5000.0 TiB"),
-        (-3 * GIB, "-3.0 GiB"),
-    ],
-)
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (500 * 2**20, "500.0 MiB"), (int(38.4 * GIB), "38.4 GiB"),
+     (GIB - 1, "1.0 GiB"), (3 * 2**40, "3.0 TiB"), (5000 * 2**40, "5000.0 TiB"), (-3 * GIB, "-3.0 GiB")],
+)  # fmt: skip
 def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
     assert format_bytes(count) == text
 

@@ -12,17 +12,10 @@ CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", 
 
 
 def manifest(serial: int = 0, **changes: Any) -> Manifest:
-    made = Manifest(
-        serial=serial,
-        position=Position(epochs=1, steps_in_epoch=0, step=4),
-        finished=False,
-        distributed=False,
-        ranks=2,
-        identity={"seed": 0},
-        saved_at="2026-11-20T00:00:00+00:00",
-        files={},
-    )
-    return replace(made, **changes)
+    position = Position(epochs=1, steps_in_epoch=0, step=4)
+    run = {"finished": False, "distributed": False, "ranks": 2, "identity": {"seed": 0}}
+    made: dict[str, Any] = {"position": position, **run, "saved_at": "2026-11-20T00:00:00+00:00", "files": {}}
+    return Manifest(serial=serial, **{**made, **changes})
 
 
 def stage(

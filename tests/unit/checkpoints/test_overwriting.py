@@ -31,9 +31,8 @@ def test_folders_without_a_manifest_are_not_touched(tmp_path: Path, mode: str) -
 
 def test_a_fresh_start_among_checkpoints_is_refused_and_told_how_to_go_on(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
-    with pytest.raises(
-        ConfigError, match=r"resume_from_checkpoint=auto.*another output_dir.*overwrite_output_dir=True"
-    ):
+    ways = r"resume_from_checkpoint=auto.*another output_dir.*overwrite_output_dir=True"
+    with pytest.raises(ConfigError, match=ways):
         start(tmp_path, "resume_from_checkpoint=False")
     assert complete(tmp_path) == ["epoch_0"]
 

@@ -9,19 +9,7 @@ import pytest
 from tests.recipes.endings import test_errors
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.config.registry import (
-    FULL,
-    FULL_DPO,
-    GRPO,
-    GRPO_LORA,
-    LORA,
-    LORA_DPO,
-    PLAN,
-    PPO,
-    Listed,
-    Recipe,
-    taken_by_ours,
-)
+from torchtune_adaptive.config.registry import FULL, LORA, PLAN, RECIPES, Listed, Recipe, taken_by_ours
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {
@@ -35,6 +23,7 @@ TOLD_LATER = {
 }
 SECTION = "tests.unit.cli.test_validate."
 
+PACKED = ("adaptive.token_budget=64", "use_maximum_batch_size=False", "adaptive.padding=False", "dataset.packed=True")
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1")
 
 Ended = tuple[int, str, str]
@@ -109,15 +98,7 @@ def test_a_component_that_a_run_cannot_build_is_refused(validate: Validate, over
     [
         (["adaptive.recover_from_oom=True", *IN_BACKWARD], ["a step cannot be repeated"]),
         (["adaptive.deal=True"], ["adaptive.deal is True", "token_budget is null"]),
-        (
-            [
-                "adaptive.token_budget=64",
-                "use_maximum_batch_size=False",
-                "adaptive.padding=False",
-                "dataset.packed=True",
-            ],
-            ["the dataset is packed"],
-        ),
+        ([*PACKED], ["the dataset is packed"]),
         (["adaptive.sequence_length=4096"], ["adaptive.sequence_length is 4096", "at most 2048"]),
         (["adaptive.memory_limit=[1GiB,2GiB,3GiB]", "--ranks=2"], ["3 amounts for 2 ranks"]),
         (["adaptive.memory_limit=lots"], ["adaptive.memory_limit", "'lots'"]),
@@ -217,9 +198,7 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
     assert_refused(validate(*into[:2]), ["is in use by process 7 on node3"])
 
 
-@pytest.mark.parametrize(
-    "recipe", [LORA, FULL, LORA_DPO, FULL_DPO, PPO, GRPO, GRPO_LORA], ids=lambda recipe: recipe.name
-)
+@pytest.mark.parametrize("recipe", [each for each in RECIPES.values() if each is not PLAN], ids=lambda each: each.name)
 def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_has_its_keys(
     validate: Validate, tmp_path: Path, recipe: Recipe
 ) -> None:

@@ -6,24 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config.keys import (
-    ABOVE_ZERO,
-    BOOL,
-    COUNT,
-    INTEGER,
-    NAMES,
-    NULL,
-    NUMBER,
-    TEXT,
-    TO_A_DAY,
-    AdaptiveConfig,
-    Rule,
-    one_of,
-    option,
-    read,
-    read_section,
-    some_of,
-)
+from torchtune_adaptive.config import keys
+from torchtune_adaptive.config.keys import COUNT, NAMES, NULL, AdaptiveConfig, Rule, option, read, read_section
 from torchtune_adaptive.errors import ConfigError
 
 
@@ -36,17 +20,17 @@ class Section:
 @pytest.mark.parametrize(
     ("rule", "good", "bad"),
     [
-        (BOOL, [True, False], [0, 1, "True", None]),
+        (keys.BOOL, [True, False], [0, 1, "True", None]),
         (COUNT, [1, 7], [0, -1, 1.0, "1", True, None]),
-        (INTEGER, [0, -3], [0.5, "0", False]),
-        (NUMBER, [0, -1.5, float("inf")], ["1", True, None]),
-        (ABOVE_ZERO, [1, 0.001, float("inf")], [0, -1, float("nan"), "1", True]),
-        (TEXT, ["a"], ["", 1, None]),
+        (keys.INTEGER, [0, -3], [0.5, "0", False]),
+        (keys.NUMBER, [0, -1.5, float("inf")], ["1", True, None]),
+        (keys.ABOVE_ZERO, [1, 0.001, float("inf")], [0, -1, float("nan"), "1", True]),
+        (keys.TEXT, ["a"], ["", 1, None]),
         (NULL, [None], [0, "", False]),
-        (TO_A_DAY, [1, 0.5e3, 86400], [0.5, 1e30, float("inf"), None]),
+        (keys.TO_A_DAY, [1, 0.5e3, 86400], [0.5, 1e30, float("inf"), None]),
         (NAMES, [[], ["a", "b"]], ["a", [1], None]),
-        (some_of("a", "b"), [["a"], ["b", "a"]], [[], ["c"], ["a", "c"], "a", None]),
-        (one_of("a", 1), ["a", 1], ["b", 2, None]),
+        (keys.some_of("a", "b"), [["a"], ["b", "a"]], [[], ["c"], ["a", "c"], "a", None]),
+        (keys.one_of("a", 1), ["a", 1], ["b", 2, None]),
         (COUNT | NULL, [1, None], [0, ""]),
     ],
     ids=lambda value: value.allowed if isinstance(value, Rule) else None,

@@ -1,12 +1,10 @@
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchtune
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from omegaconf import OmegaConf
 from torchtune.data import InputOutputToMessages, Message
 from torchtune.datasets import SFTDataset
 
+from tests.ranks import run_on_ranks
 from torchtune_adaptive.demo.dataset import demo_dataset, demo_row
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.tokenizer import demo_tokenizer
@@ -82,28 +81,14 @@ def test_what_cannot_be_built_or_read_names_the_key(build, key):
         build()
 
 
-START_AT_ONCE = """
-import multiprocessing, pathlib, sys
-from torchtune_adaptive.demo.model import demo_model
-from torchtune_adaptive.demo.weights import ensure_made
-
-def start(barrier):
-    barrier.wait()
-    ensure_made(pathlib.Path(sys.argv[1]), lambda: demo_model().state_dict())
-
-fork = multiprocessing.get_context("fork")
-barrier = fork.Barrier(4)
-processes = [fork.Process(target=start, args=[barrier]) for _ in range(4)]
-for process in processes: process.start()
-for process in processes: process.join()
-sys.exit(sum(process.exitcode != 0 for process in processes))
-"""
+def start_at_once(path):
+    dist.barrier()
+    ensure_weights(path)
 
 
 def test_processes_that_start_at_once_leave_one_file_of_the_same_bytes(tmp_path):
     path = tmp_path / "new" / "demo.pt"
-    command = [sys.executable, "-c", START_AT_ONCE, str(path)]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=480)
+    run_on_ranks(4, start_at_once, path, timeout_s=60)
     ensure_weights(tmp_path / "alone.pt")
     assert [entry.name for entry in path.parent.iterdir()] == ["demo.pt"]
     assert path.read_bytes() == (tmp_path / "alone.pt").read_bytes()

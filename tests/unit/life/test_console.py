@@ -94,7 +94,21 @@ time.sleep(0.5)
 print("first")
 print("second")
 """
+FALLS_SILENT = """
+import time
+from torchtune_adaptive.life.console import progress_bar, show_decisions
+show_decisions()
+time.sleep(0.5)
+with progress_bar("epoch 1", 2, "steps", at_once=True) as bar:
+    bar.update(2)
+"""
 LOST = "cannot write to stdout ({}): its output is lost\n"
+
+
+def status_of(program: str, into: str, option: str = "") -> subprocess.CompletedProcess[str]:
+    """Its status is the last that is printed."""
+    command = f"{sys.executable} {option} -c '{program}' {into}; echo ${{PIPESTATUS[0]}}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "-u"])
@@ -108,27 +122,9 @@ LOST = "cannot write to stdout ({}): its output is lost\n"
     ],
 )
 def test_a_run_outlives_who_reads_what_is_printed(into: str, printed: str, said: str, unbuffered: str) -> None:
-    ended = subprocess.run(
-        ["bash", "-c", f"{sys.executable} {unbuffered} -c '{PRINTS}' {into}; echo ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        timeout=30 * PATIENCE,
-        check=False,
-    )
+    ended = status_of(PRINTS, into, unbuffered)
     assert (ended.stdout, ended.stderr) == (f"{printed}0\n", said)
 
 
-FALLS_SILENT = """
-import time
-from torchtune_adaptive.life.console import progress_bar, show_decisions
-show_decisions()
-time.sleep(0.5)
-with progress_bar("epoch 1", 2, "steps", at_once=True) as bar:
-    bar.update(2)
-"""
-
-
 def test_a_run_outlives_who_reads_its_log() -> None:
-    command = f"{sys.executable} -c '{FALLS_SILENT}' 2>&1 | true; echo ${{PIPESTATUS[0]}}"
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
-    assert ended.stdout == "0\n", ended.stderr
+    assert status_of(FALLS_SILENT, "2>&1 | true").stdout == "0\n"

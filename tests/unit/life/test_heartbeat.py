@@ -35,13 +35,7 @@ def test_a_run_goes_on_only_from_what_is_saved(
 
 @pytest.mark.parametrize(
     ("error", "as_it_should"),
-    [
-        (None, True),
-        (RunFinished("all"), True),
-        (RunStopped("all"), True),
-        (OSError("here"), False),
-        (SystemExit, False),
-    ],
+    [(None, True), (RunFinished("x"), True), (RunStopped("x"), True), (OSError("x"), False), (SystemExit, False)],
 )
 def test_only_a_rank_that_ends_with_all_others_says_that_it_has_left(
     error: BaseException | None, as_it_should: bool, monkeypatch: pytest.MonkeyPatch

@@ -79,12 +79,8 @@ def test_another_error_is_left_as_it_is(error: Exception) -> None:
 def test_a_thread_that_the_system_refuses_is_told_with_the_limits() -> None:
     before = threading.stack_size(2**46)  # no address space has room for that
     try:
-        with (
-            pytest.raises(
-                AdaptiveError, match=r"starts no further thread .*can't start new thread.*ulimit -v.*ulimit -u"
-            ),
-            one_message.telling_where_no_thread_starts(),
-        ):
+        told = r"starts no further thread .*can't start new thread.*ulimit -v.*ulimit -u"
+        with pytest.raises(AdaptiveError, match=told), one_message.telling_where_no_thread_starts():
             threading.Thread(target=print).start()
     finally:
         threading.stack_size(before)

@@ -1,6 +1,7 @@
 """A rank lives as long as the process that has started it, and leaves its message where torchrun looks for it."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,11 +16,10 @@ from torchtune_adaptive.dependencies import LAUNCHER_PID, in_place_of_torchruns_
 from torchtune_adaptive.life.launcher import tell_the_launcher
 
 RANK = """
-import sys, time
-from pathlib import Path
+import os, time
 from torchtune_adaptive.life.launcher import end_with_the_launcher
 end_with_the_launcher()
-Path(sys.argv[1]).write_text(str(__import__("os").getpid()))
+print(os.getpid(), flush=True)
 time.sleep(600)
 """
 LAUNCHER = """
@@ -31,38 +31,23 @@ time.sleep(600)
 """
 
 
-def is_there(pid: int) -> bool:
+def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process() -> None:
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK]
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "any"}
+    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
     try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process(tmp_path: Path) -> None:
-    started = tmp_path / "pid"
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK, str(started)],
-        env={**os.environ, "TORCHELASTIC_RUN_ID": "any"},
-    )
-    try:
-        patience = time.monotonic() + 30 * PATIENCE
-        while not started.exists() or not started.read_text():
-            assert time.monotonic() < patience
-            time.sleep(0.05)
-        rank = int(started.read_text())
+        rank = int(launcher.stdout.readline())
         time.sleep(0.5)
-        assert is_there(rank), "the thread that has started it is over, the process is not"
+        state = Path(f"/proc/{rank}/status").read_text()
+        assert "\nState:\tZ" not in state, "the thread that has started it is over, the process is not"
     finally:
         launcher.kill()
         launcher.wait()
-    try:
-        patience = time.monotonic() + 10 * PATIENCE
-        while is_there(rank) and time.monotonic() < patience:
-            time.sleep(0.05)
-        assert not is_there(rank)
-    finally:
-        if is_there(rank):
-            os.kill(rank, signal.SIGKILL)
+    ended, _, _ = select.select([launcher.stdout], [], [], 10 * PATIENCE)  # nobody has its other end
+    if not ended:
+        os.kill(rank, signal.SIGKILL)
+    assert ended
 
 
 @pytest.mark.parametrize("parent_was_told", [False, True])

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config.checks import check_keys
+from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import config_files
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.rl.settings import PPO_KEYS, read_grpo_lora_settings, read_grpo_settings, read_ppo_settings
@@ -16,14 +17,7 @@ READERS = {PPO_DEMO: read_ppo_settings, GRPO_DEMO: read_grpo_settings, LORA_DEMO
 
 
 def config(name: str, *overrides: str) -> DictConfig:
-    """`~` before a key removes it."""
-    changed = OmegaConf.from_dotlist([each for each in overrides if not each.startswith("~")])
-    merged = OmegaConf.merge(OmegaConf.load(config_files()[name]), changed)
-    assert isinstance(merged, DictConfig)
-    for key in (each[1:] for each in overrides if each.startswith("~")):
-        section, _, last = key.rpartition(".")
-        del (OmegaConf.select(merged, section) if section else merged)[last]
-    return merged
+    return read_config(config_files()[name], overrides)
 
 
 def refused(name: str, *overrides: str) -> str:
