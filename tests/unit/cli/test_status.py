@@ -16,7 +16,6 @@ from torchtune_adaptive.life.this_run import Doing, ThisRun
 COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
 
-
 Status = Callable[[Path], tuple[Any, str]]
 
 
