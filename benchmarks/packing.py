@@ -41,7 +41,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
-LIMITED_MEMORY = "torchtune_adaptive.tune.trainer.limited_memory"
+MEMORY_WITHIN = "torchtune_adaptive.tune.trainer.memory_within"
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Contender:
     @contextmanager
     def _steps_alone(self) -> Iterator[None]:
         clean = "torchtune_adaptive.tune.trainer.start_clean"
-        with mock.patch(LIMITED_MEMORY, return_value=nullcontext()), mock.patch(clean):
+        with mock.patch(MEMORY_WITHIN, return_value=nullcontext()), mock.patch(clean):
             yield
 
 

@@ -33,7 +33,7 @@ from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2
-LIMITED_MEMORY = "torchtune_adaptive.tune.trainer.limited_memory"
+MEMORY_WITHIN = "torchtune_adaptive.tune.trainer.memory_within"
 FOLDERS = {POLICY: "", REFERENCE: "reference"}
 """Where the record of each stage's search lies."""
 
@@ -180,7 +180,7 @@ def epoch(recipe: Any, course: Any) -> Cost:
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     recipe.trainer.course = replace(course, epochs=course.epochs[: recipe.run.progress.epochs_run + 1])
-    with mock.patch(LIMITED_MEMORY, return_value=nullcontext()):
+    with mock.patch(MEMORY_WITHIN, return_value=nullcontext()):
         recipe.train()
     everywhere: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(everywhere, time.process_time() - cpu_began)

@@ -81,5 +81,5 @@ def leads_somewhere(path: str) -> bool:
 def test_a_dotted_path_that_is_written_somewhere_leads_somewhere() -> None:
     """What is replaced in a test or a benchmark, or named in a config, is seen by no import."""
     written = list(dotted_paths())
-    assert ("benchmarks/packing.py", "torchtune_adaptive.tune.trainer.limited_memory") in written
+    assert ("benchmarks/packing.py", "torchtune_adaptive.tune.trainer.memory_within") in written
     assert {path for _, path in written if not leads_somewhere(path)} == MEANT_NOT_TO_BE

@@ -30,7 +30,7 @@ from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.launcher import this_launcher
 from torchtune_adaptive.life.output_lock import take, unwritable
 from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN, command_to_go_on
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtune_adaptive.atomic_files import read_json, sync
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import count_of
 
 SAVING = ".saving"

@@ -1,4 +1,5 @@
 """Device memory where there is no device: counts what training on a CPU keeps alive, and can run out of it.
+`memory_within` is the memory of a rank, on CUDA or here.
 
 A CPU has no allocator that reports a peak or enforces a limit. The meter watches every operation instead, so that
 searching and recovering work, and can be tested, on a laptop.
@@ -174,7 +175,7 @@ def _effect_of(func: OpOverload) -> _Effect:
 
 
 @contextmanager
-def limited_memory(
+def memory_within(
     limit: MemorySize | None, device: torch.device, resident: Iterable[Tensor]
 ) -> Iterator[MemorySource | None]:
     """Enforces this rank's limit while it is open: on CUDA through the allocator, on a CPU through a meter.

@@ -40,7 +40,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import count_of
 
 _UNLIMITED_ROWS = 2
@@ -383,9 +383,10 @@ def find_max_batch_size(
     training. Call it between two training steps, when gradients are None. It leaves parameters, buffers, optimizer
     state and random generators bitwise as they were, and the device's peak reset.
 
-    From `whole_step_rows` on a step is one microbatch, which holds no gradients of an earlier one; by default every
-    step has several. `memory` is the GPU's by default; on a CPU, a MemoryMeter that is in force. The other arguments
-    are those of `search`. Raises OneRowDoesNotFitError, the same on every rank.
+    With `whole_step_rows`, the rows from which on a step is one microbatch, it first searches without gradients of an
+    earlier microbatch, and again with them if it finds fewer. By default every step has several. `memory` is the GPU's
+    by default; on a CPU, a MemoryMeter that is in force. The other arguments are those of `search`. Raises
+    OneRowDoesNotFitError, the same on every rank.
     """
     with _probing(steps, memory, progress) as (named, prober):
         if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in named.values()):

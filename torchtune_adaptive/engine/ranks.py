@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.errors import RanksPartedError, Remedy, UnrecoverableError
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 Value = TypeVar("Value")
 

@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.noise import Squares
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import format_apart
 
 

@@ -299,7 +299,7 @@ def _reach(history: History) -> float:
 def _phase_reach(points: Mapping[int, int], history: History) -> float:
     """The most rows at which this phase may be measured next without betting on a line that is not proven.
 
-    Growing in proportion to all but what is resident is safe for every maximum of affine laws. A line through two
+    k times the rows need at most k times what is not resident, for every maximum of affine laws. A line through two
     sizes is trusted a little further. From the third on it is trusted wherever it leads, unless that one came
     out above the line: another point of the program has taken over. (Below the line, it was the first row
     that is different, and `fit_line` has left it out by now.)

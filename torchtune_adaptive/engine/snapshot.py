@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 
 @dataclass(frozen=True)

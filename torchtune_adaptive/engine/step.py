@@ -212,7 +212,8 @@ class StepRunner(Generic[Sample]):
         self._measures_noise_every = 0
         self._gradients_beside = 0  # models of other stages that had some before the first attempt
         self._equal_steps = EqualSteps()
-        self._checks_steps = fsdp.gathers_from_all(model)  # else a collective does not show that all have begun
+        # where a collective needs every rank, its end shows that all have begun the step
+        self._checks_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages = world_size() > 1 and self._is_whole
         self.watch(None)

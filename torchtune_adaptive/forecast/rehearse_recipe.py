@@ -33,7 +33,7 @@ Search = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Found:
-    """What a rehearsal says about one number of ranks and one length."""
+    """What a rehearsal says about one number of ranks and one length: rows by the search, memory by steps after it."""
 
     question: Question
     rehearsed: Rehearsed

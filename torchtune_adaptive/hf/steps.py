@@ -21,7 +21,7 @@ from transformers import Trainer
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.meter import limited_memory, resident_tensors
+from torchtune_adaptive.engine.meter import memory_within, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.reports import Totals
@@ -96,7 +96,7 @@ class OptimizerSteps:
         while_training.callback(self.runner.close)
         size = None if adaptive.memory_limit is None else parse_size(adaptive.memory_limit, "memory_limit")
         resident = [tensor for each in models for tensor in resident_tensors(each, [self.optimizer])]
-        memory = while_training.enter_context(limited_memory(size, trainer.args.device, resident))
+        memory = while_training.enter_context(memory_within(size, trainer.args.device, resident))
         if adaptive.use_maximum_batch_size or budget == "auto":
             found, longest = self._search(memory)
             self.runner.use_limit(

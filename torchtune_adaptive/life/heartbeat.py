@@ -23,7 +23,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.life.launcher import speaks_first, tell_the_launcher
 from torchtune_adaptive.life.this_run import STOPPED, THIS_RUN, saved_and_what_next
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import ranks_named
 
 BEATS_PER_TIMEOUT = 16

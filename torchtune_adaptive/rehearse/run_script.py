@@ -28,7 +28,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchtune_adaptive.null_cuda import set_card
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.hub import ModelsNeedNoWeights
 from torchtune_adaptive.rehearse.launchers import (
     LAUNCHERS,

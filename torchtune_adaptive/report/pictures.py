@@ -17,7 +17,7 @@ from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
 from torchtune_adaptive.text import count_of
 

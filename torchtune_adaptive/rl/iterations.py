@@ -59,7 +59,7 @@ class Iterations:
         epochs = self._plot_epochs(total)
         run.progress = replace(progress, total_epochs=len(epochs), ranks=run.place.ranks)
         run.journal.start(progress.step)
-        with self.trainer.limited_memory() as memory:
+        with self.trainer.memory_of_this_rank() as memory:
             limits = LimitFinder(self.trainer, self.stages, rl).find(memory)
         self.stages.runners.use_limits(limits)
         run.checkpoints.remove_overwritten()
@@ -86,6 +86,7 @@ class Iterations:
             left -= steps - progress.steps_in_epoch
         while left > 0:
             steps = min(per_epoch, left)
+            # as if of one microbatch: the course has the limit of each stage
             epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
             left -= steps
         answers = f"{rl.answers * ranks} answers, {count_of(rl.updates, 'update')}"

@@ -39,7 +39,7 @@ STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 
 @dataclass(frozen=True)
 class RolloutStage:
-    run: RolloutPass
+    run_microbatch: RolloutPass
     samples: int
     """Rollouts of a rank that it runs at once: an iteration's or, where it trains, those of an update."""
     rows: int
@@ -49,7 +49,7 @@ class RolloutStage:
 
     @property
     def model(self) -> nn.Module:
-        return self.run.model
+        return self.run_microbatch.model
 
 
 def generating(policy: nn.Module, sampling: Sampling, settings: Settings, device: torch.device) -> Generate:
@@ -68,14 +68,14 @@ class RolloutStages:
     def __init__(self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> None:
         """Collective."""
         self.by_name = stages
-        self.policy = cast(Generate, stages[GENERATE].run)
+        self.policy = cast(Generate, stages[GENERATE].run_microbatch)
         models = {id(stage.model): stage.model for stage in stages.values()}
         recovery = build_recovery(settings, on_change, *models.values())
         self.runners: Stages[Rollout] = Stages(
             {
                 name: StepRunner(
                     stage.model,
-                    stage.run,
+                    stage.run_microbatch,
                     limit=RowLimit(min(stage.rows, stage.samples)),
                     recovery=recovery,
                     # how long an answer is shows when it is there, so generating is planned for the longest

@@ -29,7 +29,7 @@ from torchtune_adaptive.engine.ranks import explaining_failures, gloo_group_asid
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN
-from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.tune.bad_samples import NamedSamples, name_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.samples import INDEX, Cost, Kind, Sample, cost_of

@@ -102,7 +102,7 @@ def plan_course(trainer: Trainer) -> None:
             "or resume from an earlier epoch"
         )
     run.journal.start(before.step)
-    with trainer.limited_memory() as memory:
+    with trainer.memory_of_this_rank() as memory:
         whole_step_rows = schedule.whole_step_rows(settings, before)
         rows_that_fit = rows_if_asked_for(trainer, memory, training, whole_step_rows=whole_step_rows)
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)
@@ -165,8 +165,8 @@ def rows_if_asked_for(
 ) -> int | None:
     """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them.
 
-    A rank never has more than `most_samples` in a step; None: than an epoch has. A step of up to `whole_step_rows`
-    samples would be one microbatch if so many rows fit."""
+    Rows are searched up to `most_samples`, by default a rank's samples of an epoch. `whole_step_rows` is as in
+    `find_max_batch_size`."""
     settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
     grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
@@ -308,7 +308,7 @@ def search_rows(
     folder: str = "",
 ) -> SearchResult:
     """Collective: the most rows, up to `most_rows`, that every rank can train with, recorded in this folder of
-    `output_dir`. From `whole_step_rows` on, a step is one microbatch; None: it may have several whatever the rows."""
+    `output_dir`."""
     adaptive, samples = trainer.run.settings.adaptive, trainer.run.settings.samples_per_step
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to}
     options |= {"max_rows": most_rows, "whole_step_rows": whole_step_rows}

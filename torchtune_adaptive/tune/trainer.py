@@ -20,7 +20,7 @@ from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.meter import limited_memory, resident_tensors
+from torchtune_adaptive.engine.meter import memory_within, resident_tensors
 from torchtune_adaptive.engine.ranks import from_rank_0, rank, world_size
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
@@ -149,21 +149,21 @@ class Trainer:
         stages.training.measure_noise(run.settings.adaptive.measure_noise or 0)
         self._stopping = False
 
-    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+    def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
         """The memory that this rank may use, which the models of all stages and the optimizers live in."""
         models = nn.ModuleList(self.stages.training.recovery.models)
         resident = resident_tensors(models, self.optimization.optimizers)
         limit, limits = None, self.run.settings.adaptive.memory_limit
         if limits is not None:
             limit = size_for_rank(limits, rank(), world_size(), "adaptive.memory_limit")
-        return limited_memory(limit, self.run.place.device, resident)
+        return memory_within(limit, self.run.place.device, resident)
 
     @contextmanager
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
         """Collective: yields the steps that are left of the run; while it is open, memory is limited and measured."""
         start_clean(self.run.place.device)
         self._profiler.start()
-        with self.limited_memory() as memory:
+        with self.memory_of_this_rank() as memory:
             self.stages.watch(memory)
             self.run.metrics.watch(memory)
             with closing(self._steps(called)) as steps:  # the progress bar too: its last line is not to follow an error

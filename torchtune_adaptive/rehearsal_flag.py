@@ -1,4 +1,5 @@
-"""Whether this process is a rehearsal, where nothing is computed or sent; and what in it is tried, and no step."""
+"""Whether this process is a rehearsal, where nothing is computed or sent (`rehearse/` starts one), and whether it is at
+a trial, whose steps do not count."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
