@@ -64,7 +64,9 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
 
 
 def path_of(key: str, section: object) -> str:
-    path = section.get(COMPONENT) if isinstance(section, DictConfig) else None
+    if not isinstance(section, DictConfig):
+        raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
+    path = section.get(COMPONENT)
     if not isinstance(path, str):
         raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
     return path

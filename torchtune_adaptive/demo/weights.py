@@ -65,10 +65,10 @@ def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: i
         elif path.read_bytes() != content:
             raise ConfigError(
                 f"{path} is not what the demo makes with these settings, and is not overwritten: move it away, or set "
-                "another checkpointer.checkpoint_dir; for your own weights, use "
+                "another checkpoint_dir for this checkpointer; for your own weights, use "
                 "torchtune.training.FullModelTorchTuneCheckpointer"
             )
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {reason(error)}; free space, or set another checkpointer.checkpoint_dir"
+            f"cannot write {path}: {reason(error)}; free space, or set another checkpoint_dir for this checkpointer"
         ) from error

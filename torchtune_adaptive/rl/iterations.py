@@ -44,6 +44,7 @@ class Iterations:
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.rewards = Rewards(settings.config, rl.reward_timeout, tokenizer, self.stages.policy.sampling.stop_tokens)
+        self.rewards.check(self.data.dataset[0])
         self.trainer = Trainer(
             run, model, self.data, optimization, self.stages.runners, limits=self.stages.state_dict, weights=weights
         )

@@ -97,13 +97,13 @@ class LimitFinder:
         """Collective: refuses prompts beside which a microbatch, or a model, has no room for an answer."""
         longest = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values())
         new, most = self._new, self._most_tokens
-        fact, ways = "", ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
         if longest <= new:
             raise ConfigError(
                 f"a microbatch has room for {longest} tokens (adaptive.token_budget: "
                 f"{self._settings.adaptive.token_budget}), but even a prompt of one token and its answer may have "
-                f"{new + 1}: {ways}"
+                f"{new + 1}: {ways_to_make_room(self._settings, 'lower max_generated_tokens')}"
             )
+        fact, ways = "", ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
         if most is not None and most < longest:
             longest, fact = most, f", since the models take at most {most} tokens (their max_seq_len)"
             ways = f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - new}"

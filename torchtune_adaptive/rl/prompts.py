@@ -39,12 +39,14 @@ class Prompts(Dataset[Prompt]):
 
     def __getitem__(self, index: int) -> Prompt:
         row: Mapping[str, Any] = self._rows[index]
-        question = str(row[self._column])
+        question = row[self._column]
+        if question is None:
+            raise ValueError(f"its {self._column} is null")
         if self._template is not None:
             tokens = self._tokenizer.encode(self._template.format(**row), add_bos=True, add_eos=False)
         else:
             system = [] if self._system is None else [Message(role="system", content=self._system)]
-            turns = [*system, Message(role="user", content=question), Message(role="assistant", content="")]
+            turns = [*system, Message(role="user", content=str(question)), Message(role="assistant", content="")]
             tokens = self._tokenizer({"messages": turns}, inference=True)["tokens"]
         return {**row, "tokens": tokens, "labels": list(tokens)}
 

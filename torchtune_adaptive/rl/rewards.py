@@ -33,6 +33,8 @@ from torchtune_adaptive.tune.samples import FILLER, INDEX
 
 NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
 """Fields of a sample that are no business of a reward."""
+IN_WORDS = ("prompts", "completions", "completion_ids")
+"""What functions get besides."""
 BY_MODEL = f"reward/{REWARD_SECTION}"
 """What the reward model has said, where functions add to it."""
 
@@ -73,7 +75,7 @@ class RewardFunction:
         if isinstance(returned, str | Mapping):
             raise error(f"returned {shown(returned)} in place of a list of numbers")
         if len(rewards) != len(answers) or not torch.tensor(rewards).isfinite().all():  # in single precision
-            raise error(f"returned {shown(rewards)} in place of {count_of(len(answers), 'finite number')}")
+            raise error(f"returned {shown(rewards)} in place of {count_of(len(answers), 'number')}, finite in fp32")
         return rewards
 
 
@@ -145,12 +147,26 @@ class Rewards:
     def __init__(self, cfg: DictConfig, timeout_s: float | None, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
         self._functions, self._tokenizer, self._stop_tokens = functions_of(cfg, timeout_s), tokenizer, stop_tokens
 
+    def check(self, sample: Mapping[str, object]) -> None:
+        """Refuses functions that cannot be called with what a sample has, before there is an answer to score."""
+        names = [*_columns_of(sample), *IN_WORDS]
+        for each in self._functions:
+            try:
+                inspect.signature(each.function).bind(**dict.fromkeys(names))
+            except TypeError as error:
+                raise ConfigError(
+                    f"reward function {each.name} is called with {', '.join(names)}, but {error}: set its own "
+                    f"arguments beside its _component_ in {REWARD_FUNCTIONS}; **_ takes what it does not use"
+                ) from error
+            except ValueError:  # it has no signature
+                continue
+
     def score(self, groups: Sequence[Group]) -> None:
         """Adds the rewards of answers to what a reward model has said of them."""
         for sample, rollouts in groups if self._functions else ():
             size = len(rollouts)
-            lists = {str(name): [value] * size for name, value in sample.items() if name not in NOT_COLUMNS}
-            lists["prompts"], lists["completions"], lists["completion_ids"] = self._in_words(rollouts)
+            lists = {name: [sample[name]] * size for name in _columns_of(sample)}
+            lists |= zip(IN_WORDS, self._in_words(rollouts), strict=True)
             for rollout in (each for each in rollouts if SCORE in each.results):
                 rollout.results[BY_MODEL] = rollout.results[SCORE]
             for function in self._functions:
@@ -183,6 +199,10 @@ class Rewards:
         if BY_MODEL in everyone[0].results:
             rewards[BY_MODEL] = results_of(everyone, BY_MODEL)
         return {"success": success, **{name: float(values.mean()) for name, values in rewards.items()}}
+
+
+def _columns_of(sample: Mapping[str, object]) -> list[str]:
+    return [name for name in sample if name not in NOT_COLUMNS]
 
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
