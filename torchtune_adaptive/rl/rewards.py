@@ -75,7 +75,7 @@ class RewardFunction:
         if isinstance(returned, str | Mapping):
             raise error(f"returned {shown(returned)} in place of a list of numbers")
         if len(rewards) != len(answers) or not torch.tensor(rewards).isfinite().all():  # in single precision
-            raise error(f"returned {shown(rewards)} in place of {count_of(len(answers), 'number')}, finite in fp32")
+            raise error(f"returned {shown(rewards)} in place of {count_of(len(answers), 'finite number')}")
         return rewards
 
 

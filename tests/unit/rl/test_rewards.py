@@ -58,6 +58,10 @@ def only_what_is_named(prompts: Any, completions: Any, completion_ids: Any, answ
     return [0.0 for _ in completions]
 
 
+def of_completions(completions: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
 class Judge:
     def __init__(self, strictness: float) -> None:
         self.strictness = strictness
@@ -68,6 +72,11 @@ class Judge:
 
 def built(*entries: dict[str, Any], timeout_s: float | None = None) -> Any:
     return functions_of(OmegaConf.create({"reward_functions": [*entries]}), timeout_s)
+
+
+def rewards_of(*entries: dict[str, Any]) -> Rewards:
+    tokenizer = DemoTokenizer()
+    return Rewards(OmegaConf.create({"reward_functions": [*entries]}), None, tokenizer, tokenizer.stop_tokens)
 
 
 def function(name: str, timeout_s: float | None = None, **options: Any) -> Any:
@@ -104,6 +113,7 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, options: d
     [
         ({"_component_": "nowhere.at_all"}, "0._component_ is nowhere.at_all, which cannot be imported"),
         ({"weight": 1}, "0._component_ is null"),
+        ("exact", "0 is 'exact': allowed is a section with a _component_"),
         ({"_component_": f"{HERE}.exact", "weight": "much"}, "0.weight is .*much.*: allowed is a finite"),
         ({"_component_": f"{HERE}.Judge", "strict": 1}, "0 could not be built from .*Judge: TypeError: .*'strict'"),
         ({"_component_": f"{HERE}.exact", "weigth": 1}, "0.weigth is not a known key of .*exact; did you mean weight"),
@@ -111,9 +121,20 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, options: d
         ({"_component_": f"{HERE}.matching", "patern": "a"}, "0.patern is not a known key .* did you mean pattern"),
     ],
 )
-def test_an_entry_that_cannot_be_built_is_told_under_its_key(entry: dict[str, Any], said: str) -> None:
+def test_an_entry_that_cannot_be_built_is_told_under_its_key(entry: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"reward_functions\.{said}"):
         built(entry)
+
+
+def test_a_function_that_cannot_be_called_is_refused_before_there_is_an_answer() -> None:
+    sample = {"tokens": [1], "labels": [1], "answer": "2", INDEX: 7}
+    for name, said in {
+        "matching": "is called with answer, prompts, .*, but missing a required argument: 'pattern': set its own",
+        "of_completions": ".* but got an unexpected keyword argument 'answer': .*_ takes what it does not use",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"reward function {name} {said}"):
+            rewards_of({"_component_": f"{HERE}.{name}"}).check(sample)
+    rewards_of({"_component_": f"{HERE}.as_trl_calls"}, {"_component_": f"{HERE}.Judge", "strictness": 1}).check(sample)
 
 
 def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_function() -> None:
@@ -126,7 +147,7 @@ def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_fun
     judge = {"_component_": f"{HERE}.Judge", "strictness": 3, "weight": 0.5}
     careless = {"_component_": f"{HERE}.careless"}
     entries = [{"_component_": f"{HERE}.exact"}, careless, judge, {"_component_": f"{HERE}.only_what_is_named"}]
-    rewards = Rewards(OmegaConf.create({"reward_functions": entries}), None, tokenizer, tokenizer.stop_tokens)
+    rewards = rewards_of(*entries)
     rewards.score([({"tokens": prompt, "labels": prompt, "answer": "2", INDEX: 7}, rollouts)])
     assert [each.results[SCORE].item() for each in rollouts] == [10 + 1 + 1.5, 10 + 0 + 1.5]
     figures = rewards.figures(rollouts)

@@ -99,3 +99,9 @@ def test_a_template_that_cannot_be_filled_is_told_with_the_columns(template: Any
     said = said.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(ConfigError, match=rf"^dataset\.template is {said}.* in braces, of question, answer$"):
         Prompts(DemoTokenizer(), ROWS, "question", None, template)
+
+
+def test_a_question_that_is_null_is_no_prompt() -> None:
+    rows = Dataset.from_list([{"question": "1+1"}, {"question": None}])
+    with pytest.raises(ValueError, match="its question is null"):
+        Prompts(DemoTokenizer(), rows, "question", None, None)[1]
