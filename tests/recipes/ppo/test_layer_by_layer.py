@@ -36,19 +36,16 @@ KEPT = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output
 
 
 class Case(NamedTuple):
+    """Of two starts: the first one is stopped in the third iteration."""
+
     overrides: tuple[str, ...]
     scarce: int | None = None
-    """The rank that has no room for gathered parameters."""
+    """The rank that has no room for gathered parameters in the first start."""
     later: bool = False
     """Whether it had in the first iteration."""
 
 
-CASES = {
-    "searched": Case((SEARCHED,), 1),
-    "by tokens": Case(("adaptive.token_budget=auto",), 1),
-    "in training": Case((), 0, later=True),
-}
-FOUND_BEFORE = ("searched", "by tokens")
+CASES = {"searched": Case((*KEPT, SEARCHED), 1), "in training": Case(KEPT, 0, later=True)}
 
 
 class Told(NamedTuple):
@@ -113,35 +110,34 @@ def train(folder: Path, case: Case, kib: int, stop_at: int | None = None) -> Tol
 
 def peak_of_a_row(folder: Path, stage: str) -> int:
     record = json.loads((folder / "out" / stage / "batch_search.json").read_text())["result"]
-    return int(max(max(probe["peak"]["phase_bytes"].values()) for probe in record["points"] if probe["rows"] == 1))
+    return int(max(max(probe["peak"]["phase_bytes"].values()) for probe in record["probes"] if probe["rows"] == 1))
 
 
-def run_cases(folder: Path) -> dict[str, Any]:
-    told: dict[str, Any] = {"gathered": train(folder / "gathered", CASES["by tokens"]._replace(scarce=None), 0)}
+def run_cases(folder: Path) -> dict[str, tuple[Told, ...]]:
+    told = {"gathered": (train(folder / "gathered", Case((SEARCHED,)), 0),)}
     generating, training = (peak_of_a_row(folder / "gathered", stage) for stage in ("generate", "train_policy"))
     assert training < generating, "else it is not generating that takes most"
     # prompts are shorter than what a search measures, so one of them may need a little less
     kib = (generating + training) // 2048
     for name, case in CASES.items():
-        told[name] = train(folder / name, case, kib)
-    for name, overrides in {"resumed": (), "resumed with more": (SEARCHED,)}.items():
-        case = Case((*overrides, *KEPT), 1)
-        stopped = train(folder / name, case, kib, stop_at=2)
-        more = case._replace(scarce=None) if overrides else case
-        told[name] = stopped, train(folder / name, more, kib)
+        stopped = train(folder / name, case, kib, stop_at=3)
+        told[name] = stopped, train(folder / name, case._replace(scarce=None), kib)
     return told
 
 
+Runs = tuple[Path, dict[str, tuple[Told, ...]]]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("layers")
     told = run_on_ranks(2, run_cases, folder, timeout_s=250, in_group=False)
     assert told[0] == told[1]
     return folder, told[0]
 
 
-def test_where_there_is_room_parameters_stay_gathered(runs: tuple[Path, dict[str, Any]]) -> None:
-    told = runs[1]["gathered"]
+def test_where_there_is_room_parameters_stay_gathered(runs: Runs) -> None:
+    [told] = runs[1]["gathered"]
     assert told.stays
     assert told.recoveries == 0
     assert len(told.answers) == 12
@@ -149,46 +145,33 @@ def test_where_there_is_room_parameters_stay_gathered(runs: tuple[Path, dict[str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_and_weights_are_those_of_gathered_parameters(case: str, runs: tuple[Path, dict[str, Any]]) -> None:
+def test_answers_and_weights_are_those_of_gathered_parameters(case: str, runs: Runs) -> None:
     folder, told = runs
-    assert not told[case].stays
-    assert told[case].answers == told["gathered"].answers
+    [expected], (stopped, resumed) = told["gathered"], told[case]
+    assert not stopped.stays
+    assert stopped.rows == 2, "after a recovery too all rows may fit again"
+    assert stopped.answers == expected.answers
+    assert resumed.answers == expected.answers[8:]
     gathered, mine = saved(folder / "gathered"), saved(folder / case)
     assert all(torch.equal(gathered[name], mine[name]) for name in gathered)
 
 
-@pytest.mark.parametrize("case", FOUND_BEFORE)
-def test_what_a_search_has_found_never_runs_out_of_memory(case: str, runs: tuple[Path, dict[str, Any]]) -> None:
+def test_what_a_search_has_found_never_runs_out_of_memory_and_one_that_finds_room_gathers_again(runs: Runs) -> None:
     folder, told = runs
-    assert told[case].recoveries == 0
-    if case == "searched":
-        assert told[case].rows == 2
+    stopped, resumed = told["searched"]
+    assert stopped.recoveries == resumed.recoveries == 0
+    assert resumed.stays
     # what was measured layer by layer is no answer for a start that gathers
-    records = {path.parent.name for path in (folder / case / "out").glob("generate*/batch_search.json")}
-    assert records == {"generate_layer_by_layer"}
+    records = {path.parent.name for path in (folder / "searched" / "out").glob("generate*/batch_search.json")}
+    assert records == {"generate", "generate_layer_by_layer"}
 
 
-def test_in_training_it_is_a_recovery_after_which_all_rows_may_fit_again(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_in_training_it_is_a_recovery_after_which_a_resumed_run_goes_on_layer_by_layer(runs: Runs) -> None:
     folder, told = runs
+    stopped, resumed = told["in training"]
     recoveries, [given_up] = (events_of(folder / "in training", kind) for kind in (RECOVERY, EXHAUSTED))
     assert {event["stage"] for event in (*recoveries, given_up)} == {GENERATE}
-    assert told["in training"].recoveries == len(recoveries) > 0
+    assert resumed.recoveries == stopped.recoveries == len(recoveries) > 0
     assert "out of memory on rank 0" in given_up["reason"]
     assert given_up["step"] == LATER
-    assert told["in training"].rows == 2
-
-
-def test_a_resumed_run_goes_on_layer_by_layer_where_training_had_no_room(runs: tuple[Path, dict[str, Any]]) -> None:
-    folder, told = runs
-    stopped, resumed = told["resumed"]
-    assert (stopped.stays, resumed.stays) == (False, False)
-    assert resumed.recoveries == stopped.recoveries == len(events_of(folder / "resumed", "recovery"))
-    assert resumed.answers == told["gathered"].answers[4:]
-
-
-def test_a_resumed_run_gathers_again_where_its_search_finds_room(runs: tuple[Path, dict[str, Any]]) -> None:
-    _, told = runs
-    stopped, resumed = told["resumed with more"]
-    assert (stopped.stays, resumed.stays) == (False, True)
-    assert resumed.recoveries == 0
-    assert resumed.answers == told["gathered"].answers[4:]
+    assert not resumed.stays
