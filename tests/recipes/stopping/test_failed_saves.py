@@ -1,9 +1,10 @@
 """A checkpoint that cannot be written ends a run with one message on every rank."""
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -12,36 +13,14 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints import saving, store
+from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune import place
 
 RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
-
-
-def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str | None, list[str]]:
-    """Collective: what ended a run whose third checkpoint failed, and the complete checkpoints."""
-    recipe = load_ours(kind)(demo_config(kind, folder, *RUN, *overrides))
-    recipe.setup()
-    save, saves = recipe.run.checkpoints.save, [0]
-
-    def save_or_fail(*args: Any) -> None:
-        saves[0] += 1
-        if saves[0] == 3:
-            spoiled = SPOILERS[spoil](recipe, folder / "out")
-        with (spoiled if saves[0] == 3 else None) or nullcontext():
-            save(*args)
-
-    recipe.run.checkpoints.save = save_or_fail
-    message = None
-    try:
-        recipe.train()
-        recipe.cleanup()
-    except AdaptiveError as error:
-        message = str(error)
-        place.leave()
-    found = store.find_checkpoints(folder / "out")
-    return message, sorted(each.name for each in found if each.manifest)
+ASYNC = ("enable_async_checkpointing=True",)
+IS_GONE = ("step_6", "{out}", "the folder is gone", "resume_from_checkpoint=auto")
+OUT_OF_MEMORY = ("out of memory while saving checkpoint step_6 on rank {rank}",)
 
 
 def take_the_folder_away(recipe: Any, out: Path) -> None:
@@ -56,21 +35,11 @@ def take_it_away_between_saves(recipe: Any, out: Path) -> None:
     take_the_folder_away(recipe, out)
 
 
-def full(*_: Any, **__: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory")
+def no_memory_to(function: str) -> Callable[..., Any]:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-
-def run_out_of_memory(recipe: Any, out: Path) -> Any:
-    return mock.patch.object(saving, "gather_weights", full)
-
-
-def no_memory_to_copy(recipe: Any, out: Path) -> Any:
-    return mock.patch.object(saving, "copied_to_host", full)
-
-
-def no_memory_to_merge(recipe: Any, out: Path) -> Any:
-    """Which rank 0 does alone."""
-    return mock.patch.object(saving.peft, "get_merged_lora_ckpt", full)
+    return lambda *_: mock.patch(f"torchtune_adaptive.checkpoints.saving.{function}", full)
 
 
 def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:
@@ -78,59 +47,56 @@ def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:
         next(recipe.model.parameters()).to_local().data.fill_(float("nan"))
 
 
-SPOILERS = {
-    "nan": a_weight_of_rank_1_is_nan,
-    "no memory to copy": no_memory_to_copy,
-    "no memory to merge": no_memory_to_merge,
-    "gone": take_the_folder_away,
-    "gone between": take_it_away_between_saves,
-    "memory": run_out_of_memory,
+class Case(NamedTuple):
+    spoil: Callable[..., Any]
+    told: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    kind: str = "full"
+
+
+CASES = {
+    "full-gone": Case(take_the_folder_away, IS_GONE),
+    "full-gone-beside-training": Case(take_it_away_between_saves, IS_GONE, ASYNC),
+    "full-no-memory": Case(no_memory_to("gather_weights"), OUT_OF_MEMORY),
+    "full-no-memory-beside-training": Case(no_memory_to("copied_to_host"), OUT_OF_MEMORY, ASYNC),
+    "lora-no-memory-on-rank-0": Case(
+        no_memory_to("peft.get_merged_lora_ckpt"), ("step_6 could not be saved", "out of memory"), kind="lora"
+    ),
+    "full-nan": Case(a_weight_of_rank_1_is_nan, ()),
 }
 
 
-@pytest.mark.parametrize(
-    ("spoil", "overrides", "good"),
-    [("gone", (), "epoch_0"), ("gone between", ("enable_async_checkpointing=True",), "dist_epoch_0")],
-    ids=["full-gone", "full-gone-beside-training"],
-)
-def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(
-    tmp_path: Path, spoil: str, overrides: tuple[str, ...], good: str
-) -> None:
-    ended = run_on_ranks(2, trained, "full", tmp_path / "run", spoil, *overrides, timeout_s=90, in_group=False)
-    for message, complete in ended:
-        assert message is not None
-        out = str(tmp_path / "run" / "out")
-        for word in ("step_6", out, "the folder is gone", good, "resume_from_checkpoint=auto"):
-            assert word in message
-        assert complete == [good, "step_2"], "it is not made anew"
+def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
+    """Collective: what ended a run whose third checkpoint failed, and the complete checkpoints."""
+    case = CASES[name]
+    recipe = load_ours(case.kind)(demo_config(case.kind, folder, *RUN, *case.overrides))
+    recipe.setup()
+    save, saves = recipe.run.checkpoints.save, [0]
+
+    def save_or_fail(*args: Any) -> None:
+        saves[0] += 1
+        with (case.spoil(recipe, folder / "out") if saves[0] == 3 else None) or nullcontext():
+            save(*args)
+
+    recipe.run.checkpoints.save = save_or_fail
+    message = None
+    try:
+        recipe.train()
+        recipe.cleanup()
+    except AdaptiveError as error:
+        message = str(error)
+        place.leave()
+    found = store.find_checkpoints(folder / "out")
+    return message, sorted(each.name for each in found if each.manifest)
 
 
-def test_weights_that_are_nan_on_one_rank_push_out_no_checkpoint(tmp_path: Path) -> None:
-    for message, complete in run_on_ranks(2, trained, "full", tmp_path / "run", "nan", timeout_s=60, in_group=False):
-        assert message is not None
-        assert complete == ["epoch_0", "step_2"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "spoil", "overrides", "fact", "good"),
-    [
-        ("full", "memory", (), "out of memory while saving checkpoint step_6 on rank {rank}", "epoch_0"),
-        ("lora", "no memory to merge", (), "step_6 could not be saved", "epoch_0"),
-        (
-            "full",
-            "no memory to copy",
-            ("enable_async_checkpointing=True",),
-            "out of memory while saving checkpoint step_6 on rank {rank}",
-            "dist_epoch_0",
-        ),
-    ],
-)
-def test_out_of_memory_in_a_save_names_the_checkpoint_and_the_one_to_go_on_from(
-    kind: str, spoil: str, overrides: tuple[str, ...], fact: str, good: str, tmp_path: Path
-) -> None:
-    ended = run_on_ranks(2, trained, kind, tmp_path / "run", spoil, *overrides, timeout_s=90, in_group=False)
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(tmp_path: Path, name: str) -> None:
+    ended = run_on_ranks(2, trained, name, tmp_path / "run", timeout_s=90, in_group=False)
+    good = "dist_epoch_0" if CASES[name].overrides == ASYNC else "epoch_0"
     for rank, (message, complete) in enumerate(ended):
         assert message is not None
-        for word in (fact.format(rank=rank), "out of memory", good):
-            assert word in message
-        assert complete == [good, "step_2"]
+        for word in CASES[name].told:
+            assert word.format(out=tmp_path / "run" / "out", rank=rank) in message
+        assert good in message or name == "full-nan"
+        assert complete == [good, "step_2"], "nothing is made anew or pushed out"
