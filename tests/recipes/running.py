@@ -54,24 +54,29 @@ STOCK_CLASSES = {
 
 
 def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config of this kind, with its output and weights in `folder`, logging to `log.jsonl`. In a rank, a
-    run of it meets at a port of its own."""
-    meet_anew()
-    cfg = OmegaConf.load(locate(f"adaptive/demo/{DEMO.get(kind, kind)}"))
-    ours = [
-        f"output_dir={folder / 'out'}",
-        f"checkpointer.checkpoint_dir={folder.parent / 'weights'}",
-        "metric_logger._component_=tests.recipes.recording.JsonLogger",
-        f"metric_logger.path={folder / 'log.jsonl'}",
+    """The demo's config of this kind in small, as `config_in` has it."""
+    small = (
         "dataset.samples=64",
         "batch_size=4",
         "gradient_accumulation_steps=2",
         "use_maximum_batch_size=False",
         "adaptive=null",
         "epochs=1",
+    )
+    return config_in(folder, DEMO.get(kind, kind), *small, *overrides)
+
+
+def config_in(folder: Path, demo: str, *overrides: str) -> DictConfig:
+    """A config of the demo with its output in `folder` and its weights beside it, logging to `log.jsonl`. In a rank, a
+    run of it meets at a port of its own."""
+    meet_anew()
+    cfg = OmegaConf.load(locate(f"adaptive/demo/{demo}"))
+    ours = [
+        f"output_dir={folder / 'out'}",
+        "metric_logger._component_=tests.recipes.recording.JsonLogger",
+        f"metric_logger.path={folder / 'log.jsonl'}",
+        *(f"{key}.checkpoint_dir={folder.parent / 'weights'}" for key in cfg if str(key).endswith("checkpointer")),
     ]
-    if "ref_checkpointer" in cfg:
-        ours.append(f"ref_checkpointer.checkpoint_dir={folder.parent / 'weights'}")
     merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
     assert isinstance(merged, DictConfig)
     del merged.metric_logger["log_dir"]

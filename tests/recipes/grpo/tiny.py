@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from tests.ranks import meet_anew
-from torchtune_adaptive.config.command_line import locate
+from tests.recipes.running import config_in
 
 KINDS = ("full_grpo", "lora_grpo")
 STEPS = 3
@@ -39,20 +38,5 @@ JUDGE = (
 
 
 def grpo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`. In a rank, a run
-    of it meets at a port of its own."""
-    meet_anew()
-    cfg = OmegaConf.load(locate("adaptive/demo/grpo" if kind == "full_grpo" else "adaptive/demo/grpo_lora"))
-    ours = [
-        *TINY,
-        f"output_dir={folder / 'out'}",
-        "metric_logger._component_=tests.recipes.recording.JsonLogger",
-        f"metric_logger.path={folder / 'log.jsonl'}",
-        *(f"{files}.checkpoint_dir={folder.parent / 'weights'}" for files in ("checkpointer", "ref_checkpointer")),
-    ]
-    if kind == "lora_grpo":
-        ours.pop()
-    merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
-    assert isinstance(merged, DictConfig)
-    del merged.metric_logger["log_dir"]
-    return merged
+    """The demo's config in small."""
+    return config_in(folder, "grpo" if kind == "full_grpo" else "grpo_lora", *TINY, *overrides)

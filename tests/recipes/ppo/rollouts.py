@@ -10,16 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchtune import generation
 
-from tests.ranks import meet_anew
-from tests.recipes.running import STOCK, load_ours, stock_on_cpu
-from torchtune_adaptive.config.command_line import locate
+from tests.recipes.running import STOCK, config_in, load_ours, stock_on_cpu
 from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
 
-FILES = ("checkpointer", "ref_policy_checkpointer", "value_checkpointer", "reward_checkpointer")
 NEW = 6
 STOP = SPECIAL_TOKENS["<|eos|>"]
 TINY = (
@@ -41,21 +38,8 @@ TINY = (
 
 
 def ppo_config(folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`. In a rank, a run
-    of it meets at a port of its own."""
-    meet_anew()
-    cfg = OmegaConf.load(locate("adaptive/demo/ppo"))
-    ours = [
-        *TINY,
-        f"output_dir={folder / 'out'}",
-        "metric_logger._component_=tests.recipes.recording.JsonLogger",
-        f"metric_logger.path={folder / 'log.jsonl'}",
-        *(f"{files}.checkpoint_dir={folder.parent / 'weights'}" for files in FILES),
-    ]
-    merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
-    assert isinstance(merged, DictConfig)
-    del merged.metric_logger["log_dir"]
-    return merged
+    """The demo's config in small."""
+    return config_in(folder, "ppo", *TINY, *overrides)
 
 
 def run_ppo(cfg: DictConfig, port: int) -> Any:
