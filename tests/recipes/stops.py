@@ -75,9 +75,9 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         assert stop_before is None
 
 
-def to_resume(kind: str, epoch: int, *, asynchronous: bool = False) -> list[str]:
-    """What a user adds to the command to go on with this epoch; asynchronous checkpoints are found without names."""
+def to_resume(kind: str, epoch: int) -> list[str]:
+    """What a user adds to the command to go on with this epoch."""
     resume = ["resume_from_checkpoint=True"]
-    if kind.startswith("full") and not asynchronous:
+    if kind.startswith("full"):
         resume.append(f"checkpointer.checkpoint_files=[epoch_{epoch - 1}/model-00001-of-00001.bin]")
     return resume
