@@ -23,16 +23,26 @@ NOISY = (
 SCALE = "gradient_noise_scale"
 
 
-def whole_and_resumed(kind: str, folder: Path) -> list[str]:
-    """Collective: two epochs at once, then in two runs; the last lines of the second of these."""
-    for name, overrides in (
-        ("whole", ("epochs=2",)),
-        ("resumed", ("epochs=1",)),
-        ("resumed", ("epochs=2", "resume_from_checkpoint=auto")),
-    ):
-        with listening() as lines:
-            run_ours(kind, demo_config(kind, folder / name, *NOISY, *overrides))
-    return lines
+def whole_and_resumed(kind: str, folder: Path, options: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Collective: a whole run, and one that was stopped after its first epoch; the lines of the first and the last."""
+    with listening() as of_whole:
+        run_ours(kind, demo_config(kind, folder / "whole", *options))
+    with stopped_before(1):
+        run_ours(kind, demo_config(kind, folder / "resumed", *options))
+    with listening() as of_resumed:
+        run_ours(kind, demo_config(kind, folder / "resumed", *options, "resume_from_checkpoint=auto"))
+    return of_whole, of_resumed
+
+
+def check_measured(folder: Path, lines: list[str], samples: int, measured: list[int]) -> None:
+    """In these steps, and by both runs alike; what the resumed one has come to, it says."""
+    whole, resumed = (read_log(folder / name / "log.jsonl") for name in ("whole", "resumed"))
+    assert [step["step"] for step in whole if SCALE in step] == measured
+    assert [step.get(SCALE) for step in resumed] == [step.get(SCALE) for step in whole]
+    last = whole[-1]
+    assert last[f"{SCALE}_low"] < last[SCALE] < last.get(f"{SCALE}_high", math.inf)
+    (verdict,) = [line for line in lines if line.startswith("gradient noise · the noise scale is ")]
+    assert f"and a step has {samples}:" in verdict
 
 
 FOLLOWING = (
@@ -47,19 +57,10 @@ FOLLOWING = (
 )
 
 
-def followed_and_resumed(folder: Path) -> list[str]:
-    """Collective: three epochs at once, then stopped after the first and resumed; the lines of the first run."""
-    options = (*NOISY, *FOLLOWING)
-    with listening() as lines:
-        run_ours("full", demo_config("full", folder / "whole", *options))
-    with stopped_before(1):
-        run_ours("full", demo_config("full", folder / "resumed", *options))
-    run_ours("full", demo_config("full", folder / "resumed", *options, "resume_from_checkpoint=auto"))
-    return lines
-
-
 def test_a_batch_that_follows_the_noise_grows_and_a_resumed_run_repeats_it(tmp_path: Path) -> None:
-    lines = run_on_ranks(2, followed_and_resumed, tmp_path, timeout_s=90, in_group=False)[0]
+    options = (*NOISY, *FOLLOWING)
+    (lines, last), _ = run_on_ranks(2, whole_and_resumed, "full", tmp_path, options, timeout_s=90, in_group=False)
+    check_measured(tmp_path, last, 16, [*range(10, 29)])
     assert [line for line in lines if "samples a step (before" in line] == [
         "epoch 1: 8 samples a step (before: 4), learning rate × 1.41",
         "epoch 2: 16 samples a step (before: 8), learning rate × 2",
@@ -93,14 +94,7 @@ def test_a_rate_that_goes_by_samples_ends_at_its_end(tmp_path: Path, ranks: int,
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora_dpo"])
-def test_a_resumed_run_goes_on_measuring(kind: str, tmp_path: Path) -> None:
-    lines = run_on_ranks(2, whole_and_resumed, kind, tmp_path, timeout_s=90, in_group=False)[0]
-    whole, resumed = (read_log(tmp_path / name / "log.jsonl") for name in ("whole", "resumed"))
-    # of 32 steps, 16 are measured, and 10 are needed
-    assert [step["step"] for step in whole if SCALE in step] == [20, 22, 24, 26, 28, 30, 32]
-    assert [step.get(SCALE) for step in resumed] == [step.get(SCALE) for step in whole]
-    last = whole[-1]
-    assert last[f"{SCALE}_low"] < last[SCALE] < last.get(f"{SCALE}_high", math.inf)
-    (verdict,) = [line for line in lines if line.startswith("gradient noise · the noise scale is ")]
-    assert "and a step has 4:" in verdict
+def test_preference_training_measures_too_and_a_resumed_run_goes_on_measuring(tmp_path: Path) -> None:
+    options = (*NOISY, "epochs=2", "dataset.samples=44", "tokenizer.max_seq_len=96")
+    (_, last), _ = run_on_ranks(2, whole_and_resumed, "lora_dpo", tmp_path, options, timeout_s=90, in_group=False)
+    check_measured(tmp_path, last, 4, [20, 22])  # of 22 steps, 11 are measured, and 10 are needed
