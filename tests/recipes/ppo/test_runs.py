@@ -1,5 +1,6 @@
 """PPO with everything that adapts: the same answers and weights as a run that has nothing to adapt to."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,27 +12,26 @@ from tests.recipes.recording import events_of, read_log
 from tests.recipes.running import load_ours, run_ours
 from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.stages import FIND_VALUES, GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.rl.stages import FIND_VALUES, STAGES, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.testing import FaultInjector
 
 RELATIVE = 1e-5
 ON_TWO = ("batch_size=4", "ppo_batch_size=2", "forward_batch_size=4")
 """As many samples an iteration, and an update, as one rank has with twice these sizes."""
-SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=12MiB", "adaptive.round_to=none")
+SEARCHED = ("use_maximum_batch_size=True", "adaptive.round_to=none")
 WIDER = ("ppo_batch_size=4",)
 TIGHT = "2200KiB"
 """Of four rows, room for all in stages without a backward, and for one or two where the policy is trained."""
 CASES: dict[str, tuple[str, ...]] = {
     "plain": (),
     "one by one": ("forward_batch_size=1", "gradient_accumulation_steps=2"),
-    "searched": SEARCHED,
     "wider": WIDER,
     "unequal": (*WIDER, *SEARCHED, f"adaptive.memory_limit=[12MiB,{TIGHT}]"),
     "scarce": (*WIDER, f"adaptive.memory_limit=[{TIGHT},12MiB]"),
     "clipped": ("clip_grad_norm=0.01", "whiten_rewards=True"),
 }
-STOPS = (2, 3)
-"""Iterations in which a run ends between two stages, one after the other: before the first checkpoint, after it."""
+STOP = 3
+"""The iteration in which a run ends between two stages, after the first checkpoint."""
 RESUMED = (
     *("dataset.samples=32", "num_steps=32", "shuffle=True"),
     *("save_every_n_steps=2", "resume_from_checkpoint=auto", "overwrite_output_dir=False"),
@@ -50,10 +50,12 @@ def train_and_stop(folder: Path, stop_at: int | None, *overrides: str) -> None:
 def run_all(folder: Path) -> None:
     for case, overrides in CASES.items():
         run_ours("full_ppo", ppo_config(folder / case, *ON_TWO, *overrides))
-    for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
-        for stop in stops:
-            train_and_stop(folder / case, stop)
-    train_and_stop(folder / "split anew", STOPS[1])
+    train_and_stop(folder / "whole", None)
+    train_and_stop(folder / "stopped", STOP)
+
+
+def resume(folder: Path) -> None:
+    train_and_stop(folder / "stopped", None)
     train_and_stop(folder / "split anew", None, "gradient_accumulation_steps=2")
 
 
@@ -66,6 +68,8 @@ def run_alone(folder: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ppo")
     run_on_ranks(2, run_all, folder, timeout_s=250, in_group=False)
+    shutil.copytree(folder / "stopped", folder / "split anew")
+    run_on_ranks(2, resume, folder, timeout_s=100, in_group=False)
     run_on_ranks(1, run_alone, folder, timeout_s=100, in_group=False)
     return folder
 
@@ -78,19 +82,17 @@ def compare(ours: Path, others: Path) -> None:
     torch.testing.assert_close(saved(ours), saved(others), rtol=RELATIVE, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["one by one", "searched"])
-def test_how_an_iteration_is_split_changes_no_answer_and_no_weight(runs: Path, case: str) -> None:
-    compare(runs / case, runs / "plain")
-
-
-@pytest.mark.parametrize("case", ["unequal", "scarce"])
-def test_nor_does_it_that_ranks_have_unequal_memory(runs: Path, case: str) -> None:
-    compare(runs / case, runs / "wider")
-
-
-@pytest.mark.parametrize("case", ["plain", "clipped"])
-def test_two_ranks_train_what_one_trains(runs: Path, case: str) -> None:
-    compare(runs / case, runs / "alone" / case)
+@pytest.mark.parametrize(
+    ("case", "like"),
+    [
+        pytest.param("one by one", "plain", id="however an iteration is split"),
+        pytest.param("unequal", "wider", id="searched on ranks with unequal memory"),
+        pytest.param("scarce", "wider", id="too little memory on a rank"),
+        *(pytest.param(case, f"alone/{case}", id=f"{case}, two ranks and one") for case in ("plain", "clipped")),
+    ],
+)
+def test_answers_and_weights_are_the_same(runs: Path, case: str, like: str) -> None:
+    compare(runs / case, runs / like)
 
 
 def test_clipping_and_whitening_do_something(runs: Path) -> None:
@@ -104,8 +106,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs:
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
     lines = read_log(runs / "stopped" / "log.jsonl")
-    assert [line["step"] for line in lines] == [1, 1, 2, 3, 4]
-    assert [line["values/microbatch_rows"] for line in lines] == [2] * 5, "limits survive"
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["values/microbatch_rows"] for line in lines] == [2] * 4, "limits survive"
 
 
 def test_a_resumed_run_may_split_its_updates_otherwise(runs: Path) -> None:
@@ -130,17 +132,11 @@ def test_another_number_of_ranks_is_refused_since_iterations_would_have_other_sa
     assert told.endswith("resume on 2")
 
 
-def test_every_stage_is_measured_for_itself(runs: Path) -> None:
-    found = {event["stage"]: event for event in events_of(runs / "searched", "search")}
-    assert tuple(found) == STAGES
-    assert found[GENERATE]["after"] == 4
-    assert all(0 < event["peak_bytes"] <= event["budget_bytes"] for event in found.values())
-    assert events_of(runs / "searched", "recovery") == []
-
-
-def test_ranks_with_unequal_memory_have_one_answer_in_each_stage(runs: Path) -> None:
+def test_every_stage_is_measured_for_itself_and_has_one_answer_on_ranks_with_unequal_memory(runs: Path) -> None:
     found = {event["stage"]: event for event in events_of(runs / "unequal", "search")}
+    assert tuple(found) == STAGES
     assert {event["budget_bytes"] for event in found.values()} == {2200 * 2**10}
+    assert all(0 < event["peak_bytes"] <= event["budget_bytes"] for event in found.values())
     assert found[TRAIN_POLICY]["after"] == 1
     assert {found[stage]["after"] for stage in STAGES[:5]} == {4}
     assert events_of(runs / "unequal", "recovery") == []
