@@ -3,18 +3,18 @@
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.commands import run_here
 from tests.ranks import free_ports
-from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished
+from tests.recipes.running import RELATIVE_AFTER_ADAM
 
-TUNE = str(Path(sys.executable).parent / "tune")
-RECIPE = "adaptive_full_finetune_distributed"
-SHRUNK = (
+TUNE = [str(Path(sys.executable).parent / "tune"), "run"]
+RECIPE = (
+    "adaptive_full_finetune_distributed",
     "--config",
     "adaptive/demo/full",
     "output_dir=out",
@@ -25,63 +25,6 @@ SHRUNK = (
     "gradient_accumulation_steps=1",
     "clip_grad_norm=inf",
 )
-UNLIMITED = "adaptive=null"
-LITTLE_ON_THE_SECOND_NODE = "adaptive.memory_limit=[120MiB,64MiB]"
-TIMEOUT_S = 120
-
-
-class Run(NamedTuple):
-    first: Finished
-    """Of the node with rank 0, which is the one that speaks."""
-    second: Finished | None
-    steps: list[dict[str, float]]
-    """The metric log."""
-
-    @property
-    def trained(self) -> list[tuple[float, float]]:
-        return [(step["loss"], step["grad_norm"]) for step in self.steps]
-
-
-@pytest.fixture(scope="module")
-def one_node(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    cwd = tmp_path_factory.mktemp("one_node")
-    ended = run_here(
-        [TUNE, "run", "--nproc_per_node", "2", RECIPE, *SHRUNK, UNLIMITED],
-        cwd=cwd,
-        timeout_s=TIMEOUT_S,
-        leaves_nothing=True,
-    )
-    assert ended.status == 0, ended.output
-    return Run(ended, None, metric_log(cwd))
-
-
-def run_on_two_nodes(folder: Path, *arguments: str) -> Run:
-    """The README's command on each node; which of them has rank 0 is up to their meeting."""
-    endpoint = f"localhost:{free_ports(1)[0]}"
-    command = [
-        TUNE,
-        "run",
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "1",
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        endpoint,
-        RECIPE,
-        *arguments,
-    ]
-    nodes = [folder / "node_a", folder / "node_b"]
-    for node in nodes:
-        node.mkdir()
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        ways = {"timeout_s": TIMEOUT_S, "leaves_nothing": True}
-        runs = [pool.submit(run_here, command, cwd=node, **ways) for node in nodes]
-        ended = {node: run.result() for node, run in zip(nodes, runs, strict=True)}
-    assert [run.status for run in ended.values()] == [0, 0], "\n".join(run.output for run in ended.values())
-    first, second = sorted(nodes, key=lambda node: not (node / "out" / "logs").exists())
-    return Run(ended[first], ended[second], metric_log(first))
 
 
 def metric_log(cwd: Path) -> list[dict[str, float]]:
@@ -90,22 +33,30 @@ def metric_log(cwd: Path) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in (item.split(":") for item in line.split())} for line in lines]
 
 
-def test_two_nodes_with_a_rank_each_train_as_one_node_with_two_ranks(one_node: Run, tmp_path: Path) -> None:
-    two_nodes = run_on_two_nodes(tmp_path, *SHRUNK, UNLIMITED)
-    assert len(one_node.trained) == 4
-    assert two_nodes.trained == one_node.trained
-    assert "8 rows × 1 microbatch × 2 ranks = 16 samples a step (as configured)" in two_nodes.first.output
-
-
-def test_out_of_memory_on_the_second_node_costs_repeated_steps_on_both(one_node: Run, tmp_path: Path) -> None:
-    run = run_on_two_nodes(tmp_path, *SHRUNK, LITTLE_ON_THE_SECOND_NODE)
-    assert run.second is not None
-    recoveries = re.findall(r"out of memory on (rank.*?) \(longest .*step repeated", run.first.output)
+def test_two_nodes_train_as_one_does_though_the_second_runs_out_of_memory(tmp_path: Path) -> None:
+    """The README's command on each node; which of them has rank 0, and so speaks, is up to their meeting."""
+    nodes = one, *two = [tmp_path / name for name in ("one_node", "node_a", "node_b")]
+    for node in nodes:
+        node.mkdir()
+    run = partial(run_here, timeout_s=120, leaves_nothing=True)
+    ended = run([*TUNE, "--nproc_per_node", "2", *RECIPE, "adaptive=null"], cwd=one)
+    assert ended.status == 0, ended.output
+    meeting = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_ports(1)[0]}")
+    little_on_the_second = "adaptive.memory_limit=[120MiB,64MiB]"
+    command = [*TUNE, "--nnodes", "2", "--nproc_per_node", "1", *meeting, *RECIPE, little_on_the_second]
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda node: run(command, cwd=node), two))
+    assert [each.status for each in both] == [0, 0], "\n".join(each.output for each in both)
+    [first] = [node for node in two if (node / "out" / "logs").exists()]
+    speaks, silent = sorted((each.output for each in both), key=lambda output: "samples a step" not in output)
+    assert "8 rows × 1 microbatch × 2 ranks = 16 samples a step (as configured)" in speaks
+    recoveries = re.findall(r"out of memory on (rank.*?) \(longest .*step repeated", speaks)
     assert set(recoveries) == {"rank 1"}
-    assert run.steps[-1]["oom_recoveries"] == len(recoveries)
-    assert "out of memory" not in run.second.output
-    for limited, unlimited in zip(run.steps, one_node.steps, strict=True):
+    assert "out of memory" not in silent
+    limited, unlimited = metric_log(first), metric_log(one)
+    assert len(limited) == len(unlimited) == 4
+    assert limited[-1]["oom_recoveries"] == len(recoveries)
+    for step, expected in zip(limited, unlimited, strict=True):
         for figure in ("loss", "grad_norm"):
-            assert limited[figure] == pytest.approx(unlimited[figure], rel=RELATIVE_AFTER_ADAM), figure
-    checkpoint = Path("out", "epoch_0", "model-00001-of-00001.bin")
-    assert [(tmp_path / node / checkpoint).exists() for node in ("node_a", "node_b")].count(True) == 1
+            assert step[figure] == pytest.approx(expected[figure], rel=RELATIVE_AFTER_ADAM), figure
+    assert sum((node / "out" / "epoch_0" / "model-00001-of-00001.bin").exists() for node in two) == 1
