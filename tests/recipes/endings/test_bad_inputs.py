@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,15 +29,8 @@ MOST_BYTES = 2 * 2**30
 """Beyond what the process has mapped when it starts."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    status: int | None
-    """None where it was still running when its time was over."""
-    output: str
-
-    @property
-    def errors(self) -> list[str]:
-        return [line for line in self.output.splitlines() if line.startswith("error")]
+Ended = tuple[int | None, str]
+"""The status, or None where it was still running when its time was over; and what was written."""
 
 
 def start(program: str, arguments: Sequence[str], folder: Path, timeout_s: float = 60) -> Ended:
@@ -46,7 +39,7 @@ def start(program: str, arguments: Sequence[str], folder: Path, timeout_s: float
     process = started(_main, program, arguments, folder, path, timeout_s)
     try:
         process.join(timeout_s + 10)
-        return Ended(process.exitcode, path.read_text(errors="replace"))
+        return process.exitcode, path.read_text(errors="replace")
     finally:
         process.kill()
         process.join()
@@ -73,46 +66,14 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
 
 CONFIG = ("--config", "adaptive/demo/full")
 SMALL = (*CONFIG, "dataset.samples=16", "output_dir=out", "use_maximum_batch_size=False")
-EXITS = """
-import sys
-import torch
-
-def increase(*args, **kwargs):
-    sys.exit(0)
-
-class Optimizer(torch.optim.SGD):
-    def zero_grad(self, *args, **kwargs):
-        sys.exit()
-
-    step = __init__ = zero_grad
-"""
 
 
-def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
-    assert ended.status == 1, ended.output
-    assert "Traceback" not in ended.output
-    assert len(ended.errors) == 1, ended.output
-    assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors
-
-
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("=3", ["=3 has no key", "write key=value"]),
-        ("dataset.samples=2.5", ["dataset.samples is 2.5", "a whole number of at least 1"]),
-        ("dataset.packed=maybe", ["dataset.packed is 'maybe'", "True or False"]),
-        ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
-        (
-            "batch_increase_function=exits.increase",
-            ["batch_increase_function: exits.increase at epoch 0", "raised SystemExit: 0"],
-        ),
-        ("optimizer=exits.Optimizer", ["optimizer could not be built", "SystemExit"]),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
-def test_a_known_bad_value_is_told_in_one_line(tmp_path: Path, override: str, parts: list[str]) -> None:
-    (tmp_path / "exits.py").write_text(EXITS)
-    assert_told_in_one_line(start("full", [*SMALL, "adaptive.max_batch_size=8", override], tmp_path), *parts)
+def assert_told_in_one_line(ended: Ended, key: str) -> None:
+    status, output = ended
+    assert status == 1, output
+    assert "Traceback" not in output
+    [error] = [line for line in output.splitlines() if line.startswith("error")]
+    assert key in error
 
 
 QUESTION = ("device=cuda", "memory_limit=8GiB")
@@ -128,9 +89,10 @@ QUESTION = ("device=cuda", "memory_limit=8GiB")
         (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
     ],
 )
-def test_a_known_bad_question_is_told_in_one_line(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
-    ended = start("plan", [*CONFIG, *QUESTION, *overrides], tmp_path)
-    assert_told_in_one_line(ended, *parts)
+def test_a_known_bad_question_is_told_with_what_is_allowed(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_question(read_config(locate(CONFIG[1]), [*QUESTION, *overrides]), "", ())
+    assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
 
 
 PLAN_KEYS = {field.name for field in fields(PlanSettings)}
@@ -165,8 +127,8 @@ def as_yaml(value: Any) -> str:
 def test_any_value_of_any_key_is_taken_or_told_by_the_name_of_the_key(key: str, value: Any) -> None:
     with TemporaryDirectory() as folder:
         ended = start("full", [*SMALL, f"{key}={as_yaml(value)}"], Path(folder), timeout_s=100)
-    if ended.status == 0:
-        assert "Traceback" not in ended.output
+    if ended[0] == 0:
+        assert "Traceback" not in ended[1]
     else:
         assert_told_in_one_line(ended, key)
 
@@ -185,7 +147,7 @@ def test_any_question_that_cannot_be_asked_is_told_by_the_name_of_the_key(key: s
 
 def test_the_cost_of_a_question_does_not_grow_with_ranks(tmp_path: Path) -> None:
     """In a minute, within 2 GiB."""
-    ended = start("plan", [*CONFIG, *QUESTION, "world_size=64"], tmp_path, timeout_s=60)
-    assert ended.status == 0, ended.output
-    assert "64 ranks" in ended.output
-    assert "batch_size=" in ended.output
+    status, output = start("plan", [*CONFIG, *QUESTION, "world_size=64"], tmp_path, timeout_s=60)
+    assert status == 0, output
+    assert "64 ranks" in output
+    assert "train with: tune run --nnodes 8" in output

@@ -1,6 +1,7 @@
 """What a user gets wrong, and the one message that says so: the key, its value and what is allowed."""
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def test_no_config_at_all_is_said(arguments: list[str]) -> None:
         ("--config=adaptive/demo/lora", ["--config", "twice"]),
         ("~nothing", ["nothing", "Could not find key"]),
         ("tokenizer.max_seq_len=[1", ["expected"]),
+        ("=3", ["=3 has no key", "write key=value"]),
     ],
 )
 def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]) -> None:
@@ -168,6 +170,34 @@ def test_a_component_that_cannot_be_built_is_named(message: Start, override: str
     assert_says(message(FULL, *override.split(), SMALL), *parts)
 
 
+def leave(*args: object, **keys: object) -> None:
+    """A component that ends the process."""
+    sys.exit(0)
+
+
+LEAVE = f"{__name__}.leave"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        ("dataset.samples", "2.5", ["dataset.samples is 2.5", COUNT]),
+        ("dataset.packed", "maybe", ["dataset.packed is 'maybe'", "True or False"]),
+        ("metric_logger", LEAVE, ["metric_logger could not be built", "SystemExit"]),
+        ("optimizer", LEAVE, ["optimizer could not be built", "SystemExit"]),
+        (
+            "batch_increase_function",
+            LEAVE,
+            [f"batch_increase_function: {LEAVE} at epoch 0", "raised SystemExit: 0"],
+        ),
+    ],
+)
+def test_what_a_component_refuses_or_leaves_with_success_is_named(
+    message: Start, key: str, value: str, parts: list[str]
+) -> None:
+    assert_says(message(FULL, SMALL, "adaptive.max_batch_size=8", f"{key}={value}"), *parts)
+
+
 def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
     data = (
         "dataset=torchtune.datasets.instruct_dataset",
@@ -237,15 +267,8 @@ A_SLIP = "batch_szie is not a known key: did you mean batch_size?"
     ],
 )
 def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: list[str], message: str) -> None:
-    ended = tune_run_here(
-        "adaptive_full_finetune_distributed",
-        "--config",
-        "adaptive/demo/full",
-        *overrides,
-        ranks=2,
-        cwd=tmp_path,
-        timeout_s=60,
-    )
+    config = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
+    ended = tune_run_here(*config, *overrides, ranks=2, cwd=tmp_path, timeout_s=60)
     assert ended.status != 0
     (told,) = re.findall(r"^error(?: \(rank 1\))?: (.*)$", ended.output, re.MULTILINE)
     assert told.startswith(message)
