@@ -31,10 +31,11 @@ EARLY = "trap 'case $BASH_COMMAND in run=*!) until [ -s {0}/log ]; do sleep 0.1;
 """For bash to read at its start: the signal comes when training has started and the script does not know it yet."""
 
 
-def write_command(folder: Path, name: str, script: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
-    (folder / name).chmod(0o755)
+def write_commands(folder: Path, scripts: dict[str, str]) -> None:
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
 
 
 def kubernetes_script() -> str:
@@ -50,10 +51,7 @@ def kubernetes_script() -> str:
 @contextmanager
 def started(command: list[str], commands: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """With these commands in front of all others."""
-    mark, path = (
-        uuid.uuid4().hex,
-        f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    )
+    mark, path = uuid.uuid4().hex, os.pathsep.join([str(commands), SCRIPTS, os.environ["PATH"]])
     process = subprocess.Popen(command, env={**environment(), **variables, "PATH": path, COMMAND_MARK: mark})
     try:
         yield process
@@ -112,10 +110,13 @@ def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
 ) -> None:
     commands = tmp_path / "commands"
     begin(tmp_path / "out", status)
-    write_command(commands, "srun", 'exec "$@"')
-    write_command(commands, "tune", TRAINS.format(tmp_path) if is_asked else "exit 1")
-    write_command(commands, "tune-adaptive", f"exit {abs(status)}")
-    write_command(commands, "scontrol", f'echo "$@" >> {tmp_path}/scontrol')
+    scripts = {
+        "srun": 'exec "$@"',
+        "tune": TRAINS.format(tmp_path) if is_asked else "exit 1",
+        "tune-adaptive": f"exit {abs(status)}",
+        "scontrol": f'echo "$@" >> {tmp_path}/scontrol',
+    }
+    write_commands(commands, scripts)
     script = ["bash", str(EXAMPLES / "slurm.sbatch"), str(tmp_path / "out"), "recipe"]
     with started(script, commands, SLURM_JOB_ID="17") as job:
         if is_asked:
@@ -132,8 +133,8 @@ def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
 def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, code: int, tmp_path: Path) -> None:
     commands = tmp_path / "commands"
     begin(tmp_path / "out", status)
-    write_command(commands, "tune", TRAINS.format(tmp_path))
-    write_command(commands, "tune-adaptive", f'[ "$2" = {tmp_path}/out ] && exit {abs(status)}')
+    state = f'[ "$2" = {tmp_path}/out ] && exit {abs(status)}'
+    write_commands(commands, {"tune": TRAINS.format(tmp_path), "tune-adaptive": state})
     with started(["sh", "-c", kubernetes_script()], commands, OUTPUT_DIR=str(tmp_path / "out")) as pod:
         wait_for(tmp_path / "log", 1, timeout_s=20)
         pod.send_signal(signal.SIGTERM)
@@ -144,10 +145,9 @@ def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, co
 @pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
 def test_a_signal_is_passed_on_that_comes_while_training_is_started(scheduler: str, tmp_path: Path) -> None:
     commands, out = tmp_path / "commands", str(tmp_path / "out")
-    write_command(commands, "srun", 'exec "$@"')
-    write_command(commands, "tune", TRAINS.format(tmp_path))
-    write_command(commands, "tune-adaptive", f"exit {CAN_GO_ON}")
-    write_command(commands, "scontrol", "true")
+    of_slurm = {"srun": 'exec "$@"', "scontrol": "true"}
+    of_ours = {"tune": TRAINS.format(tmp_path), "tune-adaptive": f"exit {CAN_GO_ON}"}
+    write_commands(commands, of_slurm | of_ours)
     slurm = ["bash", str(EXAMPLES / "slurm.sbatch"), out, "recipe"], "USR1", 0
     command, number, code = slurm if scheduler == "slurm" else (["bash", "-c", kubernetes_script()], "TERM", 138)
     (tmp_path / "early").write_text(EARLY.format(tmp_path, number))
