@@ -30,6 +30,11 @@ def of_lengths(tokenizer: Any, *, lengths: list[int], samples: int, packed: bool
     return OfLengths(lengths, samples)
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def started(lengths: str, *overrides: str) -> list[str]:
     """What a run of samples of these lengths says before it would train."""
     dataset = (f"dataset._component_={__name__}.of_lengths", "dataset.samples=64", f"dataset.lengths={lengths}")
@@ -52,26 +57,19 @@ def started(lengths: str, *overrides: str) -> list[str]:
     ],
 )
 def test_one_line_says_that_most_samples_are_far_shorter_than_what_was_measured(
-    lengths: str, steps: int, line: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lengths: str, steps: int, line: str | None
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     sizes = ("adaptive.sequence_length=null", "adaptive.memory_limit=48MiB", "batch_size=2")
     lines = started(lengths, *sizes, f"gradient_accumulation_steps={steps}")
     assert [each for each in lines if each.startswith("the median sample")] == [line] * (line is not None)
 
 
-def test_samples_that_the_tokenizer_does_not_let_through_are_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_samples_that_the_tokenizer_does_not_let_through_are_not_measured() -> None:
     lines = started("[60]", "tokenizer.max_seq_len=64", "adaptive.sequence_length=256")
     assert any(line.startswith("batch search · linear · 64 tokens") for line in lines)
 
 
-def test_the_longest_sample_of_a_dataset_is_named_where_the_model_does_not_take_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_longest_sample_of_a_dataset_is_named_where_the_model_does_not_take_it() -> None:
     message = r"^sample 2 of the dataset \(on rank 0\) has 2250 tokens, .* to 2048 or less, which cuts longer samples$"
     with pytest.raises(ConfigError, match=message):
         started("[30,40,2250]", "tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
