@@ -3,15 +3,13 @@
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.pictures import is_drawn
 from tests.ranks import run_on_ranks
-from tests.recipes.finetuning.test_adaptive_runs import run_and_listen
+from tests.recipes.finetuning.test_adaptive_runs import Runs, run_and_listen
 from tests.recipes.recording import read_log
 from tests.recipes.running import (
     RELATIVE,
@@ -40,17 +38,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Runs(NamedTuple):
-    kind: str
-    ranks: int
-    folder: Path
-    lines: list[dict[str, list[str]]]
-    """Of each rank, by the name of the run."""
-
-    def log(self, name: str) -> list[dict[str, float]]:
-        return read_log(self.folder / name / "log.jsonl")
-
-
 def run_all(kind: str, folder: Path) -> dict[str, list[str]]:
     lines = {}
     for name, overrides in RUNS.items():
@@ -65,7 +52,7 @@ def run_all(kind: str, folder: Path) -> dict[str, list[str]]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     kind, ranks = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-{ranks}")
-    return Runs(kind, ranks, folder, run_on_ranks(ranks, run_all, kind, folder, timeout_s=250, in_group=False))
+    return Runs(folder, run_on_ranks(ranks, run_all, kind, folder, timeout_s=250, in_group=False))
 
 
 @pytest.mark.parametrize("name", ["budget", "rows"])
@@ -83,23 +70,14 @@ def test_the_saved_weights_are_those_of_the_stock_recipe(runs: Runs, name: str) 
     torch.testing.assert_close(ours, stock, rtol=RELATIVE, atol=1e-6)
 
 
-def test_padded_rows_are_to_be_had_and_take_more_microbatches(runs: Runs) -> None:
+def test_microbatches_keep_to_the_budget_and_samples_that_are_dealt_leave_no_rank_waiting(runs: Runs) -> None:
     rows, joined = runs.log("rows"), runs.log("budget")
-    assert all(0 < step["padding_fraction"] < 0.5 and step["microbatch_tokens"] <= 600 for step in rows)
+    assert all(step["microbatch_tokens"] <= 600 for step in (*rows, *joined))
+    assert all(0 < step["padding_fraction"] < 0.5 for step in rows)
+    assert all(step["padding_fraction"] == 0 for step in joined)
     assert sum(step["microbatches"] for step in rows) > sum(step["microbatches"] for step in joined)
-
-
-def test_samples_that_are_dealt_leave_no_rank_waiting(runs: Runs) -> None:
-    dealt, stayed = ([step["rank_imbalance"] for step in runs.log(name)] for name in ("budget", "rows"))
-    assert all(1 <= imbalance < 1.1 for imbalance in dealt)
-    assert sum(stayed) > sum(dealt)
-
-
-def test_no_microbatch_is_over_the_budget_and_nothing_is_padded(runs: Runs) -> None:
-    for step in runs.log("budget"):
-        assert step["microbatch_tokens"] <= 600
-        assert step["padding_fraction"] == 0
-        assert step["microbatches"] >= 1
+    assert all(1 <= step["rank_imbalance"] < 1.1 for step in joined)
+    assert sum(step["rank_imbalance"] for step in rows) > sum(step["rank_imbalance"] for step in joined)
 
 
 ON_TWO_RANKS = pytest.mark.parametrize("runs", [("full", 2)], ids=str, indirect=True)
@@ -155,33 +133,6 @@ def test_a_budget_that_does_not_fit_is_recovered_from_with_the_losses_of_stock(r
     assert runs.log("short")[-1]["oom_recoveries"] == len(lines)
     for step_of_stock, step_of_ours in zip(runs.log("stock"), runs.log("short"), strict=True):
         assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
-
-
-EPOCHS = 4
-GROWING = (
-    *(f"epochs={EPOCHS}", "dataset.samples=48", "batch_size=1", "gradient_accumulation_steps=2", "clip_grad_norm=inf"),
-    "batch_increase_function=tests.recipes.finetuning.test_token_budget.double_in_the_third_epoch",
-)
-
-
-def double_in_the_third_epoch(epoch: int, current_batch_size: int) -> int:
-    """Doubles on rank 0, whose answer counts: a function may draw, or read a clock."""
-    return current_batch_size * (1 + dist.get_rank()) if epoch == 2 else 0
-
-
-def grow(folder: Path) -> list[str]:
-    """Collective: by rows, and by tokens."""
-    run_ours("full", demo_config("full", folder / "rows", *GROWING))
-    return run_and_listen("full", folder / "tokens", *GROWING, "adaptive.token_budget=700", *BUDGET)
-
-
-def test_a_growing_batch_by_tokens_trains_what_it_trains_by_rows_and_its_schedule_says_so(tmp_path: Path) -> None:
-    lines, _ = run_on_ranks(2, grow, tmp_path, timeout_s=250, in_group=False)
-    by_rows, by_tokens = (read_log(tmp_path / name / "log.jsonl") for name in ("rows", "tokens"))
-    assert len(by_rows) == len(by_tokens)
-    for one, other in zip(by_rows, by_tokens, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=RELATIVE_AFTER_ADAM)
-    assert any("by tokens" in line for line in lines)
 
 
 SMALL = ("batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=inf")
