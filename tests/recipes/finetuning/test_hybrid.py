@@ -1,9 +1,8 @@
 """Runs on a mesh of 2 replicas of 2 ranks each, beside the same ranks in one dimension."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +16,6 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, saved_weights
 from tests.recipes.stops import stopped_before
 from torchtune_adaptive.report.journal import read_timeline
-from torchtune_adaptive.tune import model as model_builder
 
 BASE = (
     *SGD,
@@ -30,18 +28,28 @@ BASE = (
     "resume_from_checkpoint=auto",
 )
 HYBRID = ("data_parallel_replicate_dim=2",)
-LIMIT = ("adaptive.sequence_length=null", "adaptive.memory_limit=[120MiB,120MiB,120MiB,{little}]")
-"""Little on a rank of the second replica."""
-LITTLE = {"full": "10MiB", "lora_dpo": "17MiB"}
-CASES: dict[str, tuple[str, ...]] = {
-    "flat": (),
-    "hybrid": HYBRID,
-    "whole": ("data_parallel_replicate_dim=4", "data_parallel_shard_dim=1", "adaptive.recover_from_oom=False"),
-    "searched": (*HYBRID, "use_maximum_batch_size=True", "adaptive.max_batch_size=4", "adaptive.memory_limit=60MiB"),
-    "starved": (*HYBRID, "adaptive.token_budget=4000", *LIMIT),
+
+
+def starved(little: str) -> tuple[str, ...]:
+    """On a rank of the second replica."""
+    limit = f"adaptive.memory_limit=[120MiB,120MiB,120MiB,{little}]"
+    return (*HYBRID, "adaptive.token_budget=4000", "adaptive.sequence_length=null", limit)
+
+
+RUNS: dict[str, dict[str, list[tuple[str, ...]]]] = {
+    "full": {
+        "flat": [()],
+        "whole": [("data_parallel_replicate_dim=4", "data_parallel_shard_dim=1", "adaptive.recover_from_oom=False")],
+        "searched": [
+            (*HYBRID, "use_maximum_batch_size=True", "adaptive.max_batch_size=4", "adaptive.memory_limit=60MiB")
+        ],
+        "starved": [starved("10MiB")],
+        "onto a flat mesh": [HYBRID, ()],
+        "onto a hybrid mesh": [(), (*HYBRID, "enable_async_checkpointing=True")],
+    },
+    "lora_dpo": {"flat": [()], "starved": [starved("17MiB")]},
 }
-RESUMED = {"onto a flat mesh": (HYBRID, ()), "onto a hybrid mesh": ((), (*HYBRID, "enable_async_checkpointing=True"))}
-RUNS = {"full": (*CASES, *RESUMED), "lora_dpo": ("flat", "hybrid", "starved")}
+"""One start after the other: the first of two is stopped after an epoch."""
 STEPS = 8
 
 
@@ -63,17 +71,12 @@ def adapters_like_those_of_one_process() -> Iterator[None]:
 
 
 def run_all(kind: str, folder: Path) -> None:
-    def run(name: str, *overrides: str, stop: bool = False) -> None:
-        with stopped_before(1) if stop else nullcontext():
-            run_ours(kind, demo_config(kind, folder / name, *BASE, *overrides))
-
     with adapters_like_those_of_one_process():
-        for case in (case for case in RUNS[kind] if case in CASES):
-            run(case, *(each.format(little=LITTLE[kind]) for each in CASES[case]))
-        for case in (case for case in RUNS[kind] if case in RESUMED):
-            before, after = RESUMED[case]
-            run(case, *before, stop=True)
-            run(case, *after)
+        for case, (*stopped, last) in RUNS[kind].items():
+            for overrides in stopped:
+                with stopped_before(1):
+                    run_ours(kind, demo_config(kind, folder / case, *BASE, *overrides))
+            run_ours(kind, demo_config(kind, folder / case, *BASE, *last))
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -85,9 +88,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_step_has_the_figures_of_a_mesh_of_one_dimension(runs: tuple[str, Path]) -> None:
     kind, folder = runs
-    flat, *others = (read_log(folder / case / "log.jsonl") for case in RUNS[kind])
+    logs = {case: read_log(folder / case / "log.jsonl") for case in RUNS[kind]}
+    flat = logs.pop("flat")
     assert [step["step"] for step in flat] == [*range(1, STEPS + 1)]
-    for case, ours in zip(RUNS[kind][1:], others, strict=True):
+    for case, ours in logs.items():
         assert [step["step"] for step in ours] == [step["step"] for step in flat], case
         for expected, found in zip(flat, ours, strict=True):
             for figure in ("loss", "grad_norm"):
@@ -96,8 +100,9 @@ def test_every_step_has_the_figures_of_a_mesh_of_one_dimension(runs: tuple[str, 
 
 def test_the_saved_weights_are_those_of_a_mesh_of_one_dimension(runs: tuple[str, Path]) -> None:
     kind, folder = runs
-    flat, *others = (saved_weights(folder / case, epoch=1) for case in RUNS[kind])
-    for case, ours in zip(RUNS[kind][1:], others, strict=True):
+    flat = saved_weights(folder / "flat", epoch=1)
+    for case in RUNS[kind]:
+        ours = saved_weights(folder / case, epoch=1)
         for name, weight in flat.items():
             torch.testing.assert_close(ours[name], weight, rtol=RELATIVE, atol=1e-6, msg=f"{case}: {name}")
 
@@ -110,14 +115,11 @@ def test_a_rank_of_one_replica_that_runs_out_of_memory_is_recovered_from(runs: t
     assert all("out of memory on rank 3" in event["reason"] for event in recoveries)
 
 
-def train_with_adapters_of_its_own(kind: str, folder: Path, alike: bool) -> None:
+def train_with_adapters_of_its_own(folder: Path) -> None:
     """Collective: as a user does, with adapters that every rank draws for itself."""
-    unlike: Any = mock.patch.object(model_builder, "make_replicas_alike")
-    with nullcontext() if alike else unlike:
-        run_ours(kind, demo_config(kind, folder, *HYBRID, "dataset.samples=32"))
+    run_ours("lora", demo_config("lora", folder, *HYBRID, "dataset.samples=32"))
 
 
 def test_replicas_begin_with_the_same_adapters(tmp_path: Path) -> None:
-    run_on_ranks(4, train_with_adapters_of_its_own, "lora", tmp_path / "run", True, timeout_s=60, in_group=False)
-    with pytest.raises(AssertionError, match="the weights on rank 2 differ from those on rank 0"):
-        run_on_ranks(4, train_with_adapters_of_its_own, "lora", tmp_path / "un", False, timeout_s=60, in_group=False)
+    """Others are refused in the first step: tests/distributed/sharding/test_hybrid.py."""
+    run_on_ranks(4, train_with_adapters_of_its_own, tmp_path / "run", timeout_s=60, in_group=False)
