@@ -6,8 +6,8 @@ Both nodes are launchers on this machine. One of them is the rendezvous: the sto
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,23 +37,18 @@ NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it, in torch 2.13, a launcher that stays does not tell one that is new where the ranks meet: it keeps the
 address of the first round, and writes it into no later one."""
 TIMEOUT_S = 8
-SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
-HUNG = ["the rendezvous store", "ranks 2, 3 (pid "]
 RESTARTS_S = 200.0
 """The rendezvous believes for up to 15 s that a node is there, then the ranks start anew."""
 
 
-@contextmanager
 def node(
-    folder: Path, port: int, *overrides: str, meeting_place: bool, restarts: int = 3, **variables: str
-) -> Iterator[Started]:
+    folder: Path, port: int, *overrides: str, meeting_place: bool, restarts: int, **variables: str
+) -> AbstractContextManager[Started]:
     """The launcher of one node, and what it and its ranks write."""
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
     conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", str(restarts)]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, *conf]
-    variables = {**NEW_STORE, **variables}
-    with in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **variables) as started:
-        yield started
+    return in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **{**NEW_STORE, **variables})
 
 
 def saved(*nodes: Started) -> list[int]:
@@ -68,44 +63,54 @@ def kill(lost: Started) -> None:
     lost.when(lambda: not lost.ranks(), 10 * PATIENCE)
 
 
+@contextmanager
+def two_nodes(folder: Path, port: int, *overrides: str, restarts: int, **variables: str) -> Iterator[list[Started]]:
+    """Open, the run has saved a checkpoint or two."""
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(node(folder, port, *overrides, meeting_place=where, restarts=restarts, **variables))
+            for where in (True, False)
+        ]
+        nodes[0].when(lambda: max(saved(*nodes), default=0) >= 4, STARTS_S)
+        yield nodes
+
+
+def wait_for(nodes: Sequence[Started], timeout_s: float = RESTARTS_S) -> str:
+    """Until they have ended; what they have written."""
+    for each in nodes:
+        each.when(lambda each=each: each.process.poll() is not None, timeout_s)
+    return "\n".join(each.output for each in nodes)
+
+
+def assert_resumed(nodes: Sequence[Started], before: int, folder: Path) -> None:
+    """And trained to the end."""
+    told = "\n".join(each.output for each in nodes)
+    assert [each.process.returncode for each in nodes] == [0, 0], told
+    [resumed, *_] = re.findall(r"resuming from \S+/step_(\d+)", told)
+    assert int(resumed) >= before, told
+    assert f"{STEPS} of {STEPS} steps" in told, told
+    assert (folder / "out" / "epoch_0").is_dir()
+
+
 def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    with ExitStack() as stack:
-        first = stack.enter_context(node(tmp_path, port, meeting_place=True))
-        second = stack.enter_context(node(tmp_path, port, meeting_place=False))
-        first.when(lambda: max(saved(first, second), default=0) >= 4, STARTS_S)
+    with two_nodes(tmp_path, port, restarts=3) as [first, second]:
         kill(second)
         before = max(saved(first, second))
-        again = stack.enter_context(node(tmp_path, port, meeting_place=False))
-        first.when(lambda: first.process.poll() is not None, RESTARTS_S)
-        again.when(lambda: again.process.poll() is not None, 30.0 * PATIENCE)
-    told = f"{first.output}\n{again.output}"
-    assert (first.process.returncode, again.process.returncode) == (0, 0), told
-    resumed = [int(step) for step in re.findall(r"resuming from \S+/step_(\d+)", told)]
-    assert resumed
-    assert resumed[0] >= before, told
-    assert f"{STEPS} of {STEPS} steps" in told, told
-    assert (tmp_path / "out" / "epoch_0").is_dir()
+        with node(tmp_path, port, meeting_place=False, restarts=3) as again:
+            wait_for([first, again])
+    assert_resumed([first, again], before, tmp_path)
 
 
 def test_a_rank_that_is_killed_costs_a_restart_on_both_nodes_with_the_store_of_before(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     old_store = dict.fromkeys(NEW_STORE, "0")
-    with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(node(tmp_path, port, meeting_place=where, restarts=2, **old_store))
-            for where in (True, False)
-        ]
-        nodes[0].when(lambda: max(saved(*nodes), default=0) >= 4, STARTS_S)
+    with two_nodes(tmp_path, port, restarts=2, **old_store) as nodes:
         before = max(saved(*nodes))
         os.kill(nodes[1].ranks()[1], signal.SIGKILL)
-        for each in nodes:
-            each.when(lambda each=each: each.process.poll() is not None, RESTARTS_S)
-    told = "\n".join(each.output for each in nodes)
-    assert [each.process.returncode for each in nodes] == [0, 0], told
-    (resumed,) = re.findall(r"resuming from \S+/step_(\d+)", told)
-    assert int(resumed) >= before
-    assert f"{STEPS} of {STEPS} steps" in told, told
+        told = wait_for(nodes)
+    assert_resumed(nodes, before, tmp_path)
+    assert told.count("resuming from") == 1
 
 
 @pytest.mark.nightly
@@ -114,19 +119,12 @@ def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path
     for a GPU, so it is the other node's launcher that has all of them started again."""
     (port,) = free_ports(1)
     fresh = ("overwrite_output_dir=True", "resume_from_checkpoint=False")
-    with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(node(tmp_path, port, *fresh, meeting_place=where, restarts=1))
-            for where in (True, False)
-        ]
-        nodes[0].when(lambda: max(saved(*nodes), default=0) >= 4, STARTS_S)
+    with two_nodes(tmp_path, port, *fresh, restarts=1) as nodes:
         for pid in nodes[0].ranks():
             os.kill(pid, signal.SIGSTOP)
         before = max(saved(*nodes))
         os.kill(nodes[1].ranks()[0], signal.SIGKILL)
-        for each in nodes:
-            each.when(lambda each=each: each.process.poll() is not None, RESTARTS_S)
-    told = "\n".join(each.output for each in nodes)
+        told = wait_for(nodes)
     assert [each.process.returncode != 0 for each in nodes] == [True, True], told
     assert "error: the launcher has restarted this run with resume_from_checkpoint=False" in told, told
     assert (tmp_path / "out" / f"step_{before}").is_dir(), told
@@ -135,23 +133,14 @@ def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path
 @pytest.mark.nightly
 def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    with ExitStack() as stack:
-        first = stack.enter_context(node(tmp_path, port, meeting_place=True))
-        second = stack.enter_context(node(tmp_path, port, meeting_place=False))
-        first.when(lambda: max(saved(first, second), default=0) >= 4, STARTS_S)
+    with two_nodes(tmp_path, port, restarts=3) as [first, second]:
         kill(first)
         before = max(saved(first, second))
-        second.when(lambda: second.process.poll() is not None, RESTARTS_S)
+        wait_for([second])
         assert second.process.returncode != 0, second.output
-    with ExitStack() as stack:
-        nodes = [stack.enter_context(node(tmp_path, port, meeting_place=where)) for where in (True, False)]
-        for each in nodes:
-            each.when(lambda each=each: each.process.poll() is not None, STARTS_S + RESTARTS_S)
-    told = "\n".join(each.output for each in nodes)
-    assert [each.process.returncode for each in nodes] == [0, 0], told
-    (resumed,) = re.findall(r"resuming from \S+/step_(\d+)", told)
-    assert int(resumed) >= before
-    assert (tmp_path / "out" / "epoch_0").is_dir()
+    with two_nodes(tmp_path, port, restarts=3) as nodes:
+        wait_for(nodes, STARTS_S + RESTARTS_S)
+    assert_resumed(nodes, before, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -159,18 +148,12 @@ def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tm
 )
 def test_a_node_that_hangs_is_named_on_the_other_with_the_command_that_goes_on(hung: int, tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(node(tmp_path, port, SILENT, meeting_place=where, restarts=0))
-            for where in (True, False)
-        ]
-        nodes[0].when(lambda: max(saved(*nodes), default=0) >= 4, STARTS_S)
-        stopped = nodes[hung].ranks()
+    with two_nodes(tmp_path, port, f"adaptive.silent_rank_timeout={TIMEOUT_S}", restarts=0) as nodes:
+        stopped, other = nodes[hung].ranks(), nodes[1 - hung]
         for pid in (nodes[hung].process.pid, *stopped):
             os.kill(pid, signal.SIGSTOP)
-        other = nodes[1 - hung]
         other.when(lambda: "not responded for" in other.output, TIMEOUT_S * PATIENCE)
     (told,) = {*re.findall(r"^error: (.*)$", other.output, re.MULTILINE)}
-    assert HUNG[hung] in told, told
+    assert ("the rendezvous store", "ranks 2, 3 (pid ")[hung] in told, told
     assert all(f"pid {pid} " in told for pid in stopped) or hung == 0, told
     assert re.search(r"last checkpoint: \S+/out/step_\d+\. To resume: .* resume_from_checkpoint=auto$", told), told
