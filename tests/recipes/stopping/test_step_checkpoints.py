@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torchao.optim import AdamW8bit
 
 from tests.ranks import run_on_ranks
-from tests.recipes.running import demo_config, load_ours
+from tests.recipes.running import demo_config, load_ours, saved_weights
 from tests.recipes.stops import train_until
 from torchtune_adaptive.life.output_lock import LOCK_FILE
 from torchtune_adaptive.report.journal import read_timeline
@@ -31,7 +32,6 @@ RUN = (
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
     "lr_scheduler.num_warmup_steps=2",
 )
-GROWING = ("batch_increase_function=tests.recipes.stopping.test_step_checkpoints.grow", "adaptive.max_batch_size=8")
 GROWING_WITHIN = (
     "batch_increase_function=tests.recipes.stopping.test_step_checkpoints.grow_within",
     "adaptive.increase_every.samples=24",
@@ -49,7 +49,6 @@ EIGHT_BIT = (
 KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
     "full-async-8-bit-2-ranks": ("full", 2, ("enable_async_checkpointing=True", *EIGHT_BIT)),
-    "full-growing": ("full", 1, GROWING),
     "full-growing-within": ("full", 2, ("model.attn_dropout=0.1", *GROWING_WITHIN)),
     "lora-tokens": ("lora", 1, ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
 }
@@ -60,13 +59,10 @@ STOPS = (2, 4, 6, 7)
 right after one where the batch is to grow."""
 
 
-def grow(epoch: int, current_batch_size: int) -> int:
-    return current_batch_size if epoch == 1 else 0
-
-
 def grow_within(epoch: int, current_batch_size: int, measured: Measured) -> int:
+    """On rank 0, whose answer counts."""
     assert measured.samples_per_step == 2 * current_batch_size
-    return current_batch_size if measured.target_tokens else 0
+    return current_batch_size * (1 + dist.get_rank()) if measured.target_tokens else 0
 
 
 def eight_bit(parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool) -> torch.optim.Optimizer:
@@ -100,17 +96,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def last_weights(folder: Path) -> dict[str, torch.Tensor]:
-    [path] = [
-        *(folder / "out" / f"epoch_{EPOCHS - 1}").glob("model*.bin"),
-        *(folder / "out" / f"epoch_{EPOCHS - 1}").glob("adapter_model.pt"),
-    ][:1]
-    loaded: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
-    return loaded
-
-
 def test_the_last_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) -> None:
-    whole, stopped = last_weights(folder / "whole"), last_weights(folder / "stopped")
+    whole, stopped = (saved_weights(folder / name, EPOCHS - 1) for name in ("whole", "stopped"))
     assert whole.keys() == stopped.keys()
     assert [name for name in whole if not torch.equal(whole[name], stopped[name])] == []
 
@@ -129,22 +116,17 @@ def test_nothing_is_left_of_what_was_half_done(folder: Path) -> None:
     assert [path.name for path in (folder / "stopped" / "out").glob(".*")] == [LOCK_FILE]
 
 
-class Numbers:
-    """Notes which samples each step of this rank has."""
+def noting_numbers(path: Path, recipe: Any) -> None:
+    """From now on it is noted which samples each step of this rank has."""
+    run = recipe.runner.run
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def noting(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+        result = run(samples, step=step, **options)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([step, [sample["number"] for sample in samples]]) + "\n")
+        return result
 
-    def __call__(self, recipe: Any) -> None:
-        run = recipe.runner.run
-
-        def noting(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
-            result = run(samples, step=step, **options)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "numbers": [sample["number"] for sample in samples]}) + "\n")
-            return result
-
-        recipe.runner.run = noting
+    recipe.runner.run = noting
 
 
 SAMPLES = 96  # which 1, 2 and 3 ranks share without padding
@@ -161,8 +143,9 @@ NUMBERED = (
 
 def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
     """Collective: with a note for each rank."""
-    notes = Numbers(folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl")
-    train("full", demo_config("full", folder, *RUN, *NUMBERED, *options), stop_before, notes)
+    path = folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl"
+    cfg = demo_config("full", folder, *RUN, *NUMBERED, *options)
+    train("full", cfg, stop_before, partial(noting_numbers, path))
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, ()), (3, ("adaptive.token_budget=512",))], ids=["rows", "dealt"])
@@ -185,12 +168,9 @@ def test_another_number_of_ranks_trains_on_the_rest_of_the_epoch_and_on_nothing_
 
 
 def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
-    lines = [
-        json.loads(line)
-        for path in folder.glob(f"numbers-{ranks}-*.jsonl")
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-    return [(line["step"], line["numbers"]) for line in lines]
+    """Of each step, those of all ranks one after the other."""
+    files = [path.read_text(encoding="utf-8") for path in folder.glob(f"numbers-{ranks}-*.jsonl")]
+    return [(step, found) for step, found in (json.loads(line) for file in files for line in file.splitlines())]
 
 
 @pytest.mark.parametrize("options", [(), ("adaptive.token_budget=512",)], ids=["rows", "dealt"])
