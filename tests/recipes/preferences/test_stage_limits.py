@@ -22,7 +22,7 @@ TIGHT = (
 )
 
 
-def train(folder: Path, *overrides: str, kind: str = "full_dpo") -> None:
+def train(kind: str, folder: Path, *overrides: str) -> None:
     run_ours(kind, demo_config(kind, folder, *TIGHT, *overrides))
 
 
@@ -32,19 +32,16 @@ def found(folder: Path, place: str) -> dict[str, Any]:
 
 
 def test_the_reference_fits_beside_optimizer_state_that_the_search_has_not_left_behind(tmp_path: Path) -> None:
-    run_on_ranks(1, train, tmp_path / "run", timeout_s=60, in_group=False)
+    run_on_ranks(1, train, "full_dpo", tmp_path / "run", timeout_s=60, in_group=False)
     policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")
     assert policy["rows"] < reference["rows"] < 64
     steps = read_log(tmp_path / "run" / "log.jsonl")
     assert [step["oom_recoveries"] for step in steps] == [0, 0, 0]
 
 
-def train_on_unequal_ranks(folder: Path) -> None:
-    train(folder, "adaptive.memory_limit=[120MiB,30MiB]", "dataset.samples=256", kind="lora_dpo")
-
-
 def test_on_unequal_ranks_both_stages_stay_within_the_budget_of_the_one_that_has_least(tmp_path: Path) -> None:
-    run_on_ranks(2, train_on_unequal_ranks, tmp_path / "run", timeout_s=100, in_group=False)
+    unequal = ("adaptive.memory_limit=[120MiB,30MiB]", "dataset.samples=256")
+    run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *unequal, timeout_s=100, in_group=False)
     policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")
     assert 1 < policy["rows"] < reference["rows"] < 64
     steps = read_log(tmp_path / "run" / "out" / STEPS_FILE)
