@@ -194,14 +194,8 @@ def theirs(folder: Path, loss_type: str, given: Sequence[Rollout]) -> list[Updat
     return [Update(losses[number], of) for number, of in enumerate(gradients)]
 
 
-class Compared(NamedTuple):
-    loss: float
-    expected: float
-    gradients_apart: float
-    """The largest difference, over the largest gradient."""
-
-
-def compare(folder: Path, loss_type: str) -> list[Compared]:
+def compare(folder: Path, loss_type: str) -> int:
+    """How many updates are alike."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     torch.manual_seed(0)
     reference = digits_at_random(SIZES)
@@ -211,19 +205,15 @@ def compare(folder: Path, loss_type: str) -> list[Compared]:
     torch.save(policy, folder / "weights" / "policy.pt")
     updates, answers = ours(folder, LOSSES[loss_type])
     place.leave()
-    compared = []
     for mine, its in zip(updates, theirs(folder, loss_type, answers), strict=True):
+        assert mine.loss == pytest.approx(its.loss, rel=1e-5, abs=1e-6)
         assert mine.gradients.keys() == its.gradients.keys()
         most = max(gradient.abs().max() for gradient in its.gradients.values())
         apart = max((mine.gradients[name] - gradient).abs().max() for name, gradient in its.gradients.items())
-        compared.append(Compared(mine.loss, its.loss, float(apart / most)))
-    return compared
+        assert apart < 1e-5 * most
+    return len(updates)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_losses_and_gradients_of_two_updates_are_those_of_trl(tmp_path: Path, loss_type: str) -> None:
-    [updates] = run_on_ranks(1, compare, tmp_path, loss_type, in_group=False, timeout_s=100)
-    assert len(updates) == 2
-    for update in updates:
-        assert update.loss == pytest.approx(update.expected, rel=1e-5, abs=1e-6)
-        assert update.gradients_apart < 1e-5
+    assert run_on_ranks(1, compare, tmp_path, loss_type, in_group=False, timeout_s=100) == [2]
