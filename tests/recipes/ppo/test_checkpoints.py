@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
-from torchtune import training
+from torchtune import config, training
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.models.mistral import mistral
 from torchtune.models.mistral._component_builders import mistral_classifier
@@ -56,12 +56,9 @@ def write(folder: Path, weights: dict[str, Tensor]) -> None:
     names = sorted(weights)
     for file, part in zip(FILES, (names[::2], names[1::2]), strict=True):
         save_file({name: weights[name].contiguous() for name in part}, folder / file, {"format": "pt"})
-    config = {
-        "num_attention_heads": SIZES["num_heads"],
-        "num_key_value_heads": SIZES["num_kv_heads"],
-        "hidden_size": SIZES["embed_dim"],
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    names_of_sizes = ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    sizes = dict(zip(names_of_sizes, HEADS.values(), strict=True))
+    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
 
 
 def mistral_config(folder: Path, weights: Path) -> DictConfig:
@@ -108,9 +105,8 @@ def train_whole_and_in_two_starts(folder: Path) -> None:
 def loaded(folder: Path, model: str) -> dict[str, Tensor]:
     """By torchtune's own checkpointer, in its names."""
     files = sorted(path.name for path in folder.glob("model-*.safetensors"))
-    section = checkpointer(folder, model, files, folder.with_name("nowhere"))
-    del section["_component_"]
-    weights: dict[str, Tensor] = training.FullModelHFCheckpointer(**section).load_checkpoint()[training.MODEL_KEY]
+    section = OmegaConf.create(checkpointer(folder, model, files, folder.with_name("nowhere")))
+    weights: dict[str, Tensor] = config.instantiate(section).load_checkpoint()[training.MODEL_KEY]
     return weights
 
 
