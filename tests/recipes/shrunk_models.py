@@ -101,7 +101,8 @@ def write_checkpoint(cfg: DictConfig) -> None:
     (directory / "config.json").write_text(json.dumps(_huggingface_config(builds)))
     names = file_names(cfg)
     for name in names:
-        _write_empty(directory / name)
+        path = directory / name
+        save_file({}, path) if path.suffix == ".safetensors" else torch.save({}, path)
     _save_in_format(cfg, weights, names)
 
 
@@ -115,10 +116,6 @@ def file_names(cfg: DictConfig) -> list[str]:
     if isinstance(files, DictConfig):
         files = training.FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
     return sorted(files)
-
-
-def _write_empty(path: Path) -> None:
-    save_file({}, path) if path.suffix == ".safetensors" else torch.save({}, path)
 
 
 def _save_in_format(cfg: DictConfig, weights: dict[str, torch.Tensor], names: list[str]) -> None:

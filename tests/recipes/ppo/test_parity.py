@@ -18,16 +18,8 @@ CASES = {
     "checkpointed": (WHOLE, "enable_activation_checkpointing=True", "gamma=0.9", "kl_coeff=0.2", "stop_token_ids=null"),
 }
 FIGURES = (
-    "scores",
-    "num_stop_tokens",
-    "rlhf_reward",
-    "kl",
-    "kl_reward",
-    "loss",
-    "policy_loss",
-    "value_loss",
-    "clipfrac",
-    "response_lengths",
+    *("scores", "num_stop_tokens", "response_lengths", "rlhf_reward", "kl", "kl_reward"),
+    *("loss", "policy_loss", "value_loss", "clipfrac"),
 )
 
 
