@@ -29,7 +29,6 @@ DEEP = (
 )
 """Three iterations. Whatever is found, models are trained row by row, so that weights are alike bit by bit."""
 SEARCHED = "use_maximum_batch_size=True"
-AMPLE_MIB = 64
 LATER = 2
 """The iteration before which memory becomes scarce."""
 KEPT = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
@@ -58,11 +57,6 @@ class Told(NamedTuple):
     rows: int
 
 
-def limits(scarce: int | None, kib: int) -> str:
-    each = [f"{kib}KiB" if rank == scarce else f"{AMPLE_MIB}MiB" for rank in range(2)]
-    return f"adaptive.memory_limit=[{','.join(each)}]"
-
-
 @contextmanager
 def noting_answers(noted: list[list[int]]) -> Any:
     """Open, whatever was generated is noted, of all ranks and in order."""
@@ -79,7 +73,8 @@ def noting_answers(noted: list[list[int]]) -> Any:
 
 def train(folder: Path, case: Case, kib: int, stop_at: int | None = None) -> Told:
     """Collective: a run to its end, or until the policy would be trained in an iteration."""
-    memory = limits(None if case.later else case.scarce, kib)
+    limits = [f"{kib}KiB" if rank == case.scarce and not case.later else "64MiB" for rank in range(2)]
+    memory = f"adaptive.memory_limit=[{','.join(limits)}]"
     recipe = load_ours("full_ppo")(ppo_config(folder, *DEEP, memory, *case.overrides))
     recipe.setup()
     watch, save, iterate = Metrics.watch, Checkpoints.save, recipe.iterate
