@@ -12,16 +12,15 @@ from tests.recipes.running import SGD, demo_config, run_ours, run_stock
 RELATIVE = 2e-5
 """By which losses and gradient norms may differ at any step, in fp32."""
 BUDGET = ("adaptive.token_budget=500", "adaptive.padding=False")
-STEPS = (*SGD, *EVERYTHING)
 SAMPLES = {1: 64, 2: 32}
 """By ranks: at least four steps."""
 WHERE = [("full", 2, True), ("full", 1, False)]
 """And whether activations are checkpointed: test_token_budget.py has runs that store them, with adapters too."""
 
 
-def run_both(kind: str, folder: Path, steps: tuple[str, ...]) -> None:
-    run_stock(kind, demo_config(kind, folder / "stock", *steps))
-    run_ours(kind, demo_config(kind, folder / "ours", *steps, *BUDGET))
+def run_both(kind: str, folder: Path, *more: str) -> None:
+    run_stock(kind, demo_config(kind, folder / "stock", *SGD, *EVERYTHING, *more))
+    run_ours(kind, demo_config(kind, folder / "ours", *SGD, *EVERYTHING, *more, *BUDGET))
 
 
 @pytest.mark.parametrize(("kind", "ranks", "checkpointed"), WHERE)
@@ -30,7 +29,7 @@ def test_checkpointing_clipping_accumulation_and_a_schedule_give_the_figures_of_
 ) -> None:
     epochs = 1 if ranks == 1 else 2
     more = (f"enable_activation_checkpointing={checkpointed}", f"epochs={epochs}", f"dataset.samples={SAMPLES[ranks]}")
-    run_on_ranks(ranks, run_both, kind, tmp_path, (*STEPS, *more), timeout_s=120, in_group=False)
+    run_on_ranks(ranks, run_both, kind, tmp_path, *more, timeout_s=120, in_group=False)
     stock, ours = (read_log(tmp_path / who / "log.jsonl") for who in ("stock", "ours"))
     assert len(ours) == len(stock) >= 4
     assert max(step["microbatches"] for step in ours) > 1
