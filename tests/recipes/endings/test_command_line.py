@@ -45,18 +45,9 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
 
 
 def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
-    ended = tune_run(
-        FULL,
-        "--config",
-        "adaptive/demo/full",
-        *SMALL,
-        "gradient_accumulation_steps=2",
-        "optimizer.lr=1e-4",
-        "my_note=kept",
-        ranks=2,
-        cwd=tmp_path,
-        timeout_s=120,
-    )
+    config = ("--config", "adaptive/demo/full", *SMALL)
+    overrides = ("gradient_accumulation_steps=2", "optimizer.lr=1e-4", "my_note=kept")
+    ended = tune_run(FULL, *config, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
     assert_trained(
         ended,
         tmp_path,
@@ -101,18 +92,9 @@ def _comparable(line: str) -> str:
 def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as my_dataset\n")
     shutil.copy(STOCK / "configs" / "llama3_2" / "1B_lora.yaml", tmp_path / "mine.yaml")
-    ended = tune_run(
-        LORA,
-        "--config",
-        "mine.yaml",
-        *STOCK_ON_A_LAPTOP,
-        *SMALL,
-        "model=torchtune_adaptive.demo.model.lora_demo_model",
-        "dataset=mine.my_dataset",
-        ranks=None,
-        cwd=tmp_path,
-        timeout_s=120,
-    )
+    config = ("--config", "mine.yaml", *STOCK_ON_A_LAPTOP, *SMALL)
+    overrides = ("model=torchtune_adaptive.demo.model.lora_demo_model", "dataset=mine.my_dataset")
+    ended = tune_run(LORA, *config, *overrides, ranks=None, cwd=tmp_path, timeout_s=120)
     assert_trained(
         ended,
         tmp_path,
@@ -122,21 +104,9 @@ def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path)
 
 
 def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
-    ended = run_command(
-        [
-            sys.executable,
-            "-m",
-            LORA,
-            "--config=adaptive/demo/lora",
-            *SMALL,
-            "profiler.enabled=True",
-            "profiler.wait_steps=1",
-            "profiler.warmup_steps=1",
-            "profiler.active_steps=1",
-        ],
-        cwd=tmp_path,
-        timeout_s=120,
-    )
+    profiled = ("profiler.enabled=True", *(f"profiler.{what}_steps=1" for what in ("wait", "warmup", "active")))
+    command = [sys.executable, "-m", LORA, "--config=adaptive/demo/lora", *SMALL, *profiled]
+    ended = run_command(command, cwd=tmp_path, timeout_s=120)
     assert_trained(
         ended,
         tmp_path,
