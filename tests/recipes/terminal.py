@@ -64,7 +64,7 @@ def in_a_terminal(
 ) -> Iterator[Started]:
     """`tune run`, with these variables besides those of every test; `forked` as tests/commands.py has it."""
     command = [str(Path(sys.executable).parent / "tune"), "run", *arguments]
-    started = _forked(command, folder, **variables) if forked else _of_its_own(command, folder, **variables)
+    started = Started(Forked(command, folder, **variables)) if forked else _of_its_own(command, folder, **variables)
     reader = threading.Thread(target=started.read, daemon=True)
     reader.start()
     try:
@@ -73,10 +73,6 @@ def in_a_terminal(
         started.end()
         started.process.wait(10)
         reader.join(10)
-
-
-def _forked(command: Sequence[str], folder: Path, **variables: str) -> Started:
-    return Started(Forked(command, folder, **variables))
 
 
 def _of_its_own(command: Sequence[str], folder: Path, **variables: str) -> Started:

@@ -5,7 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,13 +54,11 @@ def slow(tokenizer, **options):
 """
 
 
-@contextmanager
 def tune_run_in_a_terminal(
     ranks: int, folder: Path, *overrides: str, forked: bool = False, **variables: str
-) -> Iterator[Started]:
+) -> AbstractContextManager[Started]:
     command = ["--nproc_per_node", str(ranks), FULL, "--config", "adaptive/demo/full", *overrides]
-    with in_a_terminal(folder, command, forked=forked, **variables) as started:
-        yield started
+    return in_a_terminal(folder, command, forked=forked, **variables)
 
 
 @contextmanager
@@ -112,11 +110,6 @@ def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: 
     assert re.match(r"failed \(rank \d\): tokenizer could not be built", run.output.splitlines()[-1])
 
 
-def saved(run: Started) -> str:
-    """The newest checkpoint that it has told of."""
-    return re.findall(r"checkpoint (\S+) saved in", run.output)[-1]
-
-
 def last_time(folder: Path) -> str:
     condition, lines = look(folder / "out")
     assert condition is Condition.CAN_GO_ON
@@ -143,6 +136,7 @@ def test_a_second_signal_through_the_launcher_ends_all_ranks_at_once(tmp_path: P
         assert run.process.wait(20) == 1
         run.when(lambda: "got signal" in run.output, 10)
         assert run.ranks() == []
-    again = f"SIGTERM again: ended immediately; last checkpoint: {saved(run)}, and all training since then is lost"
+    newest = re.findall(r"checkpoint (\S+) saved in", run.output)[-1]
+    again = f"SIGTERM again: ended immediately; last checkpoint: {newest}, and all training since then is lost"
     assert run.output.count(again) == 1, run.output
     assert last_time(tmp_path) == f"last time: {again}"

@@ -70,7 +70,6 @@ def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, to
 @pytest.mark.parametrize(
     ("ranks", "blow", "step"),
     [
-        pytest.param(1, Blow(3), 3, id="alone"),
         pytest.param(1, Blow(4, signals=(INT, INT)), 4, id="the-end-of-an-epoch,-Ctrl-C-by-two-ways"),
         pytest.param(2, Blow(1, ranks=(1,), signals=(HUP,)), 1, id="rank-1-of-2"),
     ],
