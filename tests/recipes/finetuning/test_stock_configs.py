@@ -93,7 +93,8 @@ def test_lora_saves_an_adapter_as_its_config_describes_it(runs: Runs, stock: Sto
     assert adapter.keys() == get_adapter_state_dict(built(cfg).state_dict()).keys()
     assert {weight.shape[0] for name, weight in adapter.items() if "lora_a" in name} == {cfg.model.lora_rank}
     assert any("magnitude" in name for name in adapter) == cfg.model.get("use_dora", False)
-    assert adapted_layers(adapter) == described_layers(cfg.model)
+    adapted = {name.split(".")[-3] for name in adapter if name.endswith("lora_a.weight")}
+    assert adapted == described_layers(cfg.model)
     assert any(weight.any() for name, weight in adapter.items() if "lora_b" in name), "no step moved it"
 
 
@@ -106,11 +107,9 @@ def test_lora_saves_whole_weights_unless_told_not_to(runs: Runs, stock: StockCon
         assert saved_weights(cfg).keys() == first_weights(cfg).keys()
 
 
-def test_one_process_trains_without_sharding(tmp_path: Path) -> None:
-    kinds = {"llama3_2/1B_full", "llama2/7B_qlora"}
-    stocks = [stock for stock in ALL if stock.name in kinds]
-    assert len(stocks) == len(kinds)
-    assert train_all(stocks, tmp_path, world_size=1) == {}
+def test_one_process_trains_quantized_weights_without_sharding(tmp_path: Path) -> None:
+    [stock] = [stock for stock in ALL if stock.name == "llama2/7B_qlora"]
+    assert train_all([stock], tmp_path, world_size=1) == {}
 
 
 def logged_losses(cfg: DictConfig) -> list[float]:
@@ -145,10 +144,6 @@ def built(cfg: DictConfig) -> nn.Module:
     import_model(cfg)
     with shrunk_models():
         return config.instantiate(cfg.model)
-
-
-def adapted_layers(adapter: Mapping[str, torch.Tensor]) -> set[str]:
-    return {name.split(".")[-3] for name in adapter if name.endswith("lora_a.weight")}
 
 
 def described_layers(cfg_model: DictConfig) -> set[str]:
