@@ -22,7 +22,7 @@ from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY
 from torchtune_adaptive.tune.metrics import Metrics
 
 DEEP = (
-    *(f"{of}.{size}" for of in ("policy_model", "demo_sizes") for size in ("num_layers=10", "embed_dim=128")),
+    *(f"{of}.{size}" for of in ("policy_model", "demo_sizes") for size in ("num_layers=6", "embed_dim=128")),
     *("policy_model.intermediate_dim=256", "demo_sizes.intermediate_dim=256", "enable_activation_checkpointing=True"),
     *("batch_size=2", "ppo_batch_size=1", "ppo_epochs=1", "forward_batch_size=2", "gradient_accumulation_steps=1"),
     *("dataset.samples=12", "num_steps=12", "max_generated_tokens=4", "adaptive.round_to=none"),
