@@ -13,12 +13,11 @@ import pytest
 from tests.commands import run_here
 from tests.ranks import PATIENCE
 from tests.recipes.endings.test_launched_endings import tune_run_in_a_terminal
-from tests.recipes.terminal import STARTS_S, Started
+from tests.recipes.terminal import STARTS_S
 
 TIMEOUT_S = 8
 RUN = ("dataset.samples=320", "epochs=1", "use_maximum_batch_size=False", "output_dir=out", "save_every_n_steps=4")
 """20 steps."""
-SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
 
 
 def rank_of(pid: int) -> int | None:
@@ -27,18 +26,13 @@ def rank_of(pid: int) -> int | None:
     return next((int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")), None)
 
 
-def stop(run: Started, rank: int) -> int:
-    """Stops a rank that trains, and returns its process."""
-    run.when(lambda: "step_4 saved in" in run.output, STARTS_S)
-    (pid,) = (pid for pid in run.ranks() if rank_of(pid) == rank)
-    os.kill(pid, signal.SIGSTOP)
-    return pid
-
-
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: int, tmp_path: Path) -> None:
-    with tune_run_in_a_terminal(2, tmp_path, *RUN, SILENT, "resume_from_checkpoint=auto") as run:
-        pid = stop(run, rank)
+    silent = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
+    with tune_run_in_a_terminal(2, tmp_path, *RUN, silent, "resume_from_checkpoint=auto") as run:
+        run.when(lambda: "step_4 saved in" in run.output, STARTS_S)
+        (pid,) = (pid for pid in run.ranks() if rank_of(pid) == rank)
+        os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         run.when(lambda: "has not responded" in run.output, TIMEOUT_S * PATIENCE)
         seconds = time.monotonic() - began
