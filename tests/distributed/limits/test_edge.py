@@ -1,7 +1,6 @@
 """At the edge of memory, all ranks change the limit together, by what the step's one agreement tells them."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -52,7 +51,7 @@ def test_with_different_budgets_the_fullest_rank_is_the_one_that_is_closest_to_i
     assert run_on_ranks(2, peak_of_the_fullest_rank) == [(400, 500)] * 2
 
 
-def uneven_samples(*counts: Sequence[int], limits: Sequence[Limit] = (RowLimit(2), RowLimit(2))) -> None:
+def run_unevenly(counts: Sequence[Sequence[int]], limits: Sequence[Limit]) -> None:
     """Collective: a loop whose ranks have these numbers of samples, step by step, under these limits."""
     model = build(ModelConfig(dropout=0.0))
     runner = runner_of(model, limit=limits[dist.get_rank()])
@@ -61,31 +60,25 @@ def uneven_samples(*counts: Sequence[int], limits: Sequence[Limit] = (RowLimit(2
         model.zero_grad()
 
 
+ROWS = (RowLimit(2), RowLimit(2))
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("counts", "limits", "told"),
     [
-        ([8], [6], r"\(8 in 4, 6 in 3, by rank\)"),
-        ([8, 8], [8, 6], r"\(as many as before, 6 in 3, by rank\)"),
-        ([8, 10], [8, 8], r"\(10 in 5, as many as before, by rank\)"),
+        (([8], [6]), ROWS, "8 in 4, 6 in 3"),
+        (([8, 8], [8, 6]), ROWS, "as many as before, 6 in 3"),
+        (([8, 10], [8, 8]), ROWS, "10 in 5, as many as before"),
+        (([8], [8]), (RowLimit(2), RowLimit(4)), "8 in 4, 8 in 2"),
+        (([8], [8]), (RowLimit(2), TokenLimit(16)), "8 in 4, by length"),
     ],
 )
-def test_different_numbers_of_samples_end_the_step_at_once_and_are_named(
-    first: list[int], second: list[int], told: str
+def test_different_numbers_of_samples_and_different_limits_end_the_step_at_once_and_are_named(
+    counts: tuple[list[int], list[int]], limits: tuple[Limit, Limit], told: str
 ) -> None:
-    with pytest.raises(RankFailed, match=f"different numbers of samples or microbatches in one step {told}"):
-        run_on_ranks(2, uneven_samples, first, second, timeout_s=30)
-
-
-def test_a_limit_by_length_on_some_ranks_ends_the_step_at_once_and_is_named() -> None:
-    limits = (RowLimit(2), TokenLimit(16))
-    with pytest.raises(RankFailed, match=r"microbatches in one step \(8 in 4, by length, by rank\)"):
-        run_on_ranks(2, partial(uneven_samples, limits=limits), [8], [8], timeout_s=10)
-
-
-def test_different_limits_end_the_step_at_once_and_are_named() -> None:
-    with pytest.raises(RankFailed, match=r"microbatches in one step \(8 in 4, 8 in 2, by rank\)"):
-        run_on_ranks(2, partial(uneven_samples, limits=(RowLimit(2), RowLimit(4))), [8], [8], timeout_s=30)
+    with pytest.raises(RankFailed, match=rf"numbers of samples or microbatches in one step \({told}, by rank\)"):
+        run_on_ranks(2, run_unevenly, counts, limits, timeout_s=10)
 
 
 def test_a_number_of_samples_that_changes_on_all_ranks_is_none_of_that() -> None:
-    run_on_ranks(2, uneven_samples, [8, 8, 4, 8], [8, 8, 4, 8])
+    run_on_ranks(2, run_unevenly, [[8, 8, 4, 8]] * 2, ROWS)

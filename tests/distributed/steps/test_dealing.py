@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,20 +44,37 @@ def steps_here(dataset: NamedSamples) -> Iterator[list[Any]]:
         yield [dataset[(step * EACH + at) * ranks + dist.get_rank()] for at in range(EACH)]
 
 
-def dealt() -> list[list[tuple[int, int, int]]]:
-    """Of each step that this rank runs: number, tokens and first label of every sample."""
-    dataset = NamedSamples(Numbered())
-    dealer = Dealer(TEXT, cost=float)
-    steps = list(dealer.deal(steps_here(dataset)))
+class Epoch(NamedTuple):
+    """What a rank has of one."""
+
+    steps: list[list[tuple[int, int, int]]]
+    """Number, tokens and first label of every sample of each step that it runs."""
+    read: list[int]
+    """The samples that it has read, in that order."""
+    collectives: list[int]
+    """How often it has issued each kind."""
+
+
+def deal() -> Epoch:
+    """Collective."""
+    numbered = Numbered()
+    with CountCollectives() as counted:
+        steps = list(Dealer(TEXT, cost=float).deal(steps_here(NamedSamples(numbered))))
     assert all(sample[INDEX] == sample["number"] for step in steps for sample in step)
-    return [[(s["number"], len(s["tokens"]), int(s["labels"][0])) for s in step] for step in steps]
+    dealt = [[(s["number"], len(s["tokens"]), int(s["labels"][0])) for s in step] for step in steps]
+    return Epoch(dealt, numbered.read, [*counted.seen.values()])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_sample_runs_once_in_its_own_step(ranks: int) -> None:
-    per_rank = run_on_ranks(ranks, dealt)
-    assert all(len(steps) == STEPS for steps in per_rank)
-    for step, of_ranks in enumerate(zip(*per_rank, strict=True)):
+@pytest.fixture(scope="module", params=[2, 3])
+def epochs(request: pytest.FixtureRequest) -> list[Epoch]:
+    """By rank."""
+    return run_on_ranks(request.param, deal)
+
+
+def test_every_sample_runs_once_in_its_own_step(epochs: list[Epoch]) -> None:
+    ranks = len(epochs)
+    assert all(len(epoch.steps) == STEPS for epoch in epochs)
+    for step, of_ranks in enumerate(zip(*(epoch.steps for epoch in epochs), strict=True)):
         assert all(len(samples) == EACH for samples in of_ranks)
         numbers = sorted(number for samples in of_ranks for number, _, _ in samples)
         assert numbers == list(range(step * EACH * ranks, (step + 1) * EACH * ranks))
@@ -66,41 +83,24 @@ def test_every_sample_runs_once_in_its_own_step(ranks: int) -> None:
             assert all(length == random.Random(number).choice([1, 3, 40, 300]) for number, length, _ in samples)
 
 
-def read_of_an_epoch() -> list[int]:
-    """What this rank has read, in that order."""
-    numbered = Numbered()
-    deal_with(numbered)
-    return numbered.read
+def test_every_sample_is_read_once_by_the_rank_whose_share_it_is(epochs: list[Epoch]) -> None:
+    ranks = len(epochs)
+    assert [epoch.read for epoch in epochs] == [[*range(rank, STEPS * EACH * ranks, ranks)] for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_sample_is_read_once_by_the_rank_whose_share_it_is(ranks: int) -> None:
-    per_rank = run_on_ranks(ranks, read_of_an_epoch)
-    assert per_rank == [list(range(rank, STEPS * EACH * ranks, ranks)) for rank in range(ranks)]
-
-
-def test_ranks_have_equally_much_to_do() -> None:
-    for of_ranks in zip(*run_on_ranks(2, dealt), strict=True):
+def test_ranks_have_equally_much_to_do(epochs: list[Epoch]) -> None:
+    for of_ranks in zip(*(epoch.steps for epoch in epochs), strict=True):
         tokens = [sum(length for _, length, _ in samples) for samples in of_ranks]
         longest = max(length for samples in of_ranks for _, length, _ in samples)
-        assert abs(tokens[0] - tokens[1]) <= longest
+        assert max(tokens) - min(tokens) <= longest
 
 
-def test_a_deal_is_the_same_whenever_it_is_made() -> None:
-    assert run_on_ranks(2, dealt) == run_on_ranks(2, dealt)
+def test_a_deal_is_the_same_whenever_it_is_made(epochs: list[Epoch]) -> None:
+    assert run_on_ranks(len(epochs), deal) == epochs
 
 
-def collectives_of_an_epoch() -> dict[str, int]:
-    dataset = NamedSamples(Numbered())
-    dealer = Dealer(TEXT, cost=float)
-    with CountCollectives() as counted:
-        list(dealer.deal(steps_here(dataset)))
-    return dict(counted.seen)
-
-
-def test_a_step_costs_one_reduction_and_one_exchange() -> None:
-    for seen in run_on_ranks(2, collectives_of_an_epoch):
-        assert sorted(seen.values()) == [STEPS, STEPS]
+def test_a_step_costs_one_reduction_and_one_exchange(epochs: list[Epoch]) -> None:
+    assert [epoch.collectives for epoch in epochs] == [[STEPS, STEPS]] * len(epochs)
 
 
 def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int]:

@@ -3,25 +3,18 @@
 from collections.abc import Sequence
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.models import ModelConfig, build, runner_of
+from tests.distributed.models import ModelConfig, build, runner_of, samples_of
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.noise import Squares
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 12
-
-
-def all_samples() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    lengths = torch.randint(3, 20, (SAMPLES,), generator=generator).tolist()
-    return [torch.randint(0, 64, (length,), generator=generator) for length in lengths]
 
 
 def squares_of(config: ModelConfig, samples: Sequence[Tensor], rows: int, operation: int | None = None) -> Squares:
@@ -39,7 +32,7 @@ def squares_of(config: ModelConfig, samples: Sequence[Tensor], rows: int, operat
 def on_a_rank(config: ModelConfig, rows: int, operation: int | None) -> Squares:
     """Collective: the ranks share the samples, one after another."""
     share = SAMPLES // dist.get_world_size()
-    mine = all_samples()[dist.get_rank() * share :][:share]
+    mine = samples_of(0, SAMPLES, longest=20)[dist.get_rank() * share :][:share]
     return squares_of(config, mine, rows, operation)
 
 
@@ -58,20 +51,20 @@ def on_a_rank(config: ModelConfig, rows: int, operation: int | None) -> Squares:
 def test_ranks_measure_what_one_process_does(config: ModelConfig, ranks: int, rows: int, operation: int | None) -> None:
     measured = run_on_ranks(ranks, on_a_rank, config, rows, operation, timeout_s=60)
     after = rows if operation is None else rows // 2
-    alone = squares_of(ModelConfig(dropout=0.0, sharded=False, lora=config.lora), all_samples(), after)
+    alone = squares_of(
+        ModelConfig(dropout=0.0, sharded=False, lora=config.lora), samples_of(0, SAMPLES, longest=20), after
+    )
     for squares in measured:
         assert squares == pytest.approx(alone, rel=1e-4)
         assert squares.all_samples == SAMPLES
 
 
-def refusal_of_replicas() -> str:
+def ask_for_the_noise_of_replicas() -> None:
     model = nn.Linear(4, 4)
     replicate(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",)))
-    with pytest.raises(RecoveryUnsupportedError) as caught:
+    with pytest.raises(RecoveryUnsupportedError, match="the noise of gradients is measured where FSDP scatters them"):
         runner_of(model, 1).measure_noise(1)
-    return str(caught.value)
 
 
 def test_replicas_that_are_not_sharded_are_refused() -> None:
-    for message in run_on_ranks(2, refusal_of_replicas):
-        assert message.startswith("the noise of gradients is measured where FSDP scatters them")
+    run_on_ranks(2, ask_for_the_noise_of_replicas)
