@@ -16,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.engine.fsdp import why_recovery_is_off
-from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
+from torchtune_adaptive.engine.step import Recovery
+from torchtune_adaptive.errors import (
+    AdaptiveError,
+    LimitExhaustedError,
+    RecoveryUnsupportedError,
+    UnrecoverableError,
+)
 from torchtune_adaptive.testing import FaultInjector
 
 
@@ -200,6 +206,8 @@ def reasons() -> dict[str, str | None]:
     reduced.set_all_reduce_hook(lambda gradient: None)
     inner_only = linear()
     fully_shard(inner_only[0], mesh=flat)
+    with pytest.raises(RecoveryUnsupportedError, match=r"a step of this model .*; pass Recovery"):
+        Recovery(inner_only)
     return {
         "sharded": why_recovery_is_off(fully_shard(linear(), mesh=flat)),
         "hybrid": why_recovery_is_off(fully_shard(linear(), mesh=two_dimensional)),
@@ -226,12 +234,3 @@ def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
         assert "all-reduce hook" in found["all-reduce hook"]
         assert "pass the module in it" in found["hooks of DDP"]
         assert all(found.values())
-
-
-def construct_on_a_model_in_ddp() -> None:
-    runner_of(DistributedDataParallel(build(ModelConfig(sharded=False))), 2)
-
-
-def test_asking_for_recovery_where_it_is_off_is_an_error_with_a_remedy():
-    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: a step of this model .*; pass Recovery"):
-        run_on_ranks(2, construct_on_a_model_in_ddp)

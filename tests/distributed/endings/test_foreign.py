@@ -162,22 +162,22 @@ def test_running_out_of_memory_after_that_ends_all_ranks_and_says_why(kind: str)
         run_on_ranks(2, run_out_later, kind, 2, 100, timeout_s=15)
 
 
-IN_THE_FIRST_PASS = {"before it communicates": 10, "after it has": 300, "in the second microbatch": 700}
-
-
 @pytest.mark.parametrize(
-    ("kind", "operation"), [*(("all_reduce", at) for at in IN_THE_FIRST_PASS.values()), ("backward", 300)]
+    ("kind", "step", "operation", "first_step"),
+    [
+        pytest.param("all_reduce", 0, 10, 0, id="before it communicates"),
+        pytest.param("all_reduce", 0, 300, 0, id="after it has"),
+        pytest.param("all_reduce", 0, 700, 0, id="in the second microbatch"),
+        pytest.param("backward", 0, 300, 0, id="in a backward"),
+        pytest.param("all_reduce", 3, 300, 3, id="in the first step that communicates"),
+        pytest.param("all_reduce", 4, 300, 3, id="after that step"),
+    ],
 )
-def test_running_out_of_memory_in_the_first_step_ends_all_ranks_and_says_why(kind: str, operation: int):
+def test_running_out_of_memory_in_the_first_step_or_once_a_model_communicates_ends_all_ranks_too(
+    kind: str, step: int, operation: int, first_step: int
+):
     with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*outside FSDP"):
-        run_on_ranks(2, run_out_later, kind, 0, operation, timeout_s=15)
-
-
-@pytest.mark.parametrize("step", [3, 4])
-def test_what_communicates_only_later_is_noticed_when_it_does(step: int):
-    """In its first such microbatch, and after it."""
-    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*outside FSDP"):
-        run_on_ranks(2, run_out_later, "all_reduce", step, 300, 3, timeout_s=15)
+        run_on_ranks(2, run_out_later, kind, step, operation, first_step, timeout_s=15)
 
 
 def speak_among_two_of_three() -> tuple[bool, int]:

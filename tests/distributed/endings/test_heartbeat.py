@@ -57,26 +57,24 @@ class Heard(NamedTuple):
     """How long the machine kept this rank from running."""
 
 
-def hear_of(silent_ranks: tuple[int, ...]) -> Heard:
-    """Some ranks beat no more; what the others hear, and after how long."""
+def hear_of(frozen_ranks: tuple[int, ...], hearing_ranks: tuple[int, ...]) -> Heard:
+    """The connections of some ranks answer no more; what some hear, and after how long."""
     told, connections = Told(), Connections()
-    silent = dist.get_rank() in silent_ranks
-    _heartbeat = Heartbeat(TIMEOUT_S, (lambda _: None) if silent else told, connections)
+    hears = dist.get_rank() in hearing_ranks
+    _heartbeat = Heartbeat(TIMEOUT_S, told if hears else lambda _: None, connections)
     time.sleep(1)
     with Lateness() as lateness:
         began = time.time()
-        if silent:
+        if dist.get_rank() in frozen_ranks:
             connections.freeze()
-            time.sleep(2 * TIMEOUT_S)
-        else:
-            assert told.heard.wait(10 * TIMEOUT_S)
+        assert told.heard.wait((10 if hears else 2) * TIMEOUT_S) == hears
         seconds = time.time() - began
     return Heard(told.silent[0] if told.silent else None, seconds, lateness.between(began, began + seconds))
 
 
 def test_all_others_hear_the_name_of_a_silent_rank_in_time():
     """Here of a whole machine with all its ranks; tests/recipes/endings/test_silent_ranks.py has one alone."""
-    ranks = run_on_ranks(4, hear_of, (2, 3))
+    ranks = run_on_ranks(4, hear_of, (2, 3), (0, 1))
     assert [rank.silent for rank in ranks[2:]] == [None, None]
     allowed_s = TIMEOUT_S + sum(rank.late_s for rank in ranks)
     for silent, seconds, _ in ranks[:2]:
@@ -134,22 +132,8 @@ def test_a_rank_that_has_failed_is_silent_to_a_peer_that_waits_for_it():
     assert failed == []
 
 
-def lose_the_store() -> Heard:
-    told, connections = Told(), Connections()
-    with Lateness() as lateness:
-        _heartbeat = Heartbeat(TIMEOUT_S, told, connections)
-        began = time.time()
-        if dist.get_rank() == 1:
-            connections.freeze()
-            assert told.heard.wait(10 * TIMEOUT_S)
-        else:
-            told.heard.wait(2 * TIMEOUT_S)
-        seconds = time.time() - began
-    return Heard(told.silent[0] if told.silent else None, seconds, lateness.between(began, began + seconds))
-
-
 def test_a_store_that_does_not_answer_is_silent_too_and_within_the_time():
-    _, (silent, seconds, late_s) = run_on_ranks(2, lose_the_store)
+    _, (silent, seconds, late_s) = run_on_ranks(2, hear_of, (1,), (1,))
     assert silent.ranks == ()
     assert silent.where.startswith("pid ")
     assert silent.seconds == TIMEOUT_S
