@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.distributed import models
 from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.faults.failing import over_ranks
 from tests.distributed.models import mesh_of, samples_of
-from tests.ranks import RankFailed, run_on_ranks
+from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.ranks import make_replicas_alike
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
@@ -69,6 +70,7 @@ def whole_gradients(model: nn.Module) -> Tensor:
     return torch.cat([(each.full_tensor() if isinstance(each, DTensor) else each).flatten() for each in found])
 
 
+@cache
 def gradients_of_one_process() -> Tensor:
     """What all ranks' samples come to without any of this, averaged over ranks as FSDP does."""
     model = plain_model()
@@ -78,26 +80,26 @@ def gradients_of_one_process() -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def recover_in_a_loop(spread: Callable[[nn.Module], nn.Module]) -> tuple[int, float]:
-    """How many of some failures were recovered from, and the worst relative error of their gradients."""
-    expected, worst, recovered = gradients_of_one_process(), 0.0, 0
-    places = itertools.product((4, 8), (1, 2), (3, 40, 90, 140, 170))
-    for step, (rows, failing, operation) in enumerate(places, 1):
-        runner = runner_of(spread(plain_model()), rows)
-        with FaultInjector(runner).fail_at(rank=failing, step=step, operation=operation) as faults:
-            runner.run(samples_of(dist.get_rank(), SAMPLES), step=step)
-        assert over_ranks(faults.fired) == 1
-        error = (whole_gradients(runner.model) - expected).abs().max() / expected.abs().max()
-        worst, recovered = max(worst, error.item()), recovered + runner.recoveries
+def run_out(runner: StepRunner[Tensor], operation: int, *, step: int = 1, failing: int = 1) -> None:
+    """Collective: a step in which this rank fails there is repeated, to the gradients of one process."""
+    expected = gradients_of_one_process()
+    with FaultInjector(runner).fail_at(rank=failing, step=step, operation=operation) as faults:
+        result = runner.run(samples_of(dist.get_rank(), SAMPLES), step=step)
+    assert (over_ranks(faults.fired), result.recoveries) == (1, 1)
+    error = (whole_gradients(runner.model) - expected).abs().max() / expected.abs().max()
+    assert error.item() < 1e-5
+
+
+def recover_with_replicas() -> None:
+    for rows, failing, operation in itertools.product((4, 8), (1, 2), (3, 40, 90, 140, 170)):
+        runner = runner_of(replicated(plain_model()), rows)
+        run_out(runner, operation, failing=failing)
         runner.close()
-    return recovered, worst
 
 
-@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_a_loop_with_replicas_recovers_and_has_the_gradients_of_one_process(spread: Callable):
-    for recovered, worst in run_on_ranks(4, recover_in_a_loop, spread, timeout_s=60):
-        assert recovered == 20
-        assert worst < 1e-5
+def test_a_loop_with_replicas_recovers_and_has_the_gradients_of_one_process():
+    """Sharded in nodes: tests/distributed/faults, and test_what_changes.py."""
+    run_on_ranks(4, recover_with_replicas, timeout_s=60)
 
 
 def sums_over_replicas(rows: int) -> int:
@@ -114,16 +116,20 @@ def test_replicas_exchange_gradients_once_a_step_however_many_microbatches_it_ha
     assert split == whole > 1  # one of them is the agreement
 
 
-def step_of_unlike_replicas(alike: bool, spread: Callable[[nn.Module], nn.Module] = sharded_in_nodes) -> str:
-    model = spread(plain_model(seed=dist.get_rank() // 2))
-    if alike:
-        make_replicas_alike(model.parameters())
-    runner = runner_of(model)
+def refusal_of(runner: StepRunner[Tensor]) -> str:
+    """Collective: what the first step is refused with, if it is."""
     try:
         runner.run(samples_of(dist.get_rank(), 2), step=1)
     except UnrecoverableError as error:
         return str(error)
     return ""
+
+
+def step_of_unlike_replicas(alike: bool, spread: Callable[[nn.Module], nn.Module] = sharded_in_nodes) -> str:
+    model = spread(plain_model(seed=dist.get_rank() // 2))
+    if alike:
+        make_replicas_alike(model.parameters())
+    return refusal_of(runner_of(model))
 
 
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
@@ -137,12 +143,7 @@ def step_beside_another_mesh(alike: bool) -> str:
     """The policy is sharded in nodes, beside a frozen model of which every rank has a replica."""
     frozen = replicated(plain_model(seed=1 if alike else dist.get_rank() // 3))
     policy = sharded_in_nodes(plain_model())
-    runner = models.runner_of(policy, 4, recovery=Recovery(policy, frozen))
-    try:
-        runner.run(samples_of(dist.get_rank(), 2), step=1)
-    except UnrecoverableError as error:
-        return str(error)
-    return ""
+    return refusal_of(models.runner_of(policy, 4, recovery=Recovery(policy, frozen)))
 
 
 def test_each_model_is_compared_among_its_own_replicas():
@@ -259,19 +260,3 @@ def test_gradients_that_the_last_microbatch_does_not_make_are_summed_over_replic
         return
     assert outcomes == outcomes[:1] * 4
     assert outcomes[0].startswith("head: an earlier microbatch of this step produced gradients, but the last one")
-
-
-def lose_a_replica() -> str:
-    runner = runner_of(sharded_in_nodes(plain_model()))
-    samples = samples_of(dist.get_rank(), SAMPLES)
-    runner.run(samples, step=0)
-    runner.model.zero_grad()
-    if dist.get_rank() == 3:
-        raise KeyError("gone")
-    runner.run(samples, step=1)
-    return ""
-
-
-def test_a_replica_that_is_gone_ends_the_others():
-    with pytest.raises(RankFailed, match=r"gone|failed on rank"):
-        run_on_ranks(4, lose_a_replica, timeout_s=30)
