@@ -21,6 +21,7 @@ from torch import nn
 from torchtune import training
 
 from tests import ranks
+from tests.null.processes import FORKING_ON_NULL
 from tests.recipes.running import demo_config
 from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
 from torchtune_adaptive.config.keys import Settings
@@ -31,6 +32,7 @@ from torchtune_adaptive.engine.meter import MemoryMeter, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
+from torchtune_adaptive.null_cuda.build import LIBRARY
 from torchtune_adaptive.text import MemorySize
 from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
@@ -60,12 +62,20 @@ def side_by_side(
         yield {case: pool.submit(run, case) for case in cases}
 
 
+ON_NULL = LIBRARY in os.environ.get("LD_PRELOAD", "")
+"""Whether the card is one that computes nothing: tests/null/test_gpu.py."""
+
+
 @contextmanager
 def fresh_processes() -> Iterator[None]:
     """Where there is a GPU, ranks are not forked: importing torchtune initialises CUDA, which no fork can use then."""
-    how = "spawn" if torch.cuda.is_available() else "forkserver"
+    how = "spawn" if torch.cuda.is_available() and not ON_NULL else "forkserver"
+    context, variables = multiprocessing.get_context(how), {}
+    if ON_NULL:
+        context.set_forkserver_preload(["tests.null.warm"])
+        variables = FORKING_ON_NULL
     alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # or compiling starts processes that nobody would end
-    with mock.patch.object(ranks, "_CONTEXT", multiprocessing.get_context(how)), mock.patch.dict(os.environ, alone):
+    with mock.patch.object(ranks, "_CONTEXT", context), mock.patch.dict(os.environ, {**alone, **variables}):
         yield
 
 

@@ -4,14 +4,16 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.models import Gradients, gradients_of, same_gradients
+from tests.distributed.models import gradients_of, same_gradients
 from tests.gpu.real_steps import (
+    ON_NULL,
     Memory,
     RealStep,
     build,
@@ -24,10 +26,13 @@ from tests.gpu.real_steps import (
     use,
 )
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.limits import RowLimit
+from tests.unit.tune.models import furthest
 from torchtune_adaptive.engine.oom import release
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.tune.samples import TEXT, Sample
+from torchtune_adaptive.engine.step import KindOfPass
+from torchtune_adaptive.tune.samples import Sample
+
+OnHost: TypeAlias = dict[str, torch.Tensor]
+"""Gradients, by parameter."""
 
 ROWS = 8
 SMALLER = (4, 2, 1)
@@ -64,31 +69,28 @@ class Recoveries(NamedTuple):
 
 
 class Watched:
-    """Collective: a runner of this step that notes where memory runs out, and what there is when a pass begins."""
+    """Collective: a runner of this step that notes where memory runs out and what there is before a microbatch."""
 
     def __init__(self, step: RealStep, memory: Memory) -> None:
-        self._step, self._memory = step, memory
+        self._memory = memory
         self.failed_at: list[int] = []
         self.live_bytes: list[int] = []
-        self.runner = StepRunner(
-            step.model,
-            self._forward_backward,
-            limit=RowLimit(ROWS),
-            kind=SampleKind(length_of=TEXT.length_of, stand_in=TEXT.stand_in),
-            recovery=Recovery(step.model, regrow_after=0),
-        )
+        self.runner = step.runner(ROWS)
 
-    def _forward_backward(self, samples: Sequence[Sample]):
-        self.live_bytes.append(live_bytes(self._memory))
+    @contextmanager
+    def _noting(self, inside: KindOfPass) -> Iterator[None]:
+        if inside == "microbatch":
+            self.live_bytes.append(live_bytes(self._memory))
         try:
-            return self._step.forward_backward(samples)
+            yield
         except torch.OutOfMemoryError:
             self.failed_at.append(self.runner.recovery.ledger.position)
             raise
 
     def run(self, samples: Sequence[Sample]) -> int:
         self.failed_at, self.live_bytes = [], []
-        return self.runner.run(samples, step=1).recoveries
+        with self.runner.wrapping(self._noting):
+            return self.runner.run(samples, step=1).recoveries
 
 
 def recover(name: str, failing: tuple[int, ...], first_pass: bool) -> Recoveries:
@@ -122,7 +124,7 @@ def recover(name: str, failing: tuple[int, ...], first_pass: bool) -> Recoveries
     return Recoveries(deterministic, steps)
 
 
-def undisturbed(step: RealStep, samples: Sequence[Sample], rows: int) -> Gradients:
+def undisturbed(step: RealStep, samples: Sequence[Sample], rows: int) -> OnHost:
     """Collective: plain FSDP2, or plain PyTorch, in microbatches of so many rows."""
     step.model.zero_grad()
     for start in range(0, len(samples), rows):
@@ -141,35 +143,21 @@ def need_bytes(step: RealStep, memory: Memory, samples: Sequence[Sample], rows: 
     return memory.peak_bytes - before
 
 
-def gradients_on_host(step: RealStep) -> Gradients:
+def gradients_on_host(step: RealStep) -> OnHost:
     step.synchronize()
-    return {name: _on_host(gradient) for name, gradient in gradients_of(step.model).items()}
+    return {name: gradient.cpu() for name, gradient in gradients_of(step.model).items() if gradient is not None}
 
 
-def _on_host(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.cpu()
-
-
-def compared(watched: Watched, recoveries: int, found: Gradients, expected: dict[int, Gradients]) -> Repeated:
+def compared(watched: Watched, recoveries: int, found: OnHost, expected: dict[int, OnHost]) -> Repeated:
     rows = watched.runner.limit.rows
     return Repeated(
         failed_at=tuple(watched.failed_at),
         recoveries=recoveries,
         rows=rows,
         bitwise=same_gradients(found, expected[rows]),
-        largest_difference=largest_difference(found, expected[rows]),
+        largest_difference=furthest(found, expected[rows]),
         left_over_bytes=watched.live_bytes[-ROWS // rows] - watched.live_bytes[0],
     )
-
-
-def largest_difference(found: Gradients, expected: Gradients) -> float:
-    """Of any gradient, as a share of the largest number in it."""
-    assert found.keys() == expected.keys()
-    shares = []
-    for name, gradient in expected.items():
-        assert gradient is not None
-        shares.append(float((found[name] - gradient).abs().max() / gradient.abs().max()))
-    return max(shares)
 
 
 class Case(NamedTuple):
@@ -182,7 +170,7 @@ class Case(NamedTuple):
 
 
 CASES = (Case(1, (0,)), Case(2, (1,)), Case(2, (1,), first_pass=True), Case(2, (0, 1)), Case(3, (0,)))
-ON_A_CPU = CASES[:2]  # where tests/distributed/ has shown more
+WITHOUT_A_GPU = CASES[:2]  # tests/distributed/ shows more on a CPU, tests/null/test_recovery.py on a null device
 Recovered: TypeAlias = Mapping[Case, Future[list[Recoveries]]]
 
 
@@ -191,7 +179,7 @@ def recovered(device: str) -> Iterator[Recovered]:
     def on_ranks(case: Case) -> list[Recoveries]:
         return run_on_ranks(case.ranks, recover, device, case.failing, case.first_pass, timeout_s=150)
 
-    with side_by_side(device, on_ranks, ON_A_CPU if device == "cpu" else CASES) as found:
+    with side_by_side(device, on_ranks, WITHOUT_A_GPU if device == "cpu" or ON_NULL else CASES) as found:
         yield found
 
 
@@ -199,7 +187,7 @@ def recovered(device: str) -> Iterator[Recovered]:
 def ranks(recovered: Recovered, case: Case) -> list[Recoveries]:
     """What each rank of the case saw."""
     if case not in recovered:
-        pytest.skip("two cases show on a CPU that this test works")
+        pytest.skip("two cases show without a GPU that this test works")
     return recovered[case].result()
 
 

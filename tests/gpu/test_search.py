@@ -9,7 +9,19 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from tests.gpu.real_steps import GIB, Memory, RealStep, build, demo, limit, live_bytes, metered, samples_of, use
+from tests.gpu.real_steps import (
+    GIB,
+    ON_NULL,
+    Memory,
+    RealStep,
+    build,
+    demo,
+    limit,
+    live_bytes,
+    metered,
+    samples_of,
+    use,
+)
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.limits import RowLimit
@@ -41,11 +53,12 @@ class Measured(NamedTuple):
 class Judged(NamedTuple):
     linear: SearchResult
     binary: SearchResult
-    left_no_trace: bool
+    left_no_trace: bool | None
+    """None on a null device, which has no results."""
     around: dict[int, Measured]
     """By rows, from the answer on, up to the first that was not accepted."""
     tokens_per_second: dict[int, float]
-    """By rows; those of powers of two that trained without running out of memory."""
+    """By rows; those of powers of two that trained without running out of memory. None on a null device."""
     retries: dict[int, int]
     """Of the allocator, while that was measured."""
 
@@ -69,14 +82,14 @@ def search_and_judge(name: str) -> Judged:
     with metered(step) as memory:
         step.train(1, tokens)  # what stays for good, optimizer state among it
         release()
-        before = state_of(step)
+        before = None if ON_NULL else state_of(step)
         limit(memory, live_bytes(memory) + ROOM_BYTES[name])
         search_step = step.to_search(tokens)
         linear = find_max_batch_size(search_step, memory=memory, round_to="none")
         binary = find_max_batch_size(search_step, memory=memory, round_to="none", strategy="binary")
-        left_no_trace = same_state(before, state_of(step))
+        left_no_trace = None if before is None else same_state(before, state_of(step))
         around = brute_force(step, memory, linear, tokens)
-        speeds, retries = speeds_around(step, memory, linear.rows, tokens)
+        speeds, retries = ({}, {}) if ON_NULL else speeds_around(step, memory, linear.rows, tokens)
     search_step.runner.close()
     return Judged(linear, binary, left_no_trace, around, speeds, retries)
 

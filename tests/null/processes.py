@@ -15,6 +15,9 @@ from torchtune_adaptive.null_cuda import NullCudaError, build, environment
 
 OnNull = Callable[..., Any]
 
+FORKING_ON_NULL = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""By CUDA's own count, torch takes every later fork for a broken one; expandable segments log every failure."""
+
 
 def skip_without_null_device() -> None:
     try:
@@ -30,8 +33,7 @@ def _preload() -> None:
 @contextmanager
 def null_processes() -> Iterator[OnNull]:
     """`on_null(function, *args)` returns what the function does there; with `ranks=2`, on each of two gloo ranks."""
-    # by CUDA's own count, torch takes every later fork for a broken one; expandable segments log every failure
-    variables = {**environment(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = {**environment(), **FORKING_ON_NULL}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _preload) as pool:
 
         def on_null(

@@ -43,7 +43,7 @@ def main() -> int:
         for expandable in (False, True):
             budget = on_null(budgeted, 4, 24 * GB, 8, expandable)
             tell("token budget", memory=24 * GB, expandable=expandable, **budget._asdict())
-        for flush_s, microbatch_s in ((0.3, 0.0), (0.0, 0.3)):
+        for flush_s, microbatch_s in ((0.3, 0.01), (0.0, 0.3)):
             decided = on_null(crowded, 4, 24 * GB, 12, flush_s, microbatch_s)
             tell("thrashing", flush_s=flush_s, microbatch_s=microbatch_s, **decided._asdict())
     version = torch.__version__.split("+")[0]

@@ -34,7 +34,7 @@ def test_a_token_budget_that_was_measured_trains_without_running_out_of_memory(o
 
 
 @pytest.mark.parametrize(
-    ("flush_s", "microbatch_s", "rows"), [(0.3, 0, 8), (0, 0.3, 12)], ids=["flushes are slow", "flushes are fast"]
+    ("flush_s", "microbatch_s", "rows"), [(0.3, 0.01, 8), (0, 0.3, 12)], ids=["flushes are slow", "flushes are fast"]
 )
 def test_two_steps_with_flushes_lead_to_a_trial_and_to_the_faster_size(
     on_null: OnNull, flush_s: float, microbatch_s: float, rows: int

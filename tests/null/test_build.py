@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,9 @@ import pytest
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.null_cuda.__main__ import main
 from torchtune_adaptive.null_cuda.build import LIBRARY, NullCudaError, build
+
+BUILDING = sys.modules[build.__module__]
+run_once = cache(BUILDING._run)
 
 ASK = """
 import torch
@@ -26,7 +30,7 @@ def test_processes_that_build_at_once_end_with_one_library(tmp_path: Path, monke
     killed.mkdir(parents=True)
     os.utime(killed, (0, 0))
     command = [sys.executable, "-c", "from torchtune_adaptive.null_cuda import build; print(build())"]
-    builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = {builder.communicate(timeout=240)[0].strip() for builder in builders}
     assert {builder.returncode for builder in builders} == {0}
     (library,) = map(Path, printed)
@@ -104,14 +108,27 @@ def test_a_cache_that_ld_preload_would_split_is_refused(folder: str, tmp_path: P
     assert said.startswith("error: the path of the cache has a space or a colon")
 
 
-def test_a_compiler_that_is_not_there_is_refused_and_one_with_arguments_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "needs a C compiler" in refused(tmp_path, CC="/nope/gcc")
-    assert refused(tmp_path, CC="cc '").startswith("error: building the null device failed: ")
-    assert refused(tmp_path, CC="false").endswith("status 1; is CC a C compiler that works?\n")
-    assert "true has written nothing" in refused(tmp_path, CC="true")
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache of its own, without what only torch asks for, and torch is imported once: that takes the longest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(BUILDING, "_wanted", lambda *_: set())
+    monkeypatch.setattr(BUILDING, "_run", run_once)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_compiler_that_is_not_there_is_refused_and_one_with_arguments_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for compiler, says in (
+        ("/nope/gcc", "needs a C compiler"),
+        ("cc '", "building the null device failed: "),
+        ("false", r"status 1; is CC a C compiler that works\?$"),
+        ("true", "true has written nothing"),
+    ):
+        monkeypatch.setenv("CC", compiler)
+        with pytest.raises(NullCudaError, match=says):
+            build()
     monkeypatch.setenv("CC", "cc -O0")
     assert build().stat().st_size > 0
 
@@ -122,8 +139,8 @@ def test_an_interrupted_build_ends_without_a_traceback(monkeypatch: pytest.Monke
         assert main() == 130
 
 
-def test_a_damaged_library_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("quick")
+def test_a_damaged_library_is_built_anew() -> None:
     library = build()
     library.write_bytes(b"")
     assert build().stat().st_size > 0

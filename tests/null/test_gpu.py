@@ -20,4 +20,4 @@ def test_what_is_not_marked_real_gpu_passes() -> None:
         timeout=800,
     )
     assert ended.returncode == 0, ended.stdout[-5000:]
-    assert int(ended.stdout.rpartition(" passed")[0].split()[-1]) >= 15  # and is not skipped for want of a card
+    assert int(ended.stdout.rpartition(" passed")[0].split()[-1]) >= 11  # and is not skipped for want of a card

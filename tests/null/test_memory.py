@@ -80,18 +80,6 @@ def test_a_limit_of_this_machine_is_not_told_as_the_cards(on_null: OnNull) -> No
         on_null(without_addresses)
 
 
-def flushed() -> tuple[int, int, int]:
-    """A cached block that no longer fits what is asked for."""
-    held = take(50 * GIB)
-    del held
-    held = take(60 * GIB)
-    return torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved(), held.numel()
-
-
-def test_a_cache_that_is_in_the_way_is_flushed_and_counted_as_a_retry(on_null: OnNull) -> None:
-    assert on_null(flushed) == (1, 60 * GIB, 60 * GIB)
-
-
 def in_pieces(expandable: bool) -> int:
     """40 GiB, where every other of a segment's 64 GiB is in use and 16 are free; 0 if they do not fit."""
     use(expandable)

@@ -8,18 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.null.processes import OnNull
 from tests.ranks import RankFailed
-
-DIM, LAYERS = 512, 4
-LAYER_BYTES = 4 * DIM * DIM
-
-
-def model() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(DIM, DIM, bias=False, device="cuda") for _ in range(LAYERS)))
 
 
 def streams() -> tuple[bool, bool, float]:
@@ -105,51 +96,6 @@ def recurrent() -> None:
 def test_recurrent_layers_of_cudnn_are_refused_in_one_line(on_null: OnNull) -> None:
     with pytest.raises(RankFailed, match="cuDNN error: not available on a null device"):
         on_null(recurrent)
-
-
-def stepped() -> tuple[int, int, int]:
-    """Bytes of the weights, of their gradients, and of what the first update of AdamW adds."""
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    inputs = torch.empty(16, DIM, device="cuda")
-    net(inputs).sum().backward()  # cuBLAS's workspaces, of this thread and of autograd's
-    net.zero_grad()
-    before = torch.cuda.memory_allocated()
-    net(inputs).sum().backward()
-    after_backward = torch.cuda.memory_allocated()
-    optimizer.step()
-    return LAYERS * LAYER_BYTES, after_backward - before, torch.cuda.memory_allocated() - after_backward
-
-
-def test_a_step_allocates_gradients_and_optimizer_state(on_null: OnNull) -> None:
-    weights, gradients, state = on_null(stepped)
-    assert gradients == weights
-    assert state == 2 * weights + LAYERS * 512  # a step count for each
-
-
-def sharded(ranks: int) -> tuple[int, int]:
-    """A step of FSDP2 as rank 0 of many: bytes of the shards, and the peak above them."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    mesh = init_device_mesh("cuda", (ranks,))
-    with torch.device("meta"):
-        net = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS)))
-    for layer in net:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    net.to_empty(device="cuda")
-    shards = torch.cuda.memory_allocated()
-    net(torch.empty(16, DIM, device="cuda")).sum().backward()
-    peak = torch.cuda.max_memory_allocated()
-    dist.destroy_process_group()
-    return shards, peak - shards
-
-
-def test_a_step_of_fsdp2_runs_as_rank_0_of_many(on_null: OnNull) -> None:
-    shards, above = on_null(sharded, 8)
-    assert shards == LAYERS * LAYER_BYTES // 8
-    assert 2 * LAYER_BYTES < above < 128 * 2**20  # at least two whole layers, gathered ahead; and cuBLAS's workspaces
 
 
 def exchanged() -> tuple[list[float], int]:
