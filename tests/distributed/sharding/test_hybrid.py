@@ -21,7 +21,7 @@ from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.faults.failing import over_ranks
 from tests.distributed.models import mesh_of, samples_of
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.ranks import make_replicas_alike
+from torchtune_adaptive.engine.ranks import LATE_S, make_replicas_alike
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
@@ -157,10 +157,13 @@ def test_replicas_can_be_made_alike():
 
 
 def run_late(count: int) -> int:
-    """Collective: a step whose last rank is far behind, then one with fewer samples, in which it is again."""
-    runner = runner_of(sharded_in_nodes(plain_model()))
+    """Collective: a step whose last rank is far behind, then one with fewer samples, in which it is again.
+
+    Its node alone waits for it in the first of two microbatches.
+    """
+    runner = runner_of(sharded_in_nodes(plain_model()), rows=2)
     for step, samples in enumerate((SAMPLES, count)):
-        time.sleep(dist.get_rank() // 3)
+        time.sleep(LATE_S + 1 if dist.get_rank() == 3 else 0)
         runner.run(samples_of(dist.get_rank(), samples), step=step)
         runner.model.zero_grad()
     return runner.recoveries

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.counting import CountCollectives
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
@@ -111,7 +112,6 @@ def test_a_stage_without_a_backward_leaves_no_gradients() -> None:
 
 def communicate_in_microbatches() -> tuple[bool, int]:
     model = TwoHeads()
-
     runner = runner_of(model, after=lambda: dist.all_reduce(model.embedding.weight.grad))
     runner.run(samples_of(dist.get_rank()), step=1)
     return runner.recovers, runner.recoveries
@@ -126,7 +126,6 @@ def late_by(seconds: float, unlike: bool) -> str:
     model = TwoHeads()
     if unlike:
         model.odd.weight.data += dist.get_rank()
-
     runner = runner_of(model)
     try:
         for step, count in enumerate((6, 4)):
@@ -139,7 +138,7 @@ def late_by(seconds: float, unlike: bool) -> str:
 
 
 def test_a_rank_that_comes_late_is_not_taken_for_one_with_other_samples() -> None:
-    assert run_on_ranks(2, late_by, 1.0, False) == ["", ""]
+    assert run_on_ranks(2, late_by, LATE_S + 1, False) == ["", ""]
 
 
 def test_whole_models_that_begin_unlike_are_refused_on_all_ranks() -> None:
