@@ -22,7 +22,6 @@ from tests.searching import (
     state_of,
 )
 from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.engine.probes import find_max_batch_size
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import OneRowDoesNotFitError
@@ -151,20 +150,17 @@ def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks_within_seconds
         assert seconds < 20 * PATIENCE
 
 
-def search_two_steps() -> tuple[int, list[str]]:
+def search_two_steps() -> SearchResult:
     with MemoryMeter() as meter:
         steps = {"policy": Trained(Shape()).step(), "critic": Trained(Shape(layers=1)).step()}
-        meter.cap_bytes = 500_000 + 100_000 * dist.get_rank()
-        result = find_max_batch_size(steps, memory=meter, strategy="binary")
-        return result.rows, list(result.lines)
+        return search_within(steps, meter, 500_000 + 100_000 * dist.get_rank(), strategy="binary")
 
 
 def test_a_policy_and_a_critic_are_searched_together_on_all_ranks():
-    (rows, phases), (same_rows, same_phases) = run_on_ranks(2, search_two_steps)
-    assert (rows, phases) == (same_rows, same_phases)
-    assert rows >= 2
-    assert phases[0] == "policy: layers forward"
-    assert phases[-1] == "critic: update"
+    """In which phases: tests/unit/engine/test_find.py."""
+    found, same = run_on_ranks(2, search_two_steps)
+    assert found == same
+    assert found.rows >= 2
 
 
 def search_where_rank_1_fails_in_passing(at_calls: tuple[int, ...]) -> tuple[int, str]:

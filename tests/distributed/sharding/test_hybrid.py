@@ -21,7 +21,7 @@ from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.faults.failing import over_ranks
 from tests.distributed.models import mesh_of, samples_of
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.ranks import LATE_S, make_replicas_alike
+from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
@@ -125,16 +125,13 @@ def refusal_of(runner: StepRunner[Tensor]) -> str:
     return ""
 
 
-def step_of_unlike_replicas(alike: bool, spread: Callable[[nn.Module], nn.Module] = sharded_in_nodes) -> str:
-    model = spread(plain_model(seed=dist.get_rank() // 2))
-    if alike:
-        make_replicas_alike(model.parameters())
-    return refusal_of(runner_of(model))
+def step_of_unlike_replicas(spread: Callable[[nn.Module], nn.Module]) -> str:
+    return refusal_of(runner_of(spread(plain_model(seed=dist.get_rank() // 2))))
 
 
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
 def test_replicas_that_begin_unlike_are_refused_on_all_ranks(spread: Callable):
-    messages = run_on_ranks(4, step_of_unlike_replicas, False, spread)
+    messages = run_on_ranks(4, step_of_unlike_replicas, spread)
     assert messages == messages[:1] * 4
     assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
 
@@ -150,10 +147,6 @@ def test_each_model_is_compared_among_its_own_replicas():
     assert run_on_ranks(4, step_beside_another_mesh, True) == [""] * 4
     for message in run_on_ranks(4, step_beside_another_mesh, False):
         assert message.startswith("the weights on rank 3 differ from those on rank 0, which holds the same shard")
-
-
-def test_replicas_can_be_made_alike():
-    assert run_on_ranks(4, step_of_unlike_replicas, True) == [""] * 4
 
 
 def run_late(count: int) -> int:
