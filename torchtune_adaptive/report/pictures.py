@@ -1,4 +1,4 @@
-"""Pictures of a run and of a search. They need matplotlib, which is optional."""
+"""The picture of a run. It needs matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
-from torchtune_adaptive.engine.profile import Profile
-from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
 from torchtune_adaptive.text import count_of
@@ -25,10 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    Panel = tuple[float, Callable[[Axes], None]]
+    """Its height beside the others, and what draws it."""
+
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "adaptive_report.png"
-SEARCH_PICTURE = "batch_search.png"
 
 # Okabe and Ito's colours, which can be told apart with any colour vision
 BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
@@ -52,7 +52,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     """Draws `adaptive_report.png`: the limit over the steps of a run, and the figures that explain it."""
     end = max((record["step"] for record in (*timeline.steps, *timeline.events[-1:])), default=0) + BETWEEN
     limits = _limits(timeline)
-    panels: list[tuple[float, Callable[[Axes], None]]] = [
+    panels: list[Panel] = [
         (2.2 if len(limits) == 1 else 1.0, partial(_draw_limit, name=name, changes=changes, end=end))
         for name, changes in limits.items()
     ]
@@ -68,20 +68,41 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     if not timeline.steps or not panels:
         return None
 
-    def draw(figure: Figure) -> None:
-        figure.suptitle(textwrap.fill(run_title(timeline), 68), x=0.02, ha="left", fontsize=14)
-        heights = [height for height, _ in panels]
-        grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, (_, draw_panel) in zip(grid, panels, strict=True):
-            draw_panel(axes)
-            _tidy(axes)
-        grid[-1].set_xlim(BETWEEN, end)
-        grid[-1].set_xlabel("step")
-        grid[-1].locator_params(axis="x", integer=True)
-        named = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=2, frameon=False)
+    if REHEARSAL.on:
+        return None
+    path = directory / REPORT_FILE
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("%s is not drawn: pip install matplotlib", path.name)
+        return None
+    try:  # no run ends over a picture
+        inches = 7.2, 1.4 + sum(heights for heights, _ in panels)
+        figure = Figure(figsize=inches, layout="constrained")  # without pyplot: no window and no global state
+        _draw(figure, run_title(timeline), panels, end)
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=200)
+        replace_file(path, image.getvalue())
+    except Exception as error:  # noqa: BLE001
+        logger.warning("%s is not drawn: %s", path.name, reason(error))
+        return None
+    return path
 
-    return _saved(directory / REPORT_FILE, (7.2, 1.4 + sum(heights for heights, _ in panels)), draw)
+
+def _draw(figure: Figure, title: str, panels: Sequence[Panel], end: float) -> None:
+    figure.suptitle(textwrap.fill(title, 68), x=0.02, ha="left", fontsize=14)
+    heights = [height for height, _ in panels]
+    grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (_, draw_panel) in zip(grid, panels, strict=True):
+        draw_panel(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axes.set_axisbelow(True)
+    grid[-1].set_xlim(BETWEEN, end)
+    grid[-1].set_xlabel("step")
+    grid[-1].locator_params(axis="x", integer=True)
+    named = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=2, frameon=False)
 
 
 def run_title(timeline: Timeline) -> str:
@@ -183,117 +204,6 @@ def _draw_noise(axes: Axes, timeline: Timeline) -> None:
     axes.set_yscale("log", base=2)
     axes.set_ylim(top=top)
     axes.yaxis.set_major_formatter("{x:g}")
-
-
-def draw_search(
-    directory: Path, result: SearchResult, sequence_length: int, stage: str = "", sample: str = "row"
-) -> Path | None:
-    """Draws `batch_search.png`: the peak of every probe over its rows, the budget, and the choice."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        unit, per = _unit_of(result.budget_bytes)
-        budget = result.budget_bytes / per
-        shown = [probe for probe in result.probes if probe.rows <= 3 * result.fits_rows]  # or all that fits is a corner
-        right = 1.08 * max(result.fits_rows, *(probe.rows for probe in shown))
-        if result.lines:
-            rows = [right * part / 100 for part in range(101)]
-            needs = [max(line.bytes_at(count) for line in result.lines.values()) / per for count in rows]
-            axes.plot(rows, needs, color=BLUE, lw=1.8, label="memory needed, fitted")
-        accepted = [probe for probe in shown if probe.accepted(result.budget_bytes)]
-        refused = [probe for probe in shown if probe not in accepted]
-        for probes, marker, colour, name in (
-            (accepted, "o", BLUE, "probe that fits"),
-            (refused, "x", RED, "probe that does not fit"),
-        ):
-            peaks = [(probe.peak.peak_bytes or result.budget_bytes) / per for probe in probes]
-            if probes:
-                axes.plot([probe.rows for probe in probes], peaks, marker, color=colour, ms=7, mew=2, label=name)
-        axes.axhline(budget, color=RED, lw=1.2, ls="--", label=f"budget: {budget:.1f} {unit}")
-        needed = next(probe.peak.phase_bytes for probe in accepted if probe.rows == result.rows)
-        fullest = max(needed, key=needed.__getitem__)
-        chosen = f"chosen: {count_of(result.rows, sample)}, {needed[fullest] / per:.1f} {unit}, peak in {fullest}"
-        axes.plot(result.rows, needed[fullest] / per, "o", mfc="none", mec=INK, ms=13, mew=1.8, ls="", label=chosen)
-        axes.set_xlim(0, right)
-        axes.set_ylim(0, 1.2 * budget)
-        hidden = len(result.probes) - len(shown)
-        beyond = f"; {hidden} larger not shown" if hidden else ""
-        axes.set_xlabel(
-            f"{sample}s in a microbatch ({result.strategy} search, {count_of(len(result.probes), 'probe')}{beyond})"
-        )
-        fits = f"{count_of(result.rows, sample)} of {sequence_length} tokens chosen ({result.reason})"
-        _finish(axes, _named(stage, fits), unit)
-
-    return _saved(directory / SEARCH_PICTURE, (7.2, 4.0), draw)
-
-
-def draw_profile(directory: Path, result: Profile, stage: str = "") -> Path | None:
-    """Draws `batch_search.png`: the peak of every probe over its tokens, with the fit for each length."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        unit, per = _unit_of(result.budget_bytes)
-        budget, surfaces = result.budget_bytes / per, result.surfaces.values()
-        right = 1.15 * max(result.constant_tokens, *(point.tokens for point in result.points))
-        lengths = sorted({point.length for point in result.points}, reverse=True)
-        for length, colour in zip(lengths, (BLUE, ORANGE, GREEN, PINK, SKY, GREY) * len(lengths), strict=False):
-            tokens = [right * part / 100 for part in range(101)]
-            needs = [max(surface.bytes_at(count / length, length) for surface in surfaces) / per for count in tokens]
-            axes.plot(tokens, needs, color=colour, lw=1.4, label=f"rows of {length} tokens")
-            for point in result.points:
-                if point.length == length and point.peak.peak_bytes is not None:
-                    at, face = (point.tokens, point.peak.peak_bytes / per), "white" if point.held_out else colour
-                    axes.plot(*at, "o", color=colour, mfc=face, ms=6, zorder=3)
-        axes.axhline(budget, color=RED, lw=1.2, ls="--", label=f"budget: {budget:.1f} {unit}")
-        axes.plot(result.constant_tokens, budget, "v", color=INK, ms=8, zorder=4, label="fits at any length")
-        error = f"held out: at most {100 * result.held_out_error:.1f} % off"
-        axes.plot([], [], "o", color=INK, mfc="white", ms=6, label=error)
-        axes.set_xlim(0, right)
-        axes.set_ylim(0, 1.2 * budget)
-        axes.set_xlabel("tokens in a microbatch, padding included")
-        _finish(axes, _named(stage, f"up to {result.constant_tokens} tokens fit, whatever their lengths"), unit)
-
-    return _saved(directory / SEARCH_PICTURE, (7.2, 4.0), draw)
-
-
-def _saved(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None]) -> Path | None:
-    """Draws and saves a figure. Any failure is one line in the log, since no run ends over a picture."""
-    if REHEARSAL.on:
-        return None
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        logger.info("%s is not drawn: pip install matplotlib", path.name)
-        return None
-    try:
-        figure = Figure(figsize=inches, layout="constrained")  # without pyplot: no window and no global state
-        draw(figure)
-        image = io.BytesIO()
-        figure.savefig(image, format=path.suffix[1:] or "png", dpi=200)
-        replace_file(path, image.getvalue())
-    except Exception as error:  # noqa: BLE001
-        logger.warning("%s is not drawn: %s", path.name, reason(error))
-        return None
-    return path
-
-
-def _finish(axes: Axes, title: str, unit: str) -> None:
-    """For memory over rows or tokens: what grows leaves room for a legend at the lower right."""
-    axes.set_title(textwrap.fill(title, 80), loc="left", fontsize=12)
-    axes.set_ylabel(f"peak memory of a rank ({unit})")
-    axes.locator_params(axis="x", integer=True)
-    axes.legend(loc="lower right")
-    _tidy(axes)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _named(stage: str, title: str) -> str:
-    return f"{stage}: {title}" if stage else title
 
 
 def _unit_of(count: float) -> tuple[str, int]:

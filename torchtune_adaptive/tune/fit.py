@@ -36,7 +36,6 @@ from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.report.journal import SEARCH, Event
-from torchtune_adaptive.report.pictures import draw_profile, draw_search
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune import schedule
@@ -378,10 +377,8 @@ def _measured(
     if dist.get_rank() == 0:
         if isinstance(result, SearchResult):
             logger.info("%s", search_table(result, step.length, stage, kind.noun))
-            draw_search(directory, result, step.length, stage, kind.noun)
         else:
             logger.info("%s", profile_table(result, stage, kind.length_suffix))
-            draw_profile(directory, result, stage)
         write_record(directory, fingerprint, step.length, result)
     return result, ""
 

@@ -52,7 +52,7 @@ class Kind:
 
     @property
     def noun(self) -> str:
-        """What a picture calls a sample."""
+        """What a table calls a sample."""
         return "row" if self.rows == 1 else "pair"
 
     @property

@@ -3,7 +3,6 @@
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from typing import Any
 import pytest
 
 from tests.pictures import is_drawn, legend_of, line_of, marked, pictures
-from tests.unit.report.test_tables import GIB, example, failing, profiled
+from tests.unit.report.test_tables import GIB
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
 from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import (
     MARKS,
     REPORT_FILE,
-    SEARCH_PICTURE,
-    draw_profile,
     draw_run,
-    draw_search,
     run_title,
 )
 
@@ -185,75 +181,33 @@ def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, drawn: list[Any
     assert len(line_of(drawn_run(tmp_path, drawn).axes[0], "limit")[0]) == 5
 
 
-def test_a_search_shows_probes_fit_budget_and_choice(tmp_path: Path, drawn: list[Any]) -> None:
-    result = example()
-    assert draw_search(tmp_path, result, 4096, "policy", "pair") == tmp_path / SEARCH_PICTURE
-    (axes,) = drawn[0].axes
-    rows, needs = line_of(axes, "memory needed")
-    assert (rows[0], needs[0]) == (0, pytest.approx(result.lines["backward"].fixed_bytes / GIB))
-    assert line_of(axes, "probe that fits") == ([1, 2, 8], pytest.approx([38.4, 42.9, 69.7], abs=0.01))
-    assert line_of(axes, "budget")[1] == [pytest.approx(75.2)] * 2
-    assert line_of(axes, "chosen: 8 pairs, 69.7 GiB, peak in backward") == ([8], [pytest.approx(69.7)])
-    title = "policy: 8 pairs of 4096 tokens chosen (9.2 fit, rounded down to a power of two)"
-    assert axes.get_title(loc="left") == title
-
-
-def test_a_refused_size_is_a_cross_and_one_far_away_is_only_counted(tmp_path: Path, drawn: list[Any]) -> None:
-    draw_search(tmp_path, failing(), 4096)
-    (axes,) = drawn[0].axes
-    assert marked(axes, "x") == [(8.0, 8.0)]
-    assert axes.get_xlabel() == "rows in a microbatch (decrease search, 3 probes; 1 larger not shown)"
-
-
-def test_a_profile_shows_every_probe_hollow_if_it_was_held_out(tmp_path: Path, drawn: list[Any]) -> None:
-    result = profiled()
-    assert draw_profile(tmp_path, result) is not None
-    (axes,) = drawn[0].axes
-    measured = {(p.rows * p.length, (p.peak.peak_bytes or 0) / GIB) for p in result.points}
-    hollow = {(p.rows * p.length, (p.peak.peak_bytes or 0) / GIB) for p in result.points if p.held_out}
-    points = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert {(line.get_xdata()[0], line.get_ydata()[0]) for line in points} == measured
-    white = [line for line in points if line.get_markerfacecolor() == "white"]
-    assert {(line.get_xdata()[0], line.get_ydata()[0]) for line in white} == hollow
-    assert line_of(axes, "fits at any length") == ([result.constant_tokens], [6.0])
-    assert axes.get_title(loc="left") == f"up to {result.constant_tokens} tokens fit, whatever their lengths"
-
-
 def draw_a_run(directory: Path) -> Path | None:
     a_run(directory)
     return draw_run(directory, read_timeline(directory))
 
 
-DRAWN: dict[str, Callable[[Path], Path | None]] = {
-    REPORT_FILE: draw_a_run,
-    SEARCH_PICTURE: lambda directory: draw_search(directory, example(), 4096),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
 def test_a_picture_that_cannot_be_drawn_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / name).mkdir()
-    assert DRAWN[name](tmp_path) is None
-    (tmp_path / name).rmdir()
+    (tmp_path / REPORT_FILE).mkdir()
+    assert draw_a_run(tmp_path) is None
+    (tmp_path / REPORT_FILE).rmdir()
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no font found\nand much more about it")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
-    assert DRAWN[name](tmp_path) is None
-    assert caplog.messages == [f"{name} is not drawn: Is a directory", f"{name} is not drawn: no font found"]
+    assert draw_a_run(tmp_path) is None
+    assert caplog.messages == [f"{REPORT_FILE} is not drawn: {why}" for why in ("Is a directory", "no font found")]
 
 
-@pytest.mark.parametrize("name", DRAWN)
 def test_without_matplotlib_one_line_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level("INFO"):
-        assert DRAWN[name](tmp_path) is None
-    assert caplog.messages == [f"{name} is not drawn: pip install matplotlib"]
+        assert draw_a_run(tmp_path) is None
+    assert caplog.messages == [f"{REPORT_FILE} is not drawn: pip install matplotlib"]
 
 
 def test_a_folder_without_a_run_is_said_to_be_one(
