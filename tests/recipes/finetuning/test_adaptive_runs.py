@@ -82,7 +82,7 @@ def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> No
     assert any(line.startswith("8 rows × 1 microbatch × 2 ranks = 16 samples a step (as configured)") for line in lines)
 
 
-def test_the_search_leaves_its_record_and_its_picture(runs: Runs) -> None:
+def test_the_search_leaves_its_record(runs: Runs) -> None:
     output = runs.folder / "searched" / "out"
     record = json.loads((output / "batch_search.json").read_text())
     assert record["result"]["rows"] == 8
