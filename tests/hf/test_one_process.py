@@ -183,6 +183,31 @@ def test_what_a_loss_adds_up_to_is_tried_out(folder: Path, dataset: type) -> Non
     assert difference(ours, theirs) < 1e-6
 
 
+class Plain(torch.nn.Module):
+    """A causal model that transformers does not know, so that nothing says that its loss shifts labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, Any]:
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def test_which_labels_a_mean_counts_is_tried_out(folder: Path) -> None:
+    class AllTargets(Counting):
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+    def options() -> dict[str, Any]:
+        with_one_batch = arguments(folder, per_device_train_batch_size=12, gradient_accumulation_steps=1)
+        return {"model": Plain(), "train_dataset": AllTargets(), "arguments": with_one_batch}
+
+    assert difference(train(folder, AdaptiveArguments(token_budget=50), **options()), train(folder, **options())) < 1e-6
+
+
 def test_labels_that_are_no_tokens_stay_labels(folder: Path) -> None:
     class Tags(PartlyTargets):
         def __getitem__(self, index: int) -> dict[str, list[int]]:
@@ -332,6 +357,15 @@ def test_a_training_step_that_passes_trainers_own_by_is_refused(folder: Path) ->
 
     with pytest.raises(ConfigError, match="training_step of Adaptive does not call Trainer's"):
         train(folder, AS_IT_IS, base=Own, arguments=arguments(folder))
+
+
+def test_a_training_step_in_place_of_the_mixins_is_refused(folder: Path) -> None:
+    class Own(AdaptiveTrainer):
+        training_step = Trainer.training_step
+
+    trainer = Own(model=tiny_llama(), args=arguments(folder), train_dataset=Counting(), data_collator=collate)
+    with pytest.raises(ConfigError, match="training_step of Own does not call Trainer's"):
+        trainer.train()
 
 
 def test_a_training_step_called_by_hand_is_that_of_stock(folder: Path) -> None:

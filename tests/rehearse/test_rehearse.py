@@ -90,7 +90,7 @@ def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(reh
     assert (held["parameters"], held["optimizer"]) == (WEIGHTS, 2 * WEIGHTS)
     assert held["activations"] % (90000 * 4096 * 4) == 0
     assert sum(held.values()) == error["allocated_bytes"]
-    assert error["free_bytes"] + error["reserved_bytes"] <= 6 * GIB
+    assert error["free_bytes"] + error["reserved_bytes"] <= 6 * GIB == error["allowed_bytes"]
 
 
 def test_a_sharded_model_is_one_rank_of_as_many_as_asked_and_launchers_are_seen_through(rehearse: Rehearse) -> None:
@@ -678,7 +678,11 @@ def test_steps_that_differ_and_memory_in_pieces_are_told() -> None:
     error = {
         "step": 6, "tried": False, "file": "train.py", "line": 1, "source": "x = y", "operation": "x = y",
         "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
+        "allowed_bytes": 10 * GIB,
     }  # fmt: skip
+    limited = Rehearsed(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
+    assert "8.00 GiB of the 8.00 GiB allocated that the script allows itself" in limited.verdict()
+    assert "in one piece" not in limited.as_text()
     text = Rehearsed(**about, status=1, steps=steps, errors=[error], rest={**end, "error": "out of memory"}).as_text()
     assert "enough is free, but not in one piece: PYTORCH_ALLOC_CONF=expandable_segments:True may help" in text
 
@@ -690,6 +694,7 @@ def test_a_rehearsal_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}
     steps = [{"step": step, **peaks, "flushes": step % 2} for step in (1, 2, 3)]
     error = {"step": 4, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB, "asked_bytes": 2 * GIB}
+    error["allowed_bytes"] = 4 * GIB
     about = {"usable_bytes": 4 * GIB, "overhead_bytes": 0, "rank": 0, "ranks": 8, "status": 1}
     draw(Rehearsed(**about, steps=steps, errors=[error]), tmp_path / "plan.png")
     (axes,) = drawn[0].axes

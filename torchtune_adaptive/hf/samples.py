@@ -97,8 +97,9 @@ class CollatedBatch:
     """
 
     samples: Sequence[RawSample]
-    targets: int
-    """Tokens that count in the loss; rows, where labels are not by token."""
+    targets: tuple[int, int]
+    """Tokens that count in the loss, and how many if the first of a row does not, as in causal language models; rows,
+    where labels are not by token."""
     inputs: Any = None
 
     @staticmethod
@@ -110,7 +111,7 @@ class CollatedBatch:
                 name: torch.cat([row[name] for row in features]) if value.dim() else value
                 for name, value in features[0].items()
             }
-            return CollatedBatch(samples, len(samples), rows)
+            return CollatedBatch(samples, (len(samples),) * 2, rows)
         inputs = collate(features)
         batch: CollatedBatch = inputs.pop(KEPT)
         return replace(batch, samples=samples, inputs=inputs)
@@ -121,16 +122,15 @@ class KeepSamples:
     """A collator that leaves in the inputs what they were made of."""
 
     collate: Callable[[list[Any]], Any]
-    shifted: bool
-    """Whether the first label of a row counts in no loss, as in causal language models."""
 
     def __call__(self, features: list[Any]) -> Any:
         samples = [RawSample(copy(each)) for each in features]  # some collators take parts out of them
         inputs = self.collate(features)
         if isinstance(inputs, MutableMapping):
-            labels, targets = inputs.get("labels"), len(samples)
+            labels, targets = inputs.get("labels"), (len(samples),) * 2
             if isinstance(labels, Tensor) and labels.dim() > 1:
-                targets = int((labels[..., int(self.shifted) :] != IGNORED).sum())
+                counts = labels != IGNORED
+                targets = int(counts.sum()), int(counts[..., 1:].sum())
             inputs[KEPT] = CollatedBatch(samples, targets)
         return inputs
 

@@ -41,6 +41,8 @@ COUNTED = ("_metrics", "_total_train_tokens")
 """What compute_loss of TRL's trainers adds to: a repeated step must not count twice."""
 NEXT_TO_NOTHING, IN_HALF_PRECISION = 0.002, 0.02
 """Shares of a loss by which it may miss what the losses of its parts add up to."""
+ROUNDING = 1e-6
+"""What it may miss in full precision where its targets are counted right."""
 
 
 class OptimizerSteps:
@@ -59,6 +61,8 @@ class OptimizerSteps:
         self.model = _inside_ddp(model, trainer.accelerator)
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's
         self._frozen_head = _frozen_head(self.model)
+        self._shifted = int(getattr(trainer, "_loss_shifts_labels", True))
+        """The count of targets, of a batch's two, that its loss is a mean over."""
         self._run = 0
         """Steps that have been run."""
         self._begin(batches, num_items)
@@ -136,7 +140,8 @@ class OptimizerSteps:
         # A microbatch that is just one of them is run as the data loader has collated it.
         self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
         self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).as_targets())
-        self._targets, self._num_items = sum(batch.targets for batch in batches), num_items
+        self._targets_of_step = [sum(counts) for counts in zip(*(batch.targets for batch in batches), strict=True)]
+        self._num_items = num_items
         self._restore = self._snapshot()
 
     def _snapshot(self) -> Callable[[], None]:
@@ -155,13 +160,13 @@ class OptimizerSteps:
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """One microbatch, by the Trainer's own training_step."""
         batch = self._batches.get(tuple(map(id, samples))) or self._collated(samples)
-        rows, targets = (0, 0) if samples[0] is self._filler else (len(samples), batch.targets)
+        rows, targets = (0, 0) if samples[0] is self._filler else (len(samples), batch.targets[self._shifted])
         # Trainer adds up the losses of its batches, and divides by their number where these are means.
         batches = self.trainer.current_gradient_accumulation_steps
         weight = {
             "sum": float(rows > 0),
             "mean of rows": batches * rows / len(self._samples),
-            "mean of tokens": batches * targets / max(1, self._targets),
+            "mean of tokens": batches * targets / max(1, self._targets_of_step[self._shifted]),
         }[self._adds_up]
         if not weight:  # a mean over no target is no number, not even times 0
             batch = self._collated([self._filler])
@@ -222,23 +227,26 @@ class OptimizerSteps:
             pair = [one.as_targets(half=True), others[0].as_targets()]  # equally many could not tell means apart
         tried = [self._collated(samples) for samples in (pair, pair[:1], pair[1:])]
         both, first, second = map(self._loss_of, tried)
-        shares = [batch.targets / max(1, tried[1].targets + tried[2].targets) for batch in tried[1:]]
-        expected = {
-            "sum": first + second,
-            "mean of tokens": first * shares[0] + second * shares[1],
-            "mean of rows": (first + second) / 2,
-        }
+        weighted = [
+            (first * one + second * other) / max(1, one + other)
+            for one, other in zip(tried[1].targets, tried[2].targets, strict=True)
+        ]
+        expected = {"sum": first + second, "mean of rows": (first + second) / 2, 0: weighted[0], 1: weighted[1]}
         misses = from_all_ranks({name: abs(value - both) / (abs(both) or 1.0) for name, value in expected.items()})
         worst = {name: max(miss[name] for miss in misses) for name in expected}
-        adds_up = min(worst, key=lambda name: worst[name])
         mixed = self.trainer.accelerator.mixed_precision != "no"
         half = mixed or next(self.model.parameters()).dtype.itemsize < 4
-        if worst[adds_up] > (IN_HALF_PRECISION if half else NEXT_TO_NOTHING):
+        if not half and worst[self._shifted] > ROUNDING > worst[1 - self._shifted]:  # transformers does not know it
+            self._shifted = 1 - self._shifted
+        del worst[1 - self._shifted]
+        best = min(worst, key=lambda name: worst[name])
+        if worst[best] > (IN_HALF_PRECISION if half else NEXT_TO_NOTHING):
             raise ConfigError(
                 f"the loss of two samples is {both:.4g}, that of each {first:.4g} and {second:.4g}: neither their sum "
                 "nor their mean, so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, "
                 "without random numbers for each row"
             )
+        adds_up = best if isinstance(best, str) else "mean of tokens"
         return adds_up, "input_ids" not in tried[0].inputs or len(tried[0].inputs["input_ids"]) > 1
 
     def _loss_of(self, batch: CollatedBatch) -> float:

@@ -76,7 +76,7 @@ class AdaptiveMixin(Base):
 
     def get_train_dataloader(self) -> Any:
         """As Trainer's, with the samples beside each batch."""
-        self.keeps_samples = KeepSamples(self.data_collator, getattr(self, "_loss_shifts_labels", True))
+        self.keeps_samples = KeepSamples(self.data_collator)
         with patch.object(self, "data_collator", self.keeps_samples):
             loader = super().get_train_dataloader()
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
@@ -88,8 +88,10 @@ class AdaptiveMixin(Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """As Trainer's: the batches of one optimizer step."""
-        self._batches = []
-        return super().get_batch_samples(*args, **kwargs)
+        self._check_taken()
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        self._batches = [] if batches else None
+        return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Collective: with the last batch of a step, forward and backward over all of them; before it, nothing.
@@ -98,9 +100,13 @@ class AdaptiveMixin(Base):
         """
         with patch.object(Trainer, "training_step", AdaptiveMixin._take):
             loss = super().training_step(*args, **kwargs)
+        self._check_taken()
+        return loss
+
+    def _check_taken(self) -> None:
+        """Refuses a trainer whose batches do not come to `_take`."""
         if self._batches == []:
             raise ConfigError(f"training_step of {type(self).__name__} does not call Trainer's, so it cannot be split")
-        return loss
 
     def _take(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collective, in place of Trainer's training_step."""
@@ -112,7 +118,7 @@ class AdaptiveMixin(Base):
             model.train()
             inputs = self._prepare_inputs(inputs)
             rows = GeneratedRow.all_of(inputs)
-            self._batches.append(CollatedBatch(rows, len(rows), inputs))
+            self._batches.append(CollatedBatch(rows, (len(rows),) * 2, inputs))
         else:
             raise ConfigError(
                 "AdaptiveMixin needs Trainer's get_train_dataloader and a data collator that returns a dict of "

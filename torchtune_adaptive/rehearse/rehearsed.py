@@ -122,15 +122,20 @@ class Rehearsed:
     def fragmented(self) -> bool:
         """Whether it ran out of memory with enough free, but not in one piece."""
         error = self.out_of_memory
-        return error is not None and self.usable_bytes - error["allocated_bytes"] >= error["asked_bytes"]
+        return error is not None and self._room(error) - error["allocated_bytes"] >= error["asked_bytes"]
+
+    def _room(self, error: dict[str, Any]) -> int:
+        """What the script may use of the card, which it may have limited itself."""
+        return min(self.usable_bytes, int(error["allowed_bytes"]))
 
     def verdict(self) -> str:
         guessed = "; a value that may decide on sizes was guessed (see below)" if self.guesses else ""
         if (error := self.out_of_memory) is not None:
-            return (
-                f"does not fit: out of memory in step {error['step']}, {_gib(error['allocated_bytes'])} of "
-                f"{_gib(self.usable_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested{guessed}"
-            )
+            had = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
+            if (room := self._room(error)) < self.usable_bytes:
+                had = f"{_size(error['allocated_bytes'])} of the {_size(room)} allocated that the script allows itself"
+            asked = f"{_size(error['asked_bytes'])} more requested"
+            return f"does not fit: out of memory in step {error['step']}, {had}, {asked}{guessed}"
         if self.status and self.interrupted:
             return f"no answer: interrupted in step {len(self.steps) + 1}"
         if self.status < 0:

@@ -150,6 +150,7 @@ class StepWriter:
                 "operation": node.name() if node else linecache.getline(*frames[0]).strip(),
                 "asked_bytes": asked,
                 "free_bytes": free,
+                "allowed_bytes": int(total * torch.cuda.get_per_process_memory_fraction(device)),
                 "allocated_bytes": stats["allocated_bytes.all.current"],
                 "reserved_bytes": stats["reserved_bytes.all.current"],
                 "held_bytes": holders(device),
