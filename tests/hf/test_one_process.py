@@ -266,16 +266,35 @@ def test_a_batch_that_training_step_edits_from_some_step_on_is_refused(folder: P
         train(folder, AS_IT_IS, base=Edits, arguments=arguments(folder))
 
 
-def test_out_of_memory_in_evaluation_is_told_with_what_helps(folder: Path) -> None:
-    class Evaluates(Trainer):
-        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-            raise torch.OutOfMemoryError("no room")
+class Full(torch.optim.SGD):
+    def step(self, *_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
 
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        ("prediction_step", r"\(lower per_device_eval_batch_size if in evaluation\): no room; lower per_device_train"),
+        ("compute_loss", "before the first step: no room; use a smaller model"),
+        (
+            "create_optimizer",
+            "in the optimizer, whose state does not depend on the batch: no room; use a smaller model",
+        ),
+    ],
+)
+def test_out_of_memory_where_no_step_is_repeated_is_told_with_what_helps(folder: Path, fails: str, told: str) -> None:
+    def full_optimizer(trainer: Any, *_: Any) -> Any:
+        trainer.optimizer = Full(trainer.model.parameters())
+        return trainer.optimizer
+
+    failing = type("Failing", (Trainer,), {fails: full_optimizer if fails == "create_optimizer" else no_room})
     options = arguments(folder, eval_strategy="steps", eval_steps=2)
-    with pytest.raises(
-        RecoveryUnsupportedError, match=r"\(no room\); lower per_device_eval_batch_size if in evaluation"
-    ):
-        train(folder, AS_IT_IS, base=Evaluates, eval_dataset=Counting(8), arguments=options)
+    with pytest.raises(RecoveryUnsupportedError, match=told):
+        train(folder, AS_IT_IS, base=failing, eval_dataset=Counting(8), arguments=options)
 
 
 def test_a_compiled_model_trains_what_stock_trains(folder: Path) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import Trainer
 
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
@@ -67,12 +69,15 @@ class AdaptiveMixin(Base):
                 self._steps = self._batches = None
 
     def _explained(self, error: Exception) -> RecoveryUnsupportedError:
-        return RecoveryUnsupportedError(
-            f"out of memory where no step is repeated ({error}); lower per_device_eval_batch_size if in evaluation",
-            *([] if self.adaptive.recover_from_oom else [Remedy.RECOVERY]),
-            Remedy.SMALLER_LIMIT,
-            Remedy.LARGER_BUDGET,
-        )
+        helps = [Remedy.LESS_STATE, Remedy.MORE_RANKS]
+        if any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in walk_tb(error.__traceback__)):
+            where = "in the optimizer, whose state does not depend on the batch"
+        elif self._steps is None:
+            where = "before the first step"
+        else:
+            where = "where no step is repeated (lower per_device_eval_batch_size if in evaluation)"
+            helps = [Remedy.SMALLER_LIMIT, *([] if self.adaptive.recover_from_oom else [Remedy.RECOVERY])]
+        return RecoveryUnsupportedError(f"out of memory {where}: {error}", *helps, Remedy.LARGER_BUDGET)
 
     def get_train_dataloader(self) -> Any:
         """As Trainer's, with the samples beside each batch."""

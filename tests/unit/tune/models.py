@@ -104,4 +104,7 @@ def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The most by which gradients differ, relative to the largest of their tensor."""
     assert ours.keys() == theirs.keys()
     assert len(ours) > 4
-    return max(((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in ours)
+    smallest = torch.finfo(torch.float32).tiny  # a shard of an embedding may be all zeros
+    return max(
+        ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(smallest)).item() for name in ours
+    )

@@ -1,0 +1,33 @@
+"""A rehearsal beside the card that it stands for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.one_card import CASES, LENGTHS
+
+ROOT = Path(__file__).parents[2]
+
+
+def peaks(*command: str) -> list[list[int]]:
+    """Allocated and reserved, by step."""
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line.removeprefix("peak ")) for line in ended.stdout.splitlines() if line.startswith("peak ")]
+
+
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_needs_on_the_card_what_it_needs_rehearsed(cuda: str, case: str) -> None:
+    script = ("-m", "tests.gpu.one_card", case)
+    real = peaks(sys.executable, *script)
+    memory = f"{torch.cuda.get_device_properties(0).total_memory}B"
+    rehearsed = peaks(
+        str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--memory", memory, "--", *script
+    )
+    assert len(real) == len(LENGTHS)
+    assert rehearsed == real
