@@ -65,6 +65,8 @@ def trainer() -> None:
     """Two batches a step, checkpointed, in bf16."""
     samples = [torch.randint(0, VOCABULARY, (length,)) for length in LENGTHS for _ in range(2 * ROWS)]
     options: dict[str, Any] = {"save_strategy": "no", "report_to": [], "train_sampling_strategy": "sequential"}
+    with torch.device("cuda"):
+        model = llama()
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -73,10 +75,11 @@ def trainer() -> None:
             activation_checkpointing=True,
             max_steps=len(LENGTHS),
             bf16=True,
+            disable_tqdm=True,
             **options,
         )
         dataset = [{"input_ids": sample, "labels": sample} for sample in samples]
-        Trainer(llama(), arguments, train_dataset=dataset, callbacks=[Reporting()]).train()
+        Trainer(model, arguments, train_dataset=dataset, callbacks=[Reporting()]).train()
 
 
 CASES = {case.__name__: case for case in (plain, fsdp2, trainer)}

@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 def peaks(*command: str) -> list[list[int]]:
     """Allocated and reserved, by step."""
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return [json.loads(line.removeprefix("peak ")) for line in ended.stdout.splitlines() if line.startswith("peak ")]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    lines = ended.stdout.splitlines()  # a rehearsal has its own answer on stdout, and what the script prints on stderr
+    return [json.loads(line.removeprefix("peak ")) for line in lines if line.startswith("peak ")]
 
 
 @pytest.mark.real_gpu
@@ -25,9 +26,8 @@ def peaks(*command: str) -> list[list[int]]:
 def test_every_step_needs_on_the_card_what_it_needs_rehearsed(cuda: str, case: str) -> None:
     script = ("-m", "tests.gpu.one_card", case)
     real = peaks(sys.executable, *script)
-    memory = f"{torch.cuda.get_device_properties(0).total_memory}B"
-    rehearsed = peaks(
-        str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--memory", memory, "--", *script
-    )
+    memory = f"{torch.cuda.get_device_properties(0).total_memory // 2**20}MiB"
+    tune_adaptive = str(Path(sys.executable).with_name("tune-adaptive"))
+    rehearsed = peaks(tune_adaptive, "rehearse", "--memory", memory, "--", *script)
     assert len(real) == len(LENGTHS)
     assert rehearsed == real
