@@ -101,11 +101,13 @@ def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
 
 def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[Any, dict[str, Any]]:
     """Collective: a recipe that is set up, and the limits of its stages, in which nothing has failed yet."""
-    folder = [tempfile.mkdtemp(prefix="faults-")]
-    dist.broadcast_object_list(folder)
-    with mock.patch.object(place, "join_on"):  # the ranks have met
-        recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
-    recipe.setup()
+    with tempfile.TemporaryDirectory(prefix="faults-") as own:  # a rank's own is used by the first only
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        with mock.patch.object(place, "join_on"):  # the ranks have met
+            recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
+        recipe.setup()
+        dist.barrier()
     if layer_by_layer:
         recipe.stages.go_layer_by_layer()
     for runner in runners_of(recipe).values():
