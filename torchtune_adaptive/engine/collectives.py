@@ -324,6 +324,8 @@ class CollectiveLedger:
             fsdp.settle(root)
         self._compare(complete=True)
         self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
+        if self._record.unsteady and self._number == self._microbatches - 1:
+            fsdp.check_scattered(self._groups)
         if not (self._replicated and self._sums_over_replicas(self._number)):
             return
         # FSDP sums over replicas only gradients that this microbatch has produced.

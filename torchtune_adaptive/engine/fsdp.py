@@ -105,10 +105,8 @@ def replace_collectives(
 
 def why_recovery_is_off(model: nn.Module) -> str | None:
     """Why a step of this model cannot be repeated after running out of memory; None if it can."""
-    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
-        return (
-            "hooks use gradients during backward (for example, an optimizer in the backward), and would use them twice"
-        )
+    if hooks := why_hooks_forbid_it(model):
+        return hooks
     if world_size() == 1:
         return None
     if isinstance(model, DistributedDataParallel):
@@ -127,6 +125,14 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
     sharded = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
     if any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
         return "some parameters are not distributed by fully_shard (tensor parallel)"
+    return None
+
+
+def why_hooks_forbid_it(model: nn.Module) -> str | None:
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
+        return (
+            "hooks use gradients during backward (for example, an optimizer in the backward), and would use them twice"
+        )
     return None
 
 
@@ -205,8 +211,8 @@ def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
         whole = getattr(parameter, "_unsharded_param", None)
         if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
             raise ValueError(
-                "gradients of an earlier backward were not reduce-scattered (set_requires_gradient_sync(False)) and "
-                "would be added to this step's: reduce-scatter them in the last backward before a step"
+                "gradients were not reduce-scattered (set_requires_gradient_sync(False)), so they are missing from a "
+                "step and would be added to the next one's: leave that to the step"
             )
 
 

@@ -65,7 +65,7 @@ class LimitState(TypedDict):
 
     unit: str
     size: int | None
-    wait: int
+    failed_tries: int
     quiet_steps: int
     before_growth: int | None
     tolerated: list[int]
@@ -95,7 +95,7 @@ class Governor:
         self._allowed = allowed
         self._size: int | None = None  # None: as allowed
         self._regrow_after = regrow_after
-        self._wait = regrow_after
+        self._failed_tries = 0  # of more, in a row: each doubles the wait for the next
         self._quiet_steps = 0
         self._before_growth: int | None = None  # the size to go back to while on probation
         self._trial: _Trial | None = None
@@ -104,8 +104,15 @@ class Governor:
         self._tolerated: set[int] = set()  # sizes that are best in spite of the retries
         self._row_retried_in: int | None = None  # the last step in which a single row failed
 
+    @property
+    def _wait(self) -> int:
+        return self._regrow_after << self._failed_tries
+
     def allow(self, limit: Limit) -> None:
-        """Allows no more than this limit from now on, and less where the run has come down to less."""
+        """Allows no more than this limit from now on, and less where the run has come down to less of the same unit."""
+        if limit.unit != self._allowed.unit:
+            self._tolerated = set()
+            self._change(None)
         self._allowed = limit
         self._use(self._size)
 
@@ -189,7 +196,7 @@ class Governor:
         if not self._regrow_after or self._quiet_steps < due:
             return None
         if self._before_growth is not None:  # probation has passed
-            self._before_growth, self._wait = None, self._regrow_after
+            self._before_growth, self._failed_tries = None, 0
         before, quiet = self.limit, self._quiet_steps
         self._quiet_steps = 0
         if before.size >= self._allowed.size:
@@ -205,7 +212,7 @@ class Governor:
         return {
             "unit": self.limit.unit,
             "size": self._size,
-            "wait": self._wait,
+            "failed_tries": self._failed_tries,
             "quiet_steps": self._quiet_steps,
             "before_growth": self._before_growth,
             "tolerated": sorted(self._tolerated),
@@ -219,7 +226,7 @@ class Governor:
         self.recoveries = state["recoveries"]
         if state["unit"] != self.limit.unit:
             return
-        self._wait = max(self._regrow_after, state["wait"]) if self._regrow_after else 0
+        self._failed_tries = state["failed_tries"]
         self._quiet_steps = state["quiet_steps"]
         self._before_growth = state["before_growth"]
         self._tolerated = set(state["tolerated"])
@@ -244,7 +251,7 @@ class Governor:
         if self._before_growth is None:
             self._change(size)
             return ""
-        self._wait *= 2
+        self._failed_tries += 1
         self._change(self._before_growth if size is None else min(size, self._before_growth))
         return f"; {self._wait} steps until the next try"
 

@@ -28,9 +28,10 @@ ROUNDINGS = ("power_of_two", "none", "divisor")
 
 def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | None = None) -> Sequence[int]:
     """The rows that may be chosen, ascending: all of them, powers of two, or divisors of the step."""
+    for name, count in {"max_rows": max_rows, "samples_per_step": samples_per_step}.items():
+        if count is not None and (type(count) is not int or count < 1):
+            raise ConfigError(f"{name}: {count!r} leaves nothing to search; allowed: 1 or more, or None")
     most = MAX_ROWS if max_rows is None else max_rows
-    if most < 1:
-        raise ConfigError(f"max_rows: {most} leaves nothing to search; allowed: 1 or more, or None")
     if round_to == "none":
         return range(1, most + 1)
     if round_to == "power_of_two":
@@ -244,6 +245,7 @@ class TokenLimit(Limit):
 
     def __post_init__(self) -> None:
         _check_count(self.tokens, "token")
+        _check_count(self.rows_per_sample, "row")
 
     @property
     def size(self) -> int:
@@ -315,7 +317,7 @@ class SurfaceLimit(Limit):
 
 
 def _check_count(count: int, of: str) -> None:
-    if not isinstance(count, int) or count < 1:
+    if type(count) is not int or count < 1:
         raise ValueError(f"a limit is a whole number of {of}s, at least 1, but this one is {count!r}")
 
 

@@ -107,6 +107,8 @@ class MemoryMeter(TorchDispatchMode):
         return result
 
     def __enter__(self) -> MemoryMeter:
+        if self._resize is not None:
+            raise RuntimeError("this MemoryMeter is in force already: enter it once")
         # FSDP allocates parameters by growing their storages, which is not an operation.
         resize = self._resize = UntypedStorage.resize_
 
@@ -123,7 +125,7 @@ class MemoryMeter(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        UntypedStorage.resize_, self._resize = self._resize, None  # type: ignore[method-assign, assignment]
         super().__exit__(*error)
 
     def _check(self, extra_bytes: int, what: str) -> None:

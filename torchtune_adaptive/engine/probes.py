@@ -23,13 +23,22 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.limits import MAX_ROWS
+from torchtune_adaptive.engine.limits import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, release
 from torchtune_adaptive.engine.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.engine.ranks import Agreement, rank
 from torchtune_adaptive.engine.reports import StepResult
-from torchtune_adaptive.engine.search import NEED_RECOVERY, NEEDS_LESS, Peak, Room, SearchResult, one_row_error, search
+from torchtune_adaptive.engine.search import (
+    NEED_RECOVERY,
+    NEEDS_LESS,
+    STRATEGIES,
+    Peak,
+    Room,
+    SearchResult,
+    one_row_error,
+    search,
+)
 from torchtune_adaptive.engine.snapshot import leaving_no_trace
 from torchtune_adaptive.engine.step import Sample, StepRunner
 from torchtune_adaptive.errors import (
@@ -38,6 +47,7 @@ from torchtune_adaptive.errors import (
     Remedy,
     RunStopped,
     UnrecoverableError,
+    check_choice,
     without_backward,
 )
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
@@ -337,7 +347,7 @@ def _explaining(rows: int) -> AbstractContextManager[None]:
         lambda _: UnrecoverableError(
             f"rank {rank()} ran out of memory while measuring {count_of(rows, 'row')}, in the update or in a step that "
             "cannot be repeated, so the search cannot continue",
-            Remedy.FEWER_ROWS,
+            Remedy.FEWER_ROWS if rows > 1 else Remedy.LESS_STATE,
             Remedy.SHORTER_SAMPLES,
             Remedy.MORE_RANKS,
         )
@@ -352,6 +362,8 @@ def _probing(
     named = steps if isinstance(steps, Mapping) else {"": steps}
     if not named:
         raise ValueError("a search needs at least 1 training step, but got none")
+    if memory is None and not torch.cuda.is_available():
+        raise ConfigError("there is no GPU whose memory is measured; pass memory, a MemoryMeter that is in force")
     memory = CudaMemory() if memory is None else memory
     run = [*named.values(), *(beside for step in named.values() for beside in step.beside)]
     # Once each: stages may share a model.
@@ -388,6 +400,8 @@ def find_max_batch_size(
     by default; on a CPU, a MemoryMeter that is in force. The other arguments are those of `search`. Raises
     OneRowDoesNotFitError, the same on every rank.
     """
+    check_choice("strategy", strategy, STRATEGIES)
+    rungs_up_to(max_rows, round_to, samples_per_step)
     with _probing(steps, memory, progress) as (named, prober):
         if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in named.values()):
             raise ConfigError(

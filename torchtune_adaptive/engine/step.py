@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import index
 from os import PathLike
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -47,6 +48,7 @@ from torchtune_adaptive.engine.ranks import (
 from torchtune_adaptive.engine.reports import Report, Reports, StepResult, Totals, exchange, result_of
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import (
+    ConfigError,
     LimitExhaustedError,
     RecoveryUnsupportedError,
     Remedy,
@@ -83,7 +85,7 @@ class SampleKind(Generic[Sample]):
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
         """A sample without tokens counts as one of padding: it takes room too, and no limit divides by its length."""
-        return [max(1, self.length_of(sample)) for sample in samples]
+        return [max(1, index(self.length_of(sample))) for sample in samples]
 
 
 class Recovery:
@@ -112,6 +114,8 @@ class Recovery:
             raise RecoveryUnsupportedError(
                 f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
             )
+        if type(regrow_after) is not int or regrow_after < 0:
+            raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
         self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
         self.asked_to_stop, self.on_change, self.on_attempt = asked_to_stop, on_change, on_attempt
         self.ledger = CollectiveLedger(*models, watches=enabled)
@@ -154,6 +158,11 @@ def _has_gradients(model: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
 
 
+def _check_limit(limit: object) -> None:
+    if isinstance(limit, type) or not hasattr(limit, "by_length"):
+        raise TypeError(f"the limit of a StepRunner is {limit!r}; pass a RowLimit or a TokenLimit, such as RowLimit(8)")
+
+
 class _Ahead(NamedTuple):
     """The plan of the next step, where its samples are known."""
 
@@ -192,8 +201,7 @@ class StepRunner(Generic[Sample]):
         stage: str = "",
     ) -> None:
         """Collective, as `Recovery` is."""
-        if not hasattr(limit, "by_length"):
-            raise TypeError(f"the limit of a StepRunner is {limit!r}; pass RowLimit({limit!r}) or a TokenLimit")
+        _check_limit(limit)
         if not isinstance(kind, SampleKind):
             raise TypeError(f"the kind of a StepRunner is {kind!r}; pass SampleKind(length_of=..., stand_in=...)")
         self.model, self.kind, self.stage = model, kind, stage
@@ -228,7 +236,8 @@ class StepRunner(Generic[Sample]):
         return self._governor.recoveries
 
     def use_limit(self, limit: Limit) -> None:
-        """Sets the limit from the next step on; where recovery has come down to less, that stays."""
+        """Sets the limit from the next step on; where recovery has come down to less of the same unit, that stays."""
+        _check_limit(limit)
         self._governor.allow(limit)
 
     def start_over(self) -> None:
@@ -288,8 +297,8 @@ class StepRunner(Generic[Sample]):
         limit by length, the number of their microbatches then travels with this step's agreement, and needs no
         reduction of its own.
 
-        Raises LimitExhaustedError on every rank where nothing smaller is left. Gradients and random generators are
-        then as they were before, so a caller that can make room elsewhere may call it again.
+        Raises LimitExhaustedError on every rank where nothing smaller is left. Gradients and torch's random generators
+        are then as they were before, so a caller that can make room elsewhere may call it again.
         """
         self._check(samples)
         self.current_step = step
@@ -323,6 +332,10 @@ class StepRunner(Generic[Sample]):
             del totals  # a loss on the device, where this rank had not failed
             self._discard()
             rng.restore()
+            if hooks := fsdp.why_hooks_forbid_it(self.model):  # installed since the Recovery was made
+                raise RecoveryUnsupportedError(
+                    f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}"
+                )
             change = self._governor.out_of_memory(reports.failed, step)
             if change.kind == EXHAUSTED:
                 raise self._exhausted(change, reports)

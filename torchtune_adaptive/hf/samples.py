@@ -101,6 +101,8 @@ class CollatedBatch:
     """Tokens that count in the loss, and how many if the first of a row does not, as in causal language models; rows,
     where labels are not by token."""
     inputs: Any = None
+    edited: bool = False
+    """Whether something has changed tensors of it, or put others there, since it was collated."""
 
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:

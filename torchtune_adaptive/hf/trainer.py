@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples
@@ -69,15 +70,22 @@ class AdaptiveMixin(Base):
                 self._steps = self._batches = None
 
     def _explained(self, error: Exception) -> RecoveryUnsupportedError:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        functions = {frame.f_code.co_name for frame in frames}
         helps = [Remedy.LESS_STATE, Remedy.MORE_RANKS]
-        if any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in walk_tb(error.__traceback__)):
+        if functions & {"evaluate", "predict"}:
+            where, helps = "in evaluation (lower per_device_eval_batch_size)", []
+        elif any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
             where = "in the optimizer, whose state does not depend on the batch"
         elif self._steps is None:
-            where = "before the first step"
+            where = "before the first step, for which two samples are run without a backward"
+        elif "training_step" in functions and not self.adaptive.recover_from_oom:
+            where, helps = "in training, and recover_from_oom is False", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
         else:
-            where = "where no step is repeated (lower per_device_eval_batch_size if in evaluation)"
-            helps = [Remedy.SMALLER_LIMIT, *([] if self.adaptive.recover_from_oom else [Remedy.RECOVERY])]
-        return RecoveryUnsupportedError(f"out of memory {where}: {error}", *helps, Remedy.LARGER_BUDGET)
+            where = "where no step is repeated"
+        return RecoveryUnsupportedError(
+            f"out of memory on rank {rank()} {where}: {error}", *helps, Remedy.LARGER_BUDGET
+        )
 
     def get_train_dataloader(self) -> Any:
         """As Trainer's, with the samples beside each batch."""
@@ -96,6 +104,7 @@ class AdaptiveMixin(Base):
         self._check_taken()
         batches, items = super().get_batch_samples(*args, **kwargs)
         self._batches = [] if batches else None
+        self._collated = [*map(_versions, batches)]
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -118,7 +127,8 @@ class AdaptiveMixin(Base):
         if self._batches is None:  # called by hand, outside of train()
             return TRAINING_STEP(self, model, inputs, num_items_in_batch)
         if isinstance(inputs, MutableMapping) and KEPT in inputs:
-            self._batches.append(replace(inputs.pop(KEPT), inputs=inputs))
+            edited = _versions(inputs) != self._collated[len(self._batches)]
+            self._batches.append(replace(inputs.pop(KEPT), inputs=inputs, edited=edited))
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
             model.train()
             inputs = self._prepare_inputs(inputs)
@@ -145,6 +155,12 @@ class AdaptiveMixin(Base):
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):
     """transformers' Trainer that finds what fits, and survives running out of memory."""
+
+
+def _versions(inputs: Any) -> dict[str, tuple[int, int]]:
+    """What tells each tensor of a batch from another, and from itself once it is written to."""
+    tensors = inputs.items() if isinstance(inputs, MutableMapping) else ()
+    return {name: (id(value), value._version) for name, value in tensors if isinstance(value, Tensor)}
 
 
 def _refuse_unsupported(trainer: Trainer) -> None:

@@ -143,9 +143,14 @@ def accumulate_before_the_step() -> None:
     model.set_requires_gradient_sync(True)
     with pytest.raises(ValueError, match=r"were not reduce-scattered \(set_requires_gradient_sync\(False\)\)"):
         runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+    model = sharded(plain_model())
+    runner = runner_of(model)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match="so they are missing from a step"):
+        runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
 
 
-def test_gradients_of_before_that_nobody_sees_are_refused() -> None:
+def test_gradients_that_nobody_sees_are_refused() -> None:
     run_on_ranks(2, accumulate_before_the_step)
 
 

@@ -235,7 +235,7 @@ def test_a_state_of_another_kind_of_limit_leaves_only_its_counters():
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(ValueError, match=r"not the state of a limit, since it has no before_growth, .*, wait"):
+    with pytest.raises(ValueError, match=r"not the state of a limit, since it has no before_growth, .*, unit"):
         Run().governor.restore({})
 
 
@@ -282,3 +282,20 @@ def test_a_row_that_failed_beside_several_is_not_what_is_retried_and_takes_nothi
     governor = Governor(RowLimit(8), regrow_after=0)
     governor.out_of_memory({rank: sizes[rank] for rank in order}, step=1)
     assert governor.limit == RowLimit(2)
+
+
+def test_a_limit_in_another_unit_starts_over():
+    governor = Governor(RowLimit(8), regrow_after=0)
+    governor.out_of_memory({0: Microbatch(8, 16)}, step=1)
+    governor.allow(TokenLimit(4096))
+    assert governor.limit == TokenLimit(4096)
+
+
+def test_a_resumed_run_waits_as_its_own_regrow_after_says():
+    before = Governor(RowLimit(8), regrow_after=200)
+    before.out_of_memory({0: Microbatch(8, 16)}, step=1)
+    resumed = Governor(RowLimit(8), regrow_after=1)
+    resumed.restore(before.state())
+    change = resumed.completed(2, 1.0, {})
+    assert change is not None
+    assert change.kind == GROWTH

@@ -78,6 +78,15 @@ def test_tensors_from_before_are_counted_when_given():
     assert meter.live_bytes == MIB
 
 
+def test_a_meter_is_entered_once_at_a_time():
+    resize = torch.UntypedStorage.resize_
+    with MemoryMeter() as meter, pytest.raises(RuntimeError, match="in force already"), meter:
+        pass
+    assert torch.UntypedStorage.resize_ is resize
+    with meter:
+        pass
+
+
 def test_the_cap_can_change_while_running():
     with MemoryMeter(cap_bytes=MIB) as meter:
         first = a_mebibyte()

@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.errors import LimitExhaustedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]
@@ -256,13 +256,27 @@ def take_a_stage_twice() -> None:
         ),
         (
             lambda: StepRunner(a_model(), print, kind=KIND, limit=4),
-            r"the limit of a StepRunner is 4; pass RowLimit\(4\) or a TokenLimit",
+            "the limit of a StepRunner is 4; pass a RowLimit or a TokenLimit",
         ),
+        (lambda: runner_of(a_model(), 8).use_limit(None), "the limit of a StepRunner is None"),
+        (lambda: Recovery(regrow_after=-1), "regrow_after: -1 steps; give 0"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_remedy(wrong: Callable[[], object], told: str):
     with pytest.raises((TypeError, ValueError), match=told):
         wrong()
+
+
+def test_a_step_is_not_repeated_once_hooks_have_used_its_gradients():
+    model = a_model()
+    runner = runner_of(model, 8)
+    for parameter in model.parameters():  # after Recovery has looked for them
+        parameter.register_post_accumulate_grad_hook(lambda each: each.data.sub_(each.grad))
+    with (
+        pytest.raises(RecoveryUnsupportedError, match="out of memory in step 0, which cannot be repeated: hooks use"),
+        FaultInjector(runner).fail_at(rank=0, step=0, operation=5),
+    ):
+        runner.run(SAMPLES, step=0)
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), torch.OutOfMemoryError("mine")])
