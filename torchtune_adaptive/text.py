@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
 
@@ -158,3 +160,8 @@ def in_columns(lines: Iterable[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def is_whole(value: Any, *, at_least: int) -> bool:
+    """Whether it counts something, from so many on; numpy's integers do too, and truth values do not."""
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= at_least

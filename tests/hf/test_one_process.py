@@ -255,15 +255,57 @@ def test_a_collator_that_draws_at_random_is_refused(folder: Path) -> None:
         train(folder, AS_IT_IS, data_collator=masked, arguments=arguments(folder))
 
 
-def test_a_batch_that_training_step_edits_from_some_step_on_is_refused(folder: Path) -> None:
+def edit(inputs: Any) -> None:
+    inputs["labels"][:, 3:] = -100
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (edit, None, "edits the batch "),
+        (lambda inputs: inputs.update(scale=0.5), None, "edits the batch "),
+        (None, edit, "edits the batch after it has called Trainer's"),
+    ],
+)
+def test_a_batch_that_training_step_edits_is_refused_in_that_step(
+    folder: Path, before: Any, after: Any, told: str
+) -> None:
     class Edits(Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 2:  # a step of which nothing else is looked at
-                inputs["labels"][:, 3:] = -100
+            third = self.state.global_step == 2  # which nothing else looks at
+            if third and before:
+                before(inputs)
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            if third and after:
+                after(inputs)
+            return loss
+
+    options = arguments(folder, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=f"training_step of .* {told}"):
+        train(folder, AS_IT_IS, base=Edits, arguments=options)
+
+
+def test_a_step_whose_last_batch_is_left_out_is_refused(folder: Path) -> None:
+    class Leaves(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.accelerator.sync_gradients:
+                return torch.zeros(())
             return super().training_step(model, inputs, *args, **kwargs)
 
-    with pytest.raises(ConfigError, match="training_step edits the batch, so a step"):
-        train(folder, AS_IT_IS, base=Edits, arguments=arguments(folder))
+    options = arguments(folder, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="does not call Trainer's for every batch of a step"):
+        train(folder, AS_IT_IS, base=Leaves, arguments=options)
+
+
+def test_tensors_of_inference_mode_are_trained_with(folder: Path) -> None:
+    def masked(samples: Any) -> Any:
+        batch = collate(samples)
+        with torch.inference_mode():
+            return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+    theirs = train(folder, data_collator=masked, arguments=arguments(folder))
+    ours = train(folder, AS_IT_IS, data_collator=masked, arguments=arguments(folder))
+    assert difference(ours, theirs) == 0.0
 
 
 class Full(torch.optim.SGD):
@@ -279,7 +321,7 @@ def no_room(*_: Any, **__: Any) -> Any:
     ("fails", "told"),
     [
         ("prediction_step", r"in evaluation \(lower per_device_eval_batch_size\): no room; raise memory_limit"),
-        ("compute_loss", "before the first step, for which .*: no room; use a smaller model"),
+        ("compute_loss", "before the first step, where two samples .*: no room; use a smaller model"),
         (
             "create_optimizer",
             "in the optimizer, whose state does not depend on the batch: no room; use a smaller model",

@@ -111,7 +111,7 @@ class Governor:
     def allow(self, limit: Limit) -> None:
         """Allows no more than this limit from now on, and less where the run has come down to less of the same unit."""
         if limit.unit != self._allowed.unit:
-            self._tolerated = set()
+            self._tolerated, self._failed_tries = set(), 0
             self._change(None)
         self._allowed = limit
         self._use(self._size)
@@ -228,7 +228,7 @@ class Governor:
             return
         self._failed_tries = state["failed_tries"]
         self._quiet_steps = state["quiet_steps"]
-        self._before_growth = state["before_growth"]
+        self._before_growth = state["before_growth"] if self._regrow_after else None
         self._tolerated = set(state["tolerated"])
         self._use(state["size"])
 

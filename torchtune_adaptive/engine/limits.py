@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import numpy as np
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import count_of, format_bytes
+from torchtune_adaptive.text import count_of, format_bytes, is_whole
 
 MAX_ROWS = 4096
 """Searched up to where the user sets no bound; ends the search on memory that does not grow with the rows."""
@@ -29,9 +29,9 @@ ROUNDINGS = ("power_of_two", "none", "divisor")
 def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | None = None) -> Sequence[int]:
     """The rows that may be chosen, ascending: all of them, powers of two, or divisors of the step."""
     for name, count in {"max_rows": max_rows, "samples_per_step": samples_per_step}.items():
-        if count is not None and (type(count) is not int or count < 1):
-            raise ConfigError(f"{name}: {count!r} leaves nothing to search; allowed: 1 or more, or None")
-    most = MAX_ROWS if max_rows is None else max_rows
+        if count is not None and not is_whole(count, at_least=1):
+            raise ConfigError(f"{name}: {count!r} is no whole number from 1 on; allowed: 1 or more, or None")
+    most = MAX_ROWS if max_rows is None else int(max_rows)
     if round_to == "none":
         return range(1, most + 1)
     if round_to == "power_of_two":
@@ -317,7 +317,7 @@ class SurfaceLimit(Limit):
 
 
 def _check_count(count: int, of: str) -> None:
-    if type(count) is not int or count < 1:
+    if not is_whole(count, at_least=1):
         raise ValueError(f"a limit is a whole number of {of}s, at least 1, but this one is {count!r}")
 
 

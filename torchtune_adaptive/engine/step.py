@@ -55,6 +55,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
+from torchtune_adaptive.text import is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,11 @@ class SampleKind(Generic[Sample]):
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
         """A sample without tokens counts as one of padding: it takes room too, and no limit divides by its length."""
-        return [max(1, index(self.length_of(sample))) for sample in samples]
+        lengths = [self.length_of(sample) for sample in samples]
+        try:
+            return [max(1, index(length)) for length in lengths]
+        except TypeError as error:
+            raise TypeError(f"SampleKind's length_of returns no whole numbers of tokens: {lengths[:3]}") from error
 
 
 class Recovery:
@@ -114,7 +119,7 @@ class Recovery:
             raise RecoveryUnsupportedError(
                 f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
             )
-        if type(regrow_after) is not int or regrow_after < 0:
+        if not is_whole(regrow_after, at_least=0):
             raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
         self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
         self.asked_to_stop, self.on_change, self.on_attempt = asked_to_stop, on_change, on_attempt
@@ -334,7 +339,8 @@ class StepRunner(Generic[Sample]):
             rng.restore()
             if hooks := fsdp.why_hooks_forbid_it(self.model):  # installed since the Recovery was made
                 raise RecoveryUnsupportedError(
-                    f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}"
+                    f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}",
+                    Remedy.NO_RECOVERY,
                 )
             change = self._governor.out_of_memory(reports.failed, step)
             if change.kind == EXHAUSTED:

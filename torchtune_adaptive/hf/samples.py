@@ -101,8 +101,8 @@ class CollatedBatch:
     """Tokens that count in the loss, and how many if the first of a row does not, as in causal language models; rows,
     where labels are not by token."""
     inputs: Any = None
-    edited: bool = False
-    """Whether something has changed tensors of it, or put others there, since it was collated."""
+    versions: Mapping[str, tuple[int, int]] | None = None
+    """What `versions_of` said of the inputs when Trainer's step was called; None where they were generated."""
 
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
@@ -117,6 +117,16 @@ class CollatedBatch:
         inputs = collate(features)
         batch: CollatedBatch = inputs.pop(KEPT)
         return replace(batch, samples=samples, inputs=inputs)
+
+    def is_made_again(self, collate: Callable[[list[Any]], Any]) -> bool:
+        """Whether collating its samples again makes the same batch. Waits for the device."""
+        again = CollatedBatch.of(self.samples, collate).inputs
+        mine, made = (
+            {name: value for name, value in each.items() if value is not None} for each in (self.inputs, again)
+        )
+        return mine.keys() == made.keys() and all(
+            torch.equal(value.cpu(), made[name].cpu()) for name, value in mine.items() if isinstance(value, Tensor)
+        )
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,13 @@ class KeepSamples:
                 targets = int(counts.sum()), int(counts[..., 1:].sum())
             inputs[KEPT] = CollatedBatch(samples, targets)
         return inputs
+
+
+def versions_of(inputs: Any) -> dict[str, tuple[int, int]]:
+    """What tells each entry of a batch from another, and a tensor from itself once it is written to."""
+    entries = inputs.items() if isinstance(inputs, MutableMapping) else ()
+    tracked = {name: isinstance(value, Tensor) and not value.is_inference() for name, value in entries}
+    return {name: (id(inputs[name]), inputs[name]._version if tracked[name] else 0) for name in tracked if name != KEPT}
 
 
 def _tokens(ids: Any) -> int:

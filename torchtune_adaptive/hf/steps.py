@@ -136,8 +136,6 @@ class OptimizerSteps:
         return {"oom_recoveries": self.runner.recoveries, f"microbatch_{limit.unit}": limit.size}
 
     def _begin(self, batches: Sequence[CollatedBatch], num_items: Any) -> None:
-        if not all(self._is_made_again(batch) for batch in batches if batch.edited):
-            raise ConfigError("training_step edits the batch, so a step cannot be split: do that in the dataset")
         self._samples: list[Any] = [sample for batch in batches for sample in batch.samples]
         # A microbatch that is just one of them is run as the data loader has collated it.
         self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
@@ -207,17 +205,11 @@ class OptimizerSteps:
 
     def _check_collation(self, batch: CollatedBatch) -> None:
         """Collective: refuses what a split would undo. Waits for the device, so not every step is looked at."""
-        if not all(from_all_ranks(self._is_made_again(batch))):
+        if not all(from_all_ranks(batch.is_made_again(self.trainer.keeps_samples))):
             raise ConfigError(
                 "the same samples make another batch when they are collated again, so a step cannot be split: the data "
-                "collator draws at random; do that in the dataset"
+                "collator draws at random, or something edits the batch; do either in the dataset"
             )
-
-    def _is_made_again(self, batch: CollatedBatch) -> bool:
-        """Whether collating its samples again makes the same batch."""
-        batches = batch.inputs, self._collated(batch.samples).inputs
-        first, again = ({k: v.cpu() for k, v in each.items() if isinstance(v, Tensor)} for each in batches)
-        return first.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in first.items())
 
     def _how_losses_add_up(self, batches: Sequence[CollatedBatch]) -> tuple[str, bool]:
         """Collective: how the loss of two samples follows from those of each, and whether rows are padded.

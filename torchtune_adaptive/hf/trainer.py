@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
-from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples
+from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples, versions_of
 from torchtune_adaptive.hf.steps import TRAINING_STEP, OptimizerSteps
 
 if TYPE_CHECKING:
@@ -72,17 +72,18 @@ class AdaptiveMixin(Base):
     def _explained(self, error: Exception) -> RecoveryUnsupportedError:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         functions = {frame.f_code.co_name for frame in frames}
+        own = {frame.f_code.co_name for frame in frames if frame.f_locals.get("self") is self}
         helps = [Remedy.LESS_STATE, Remedy.MORE_RANKS]
-        if functions & {"evaluate", "predict"}:
+        if own & {"evaluate", "predict"}:
             where, helps = "in evaluation (lower per_device_eval_batch_size)", []
         elif any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
             where = "in the optimizer, whose state does not depend on the batch"
-        elif self._steps is None:
-            where = "before the first step, for which two samples are run without a backward"
-        elif "training_step" in functions and not self.adaptive.recover_from_oom:
-            where, helps = "in training, and recover_from_oom is False", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
+        elif "_loss_of" in functions:
+            where = "before the first step, where two samples are run without a backward"
+        elif "_forward_backward" in functions and not self.adaptive.recover_from_oom:
+            where, helps = "in training, and recovery is off", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
         else:
-            where = "where no step is repeated"
+            where, helps = "where no step is repeated", [Remedy.SMALLER_LIMIT, *helps]
         return RecoveryUnsupportedError(
             f"out of memory on rank {rank()} {where}: {error}", *helps, Remedy.LARGER_BUDGET
         )
@@ -101,10 +102,11 @@ class AdaptiveMixin(Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """As Trainer's: the batches of one optimizer step."""
-        self._check_taken()
+        if self._batches is not None:
+            self._refuse_training_step("does not call Trainer's for every batch of a step")
         batches, items = super().get_batch_samples(*args, **kwargs)
         self._batches = [] if batches else None
-        self._collated = [*map(_versions, batches)]
+        self._collated = [*map(versions_of, batches)]
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -114,21 +116,25 @@ class AdaptiveMixin(Base):
         """
         with patch.object(Trainer, "training_step", AdaptiveMixin._take):
             loss = super().training_step(*args, **kwargs)
-        self._check_taken()
+        if self._batches == []:
+            self._refuse_training_step("does not call Trainer's")
         return loss
 
-    def _check_taken(self) -> None:
-        """Refuses a trainer whose batches do not come to `_take`."""
-        if self._batches == []:
-            raise ConfigError(f"training_step of {type(self).__name__} does not call Trainer's, so it cannot be split")
+    def _refuse_training_step(self, does: str) -> NoReturn:
+        raise ConfigError(f"training_step of {type(self).__name__} {does}, so a step cannot be split")
 
     def _take(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collective, in place of Trainer's training_step."""
         if self._batches is None:  # called by hand, outside of train()
             return TRAINING_STEP(self, model, inputs, num_items_in_batch)
         if isinstance(inputs, MutableMapping) and KEPT in inputs:
-            edited = _versions(inputs) != self._collated[len(self._batches)]
-            self._batches.append(replace(inputs.pop(KEPT), inputs=inputs, edited=edited))
+            if len(self._batches) == len(self._collated):
+                self._refuse_training_step("calls Trainer's twice for a batch")
+            edited = versions_of(inputs) != self._collated[len(self._batches)]
+            batch = replace(inputs.pop(KEPT), inputs=inputs, versions=versions_of(inputs))
+            if edited and not batch.is_made_again(self.keeps_samples):
+                self._refuse_training_step("edits the batch (do that in the dataset)")
+            self._batches.append(batch)
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
             model.train()
             inputs = self._prepare_inputs(inputs)
@@ -137,11 +143,14 @@ class AdaptiveMixin(Base):
         else:
             raise ConfigError(
                 "AdaptiveMixin needs Trainer's get_train_dataloader and a data collator that returns a dict of "
-                f"tensors; it got a {type(inputs).__name__} without its samples"
+                "tensors, and a training_step that hands on what it was given; it got a "
+                f"{type(inputs).__name__} without its samples"
             )
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._batches = self._batches, None
+        if any(versions_of(batch.inputs) != batch.versions for batch in batches if batch.versions):
+            self._refuse_training_step("edits the batch after it has called Trainer's (do that on a copy)")
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, batches, num_items_in_batch, self._while_training)
         return self._steps.run(batches, num_items_in_batch)
@@ -155,12 +164,6 @@ class AdaptiveMixin(Base):
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):
     """transformers' Trainer that finds what fits, and survives running out of memory."""
-
-
-def _versions(inputs: Any) -> dict[str, tuple[int, int]]:
-    """What tells each tensor of a batch from another, and from itself once it is written to."""
-    tensors = inputs.items() if isinstance(inputs, MutableMapping) else ()
-    return {name: (id(value), value._version) for name, value in tensors if isinstance(value, Tensor)}
 
 
 def _refuse_unsupported(trainer: Trainer) -> None:
