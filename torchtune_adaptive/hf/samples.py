@@ -150,8 +150,11 @@ class KeepSamples:
 def versions_of(inputs: Any) -> dict[str, tuple[int, int]]:
     """What tells each entry of a batch from another, and a tensor from itself once it is written to."""
     entries = inputs.items() if isinstance(inputs, MutableMapping) else ()
-    tracked = {name: isinstance(value, Tensor) and not value.is_inference() for name, value in entries}
-    return {name: (id(inputs[name]), inputs[name]._version if tracked[name] else 0) for name in tracked if name != KEPT}
+    return {
+        name: (id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0)
+        for name, value in entries
+        if name != KEPT
+    }
 
 
 def _tokens(ids: Any) -> int:

@@ -106,7 +106,7 @@ class AdaptiveMixin(Base):
             self._refuse_training_step("does not call Trainer's for every batch of a step")
         batches, items = super().get_batch_samples(*args, **kwargs)
         self._batches = [] if batches else None
-        self._collated = [*map(versions_of, batches)]
+        self._as_collated = [*map(versions_of, batches)]
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,11 +128,11 @@ class AdaptiveMixin(Base):
         if self._batches is None:  # called by hand, outside of train()
             return TRAINING_STEP(self, model, inputs, num_items_in_batch)
         if isinstance(inputs, MutableMapping) and KEPT in inputs:
-            if len(self._batches) == len(self._collated):
+            if len(self._batches) == len(self._as_collated):
                 self._refuse_training_step("calls Trainer's twice for a batch")
-            edited = versions_of(inputs) != self._collated[len(self._batches)]
-            batch = replace(inputs.pop(KEPT), inputs=inputs, versions=versions_of(inputs))
-            if edited and not batch.is_made_again(self.keeps_samples):
+            versions, as_collated = versions_of(inputs), self._as_collated[len(self._batches)]
+            batch = replace(inputs.pop(KEPT), inputs=inputs, versions=versions)
+            if versions != as_collated and not batch.is_made_again(self.keeps_samples):
                 self._refuse_training_step("edits the batch (do that in the dataset)")
             self._batches.append(batch)
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
