@@ -46,10 +46,10 @@ demo-rehearse: $(READY)
 	$(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
 	! $(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
 
-# what every change has to pass, in under 6 minutes on two quiet cores: lint, types, what starts no run, one run of each
-# thing that README promises and one fault of each kind (tests/promises.txt)
+# required for every change, in under 6 minutes on two idle cores: lint, types, unit tests, and the tests marked smoke: one run
+# of each feature in README and one fault of each kind
 test: lint
-	$(BIN)/python -m $(PYTEST) tests/unit tests/pages/test_documents.py tests/packaging/test_habits.py @tests/promises.txt
+	$(BIN)/python -m $(PYTEST) -m smoke
 
 # every test that needs no GPU, in under 20 minutes on two quiet cores
 test-all: lint
@@ -97,7 +97,7 @@ faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 	$(BIN)/torchrun --nproc_per_node 2 -m tests.hf.faults
 
-# tests of the engine, of ranks and of promises.txt beside every supported torch; writes the table of docs/versions.md
+# engine tests, distributed tests and smoke tests of the recipes with every supported torch; writes the table of docs/versions.md
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
 	$(BIN)/python -W ignore -m tools.versions $(VERSIONS)
 

@@ -17,9 +17,20 @@ for number, default in DEFAULTS.items():
         signal.signal(number, default)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first: processes to which files are dealt then end at about the same time."""
-    items.sort(key=lambda item: "unit" in item.path.parts)
+    """Select what `make test` runs, and run slow tests first, so that all workers finish at about the same time."""
+    items.sort(key=is_unit_test)
+    for item in items:
+        marker = item.get_closest_marker("smoke")
+        if is_unit_test(item):
+            item.add_marker("smoke")
+        elif isinstance(item, pytest.Function) and marker and marker.args and item.callspec.id not in marker.args:
+            item.own_markers.remove(marker)
+
+
+def is_unit_test(item: pytest.Item) -> bool:
+    return "unit" in item.path.parts
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -47,6 +47,7 @@ def answer(config: str, *words: str, cwd: Path) -> Any:
     return json.loads(ended.stdout)
 
 
+@pytest.mark.smoke
 def test_what_fits_is_what_a_run_with_that_batch_size_takes(tmp_path: Path) -> None:
     question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False")
     found = answer(*question, cwd=tmp_path)

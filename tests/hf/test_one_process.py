@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+@pytest.mark.smoke("plain")
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,6 +82,7 @@ def test_microbatches_by_tokens_have_the_figures_of_stock(folder: Path) -> None:
     assert difference(ours, stock(folder)) < 1e-6
 
 
+@pytest.mark.smoke
 def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_microbatches(folder: Path) -> None:
     ours = train(folder, AS_IT_IS, faults=[(2, 40), (4, 300)], arguments=arguments(folder))
     assert ours.column("oom_recoveries") == [0, 1, 1, 2, 2, 2]

@@ -58,6 +58,7 @@ def train_all(sharded: bool, here: Path) -> dict[str, Ended]:
     return ended
 
 
+@pytest.mark.smoke("FSDP2")
 @pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
 def test_two_ranks_have_the_figures_of_stock_whatever_happens_to_a_microbatch(sharded: bool, tmp_path: Path) -> None:
     ended, same = run_on_ranks(2, train_all, sharded, tmp_path, in_group=False, timeout_s=100)

@@ -20,6 +20,7 @@ CASES = {Case("full", 2, expandable=True): 80, Case("lora"): 40, Case("full_dpo"
 """And which operations are tried: every so many."""
 
 
+@pytest.mark.smoke("full, 2 gloo ranks, expandable segments", "lora, 1 process")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_that_runs_out_of_memory_is_repeated_with_all_memory_it_had(on_null: OnNull, case: Case) -> None:
     counted = run(on_null, case, every=CASES[case])

@@ -5,10 +5,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.smoke
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

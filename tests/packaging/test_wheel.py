@@ -74,6 +74,7 @@ def test_what_is_installed_is_the_wheel(python: str, tmp_path: Path) -> None:
     assert all(Path(place).is_relative_to(Path(python).parents[1]) for place in places), places
 
 
+@pytest.mark.smoke("one-process")
 @pytest.mark.parametrize("launcher", [(), ("--nproc_per_node", "2")], ids=["one-process", "two-ranks"])
 def test_tune_runs_a_recipe_from_an_empty_directory(python: str, tmp_path: Path, launcher: tuple[str, ...]) -> None:
     recipe = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")

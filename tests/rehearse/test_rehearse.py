@@ -77,6 +77,7 @@ def test_each_step_has_the_peaks_and_flushes_that_the_script_measures(rehearse: 
     assert [each[4:] for each in measured] == [[0, [0]]] * len(rows)
 
 
+@pytest.mark.smoke
 def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(rehearse: Rehearse) -> None:
     answer = rehearse(TRAINS, "--memory", "6GiB", "--memory-overhead", "0", command=("train.py", "100", "90000"))
     error = answer.found["out_of_memory"]
@@ -264,6 +265,7 @@ def test_what_is_offloaded_takes_no_memory_of_this_machine(rehearse: Rehearse) -
     assert held_kib < 2.5 * 2**20  # written, weights, gradients and state would be 4 GiB beside torch's own
 
 
+@pytest.mark.smoke
 def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
     recipe = ("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed")
     config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")

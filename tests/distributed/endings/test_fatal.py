@@ -38,6 +38,7 @@ def run_where_one_row_does_not_fit() -> tuple[str, str]:
             return type(error).__name__, str(error)
 
 
+@pytest.mark.smoke
 def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
     first, second = run_on_ranks(2, run_where_one_row_does_not_fit)
     assert first == second

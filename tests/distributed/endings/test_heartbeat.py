@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+import pytest
 import torch.distributed as dist
 
 from tests.lateness import Lateness
@@ -72,6 +73,7 @@ def hear_of(frozen_ranks: tuple[int, ...], hearing_ranks: tuple[int, ...]) -> He
     return Heard(told.silent[0] if told.silent else None, seconds, lateness.between(began, began + seconds))
 
 
+@pytest.mark.smoke
 def test_all_others_hear_the_name_of_a_silent_rank_in_time():
     """Here of a whole machine with all its ranks; tests/recipes/endings/test_silent_ranks.py has one alone."""
     ranks = run_on_ranks(4, hear_of, (2, 3), (0, 1))

@@ -26,6 +26,7 @@ def check(cases: list[RecipeCase]) -> None:
         assert set(outcomes.values()) == {(SAMPLED, SAMPLED, 0, 0)}
 
 
+@pytest.mark.smoke("full_dpo", "full_ppo")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_runs_out_of_memory_in_a_stage_comes_to_what_none_has_disturbed(kind: str):
     ways = (*KINDS[kind], *WAYS.get(kind, ("drain too",)))

@@ -41,6 +41,16 @@ SAMPLED_NAMES = {
 SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
 
 
+@pytest.mark.smoke(
+    "plain",
+    "fails_in_the_drain_too",
+    "plain-3_ranks-two_fail",
+    "lora-full_checkpointing",
+    "without_padding",
+    "hybrid",
+    "beside_a_frozen_model",
+    "offloaded",
+)
 @pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
 def test_the_gradient_after_a_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
     sampled = SAMPLED // 2 if case.world_size > 3 else SAMPLED
@@ -59,6 +69,7 @@ def test_running_out_of_memory_is_recovered_from_however_it_is_said(error: Calla
         assert outcome == (3, 3, 0, 0)
 
 
+@pytest.mark.smoke("hybrid")
 @pytest.mark.parametrize("name", ["first pass", "hybrid"])
 def test_a_collective_may_fail_before_it_is_issued_and_after_peers_have_matched_it(name: str):
     case = next(case for case in CASES if case.name == name)
@@ -162,6 +173,7 @@ def train_capped(cap_bytes: int | None) -> tuple[list[float], int, int]:
     return losses, runner.recoveries, meter.peak_bytes
 
 
+@pytest.mark.smoke
 def test_a_rank_with_too_little_memory_trains_to_the_losses_of_unlimited_memory():
     (expected, _, need_bytes), _ = run_on_ranks(2, train_capped, None)
     for losses, recoveries, _ in run_on_ranks(2, train_capped, int(0.6 * need_bytes)):

@@ -65,6 +65,7 @@ def search_all(shape: Shape, draws: int) -> list[Found]:
     return found
 
 
+@pytest.mark.smoke("2-0")
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (3, 3)])
 def test_all_ranks_find_what_brute_force_finds_under_budgets_that_differ(ranks: int, seed: int):
     by_rank = run_on_ranks(ranks, search_all, steep(seed), 3, timeout_s=150)

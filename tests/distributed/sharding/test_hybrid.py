@@ -211,6 +211,7 @@ def next_gradients(spread: Callable[[nn.Module], nn.Module], next_use: Callable[
 USES = (use_the_model_after_the_runner, use_the_model_beside_the_runner, use_the_runner_after_that)
 
 
+@pytest.mark.smoke("sharded_in_nodes-use_the_runner_after_that")
 @pytest.mark.parametrize("next_use", USES)
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
 def test_nothing_of_a_step_that_broke_off_is_in_the_next_gradients(spread: Callable, next_use: Callable):

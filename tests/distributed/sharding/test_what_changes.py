@@ -46,6 +46,7 @@ def recover(replicas: int) -> None:
         runner.close()
 
 
+@pytest.mark.smoke("2")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_modules_that_are_sharded_as_one_are_recovered(replicas: int) -> None:
     run_on_ranks(2 * replicas, recover, replicas)

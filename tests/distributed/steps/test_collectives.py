@@ -32,6 +32,7 @@ def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Figures, Counter[st
     return stock.seen, (loss.item(), tokens.item()), adaptive.seen, (result.loss_sum.item(), result.target_tokens)
 
 
+@pytest.mark.smoke
 def test_a_step_has_one_collective_less_than_stock():
     for recover in (True, False):
         for stock, summed, adaptive, found in run_on_ranks(2, stock_and_adaptive, recover):

@@ -71,6 +71,7 @@ def epochs(request: pytest.FixtureRequest) -> list[Epoch]:
     return run_on_ranks(request.param, deal)
 
 
+@pytest.mark.smoke("2")
 def test_every_sample_runs_once_in_its_own_step(epochs: list[Epoch]) -> None:
     ranks = len(epochs)
     assert all(len(epoch.steps) == STEPS for epoch in epochs)

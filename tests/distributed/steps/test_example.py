@@ -16,6 +16,7 @@ def output_of(example: str) -> str:
     return run.output
 
 
+@pytest.mark.smoke
 def test_the_plain_fsdp2_example_trains_on_with_less_memory_on_one_rank():
     output = output_of("plain_fsdp2.py")
     assert re.search(r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated", output)

@@ -62,6 +62,7 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("at", "status"), [(0, 1), (1, 0)], ids=["without recovery", "with recovery"])
 def test_the_readme_begins_with_lines_that_its_commands_print(at: int, status: int, tmp_path: Path) -> None:
     """Cut lines end with ` ...`; losses are compared to one digit, since the last ones differ from CPU to CPU.

@@ -93,6 +93,7 @@ def test_ctrl_c_saves_and_is_told_in_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"Process \d+ got signal: 2", run.output.splitlines()[-1]), run.output
 
 
+@pytest.mark.smoke("2-failing0")
 @pytest.mark.parametrize(("ranks", "failing"), [(2, [1]), (3, [1, 2])])
 def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)

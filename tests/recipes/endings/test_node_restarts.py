@@ -102,6 +102,7 @@ def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -
     assert_resumed([first, again], before, tmp_path)
 
 
+@pytest.mark.smoke
 def test_a_rank_that_is_killed_costs_a_restart_on_both_nodes_with_the_store_of_before(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     old_store = dict.fromkeys(NEW_STORE, "0")

@@ -67,6 +67,7 @@ def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, to
     assert condition(folder) is Condition.FINISHED
 
 
+@pytest.mark.smoke("rank-1-of-2")
 @pytest.mark.parametrize(
     ("ranks", "blow", "step"),
     [

@@ -26,6 +26,7 @@ def rank_of(pid: int) -> int | None:
     return next((int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")), None)
 
 
+@pytest.mark.smoke("1")
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: int, tmp_path: Path) -> None:
     silent = f"adaptive.silent_rank_timeout={TIMEOUT_S}"

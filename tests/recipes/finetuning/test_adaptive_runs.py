@@ -74,6 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, run_on_ranks(2, run_all, folder, timeout_s=100, in_group=False))
 
 
+@pytest.mark.smoke
 def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> None:
     lines = runs.lines[0]["searched"]
     assert f"batch search · linear · 256 tokens · budget {LIMIT_MIB}.0 MiB a rank" in lines
@@ -89,6 +90,7 @@ def test_the_search_leaves_its_record(runs: Runs) -> None:
     assert record["fingerprint"]["budgets"] == [120 * 2**20, LIMIT_MIB * 2**20]
 
 
+@pytest.mark.smoke
 def test_training_after_a_search_is_training_with_the_found_size_in_the_config(runs: Runs) -> None:
     searched, written = runs.log("searched"), runs.log("written")
     assert len(searched) == len(written) == 4
@@ -96,6 +98,7 @@ def test_training_after_a_search_is_training_with_the_found_size_in_the_config(r
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
 
 
+@pytest.mark.smoke
 def test_a_run_with_recoveries_has_the_losses_of_one_with_all_memory(runs: Runs) -> None:
     limited, unlimited = runs.log("searched"), runs.log("unlimited")
     assert unlimited[-1]["oom_recoveries"] == 0
@@ -113,6 +116,7 @@ def test_ranks_gather_a_head_equally_often_whatever_their_lengths(runs: Runs) ->
                 assert one[figure] == pytest.approx(other[figure], rel=RELATIVE_AFTER_ADAM), (name, figure)
 
 
+@pytest.mark.smoke
 def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
     output = runs.folder / "searched" / "out"
     events = read_log(output / "adaptive_events.jsonl")
@@ -141,6 +145,7 @@ def test_the_record_has_every_step_with_its_memory_beside_the_budget(runs: Runs)
         assert 0 < step["peak_bytes"] < 1.1 * step["budget_bytes"]
 
 
+@pytest.mark.smoke
 def test_a_growing_batch_takes_the_steps_and_microbatches_of_its_plan(runs: Runs) -> None:
     # 64 samples on 2 ranks: 32 a rank; 1, 2, then 4 rows, twice a step
     log = runs.log("growing")

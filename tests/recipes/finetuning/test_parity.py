@@ -42,6 +42,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return case, folder
 
 
+@pytest.mark.smoke("full-everything", "lora-everything")
 def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, Path]) -> None:
     _, folder = runs
     stock, ours = (read_log(folder / who / "log.jsonl") for who in ("stock", "ours"))
@@ -52,6 +53,7 @@ def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, Path]) 
             assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
 
 
+@pytest.mark.smoke("full-everything", "lora-everything")
 def test_the_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, Path]) -> None:
     case, folder = runs
     stock, ours = (saved_weights(folder / who, epoch=int(case == "everything")) for who in ("stock", "ours"))

@@ -67,6 +67,7 @@ def test_no_key_of_theirs_is_taken_for_a_slip() -> None:
         check_keys(stock.load(), aloud=False)
 
 
+@pytest.mark.smoke("llama3_2/1B_full")
 @pytest.mark.parametrize("stock", [*FULL, *LORA])
 def test_every_step_logs_a_finite_loss(runs: Runs, stock: StockConfig) -> None:
     cfg = runs.config_of(stock)

@@ -83,6 +83,7 @@ ON_TWO_RANKS = pytest.mark.parametrize("runs", [("full", 2)], ids=str, indirect=
 """Where memory is measured."""
 
 
+@pytest.mark.smoke("('full', 2)")
 @ON_TWO_RANKS
 def test_auto_measures_a_few_lengths_without_running_out_of_memory(runs: Runs) -> None:
     lines = runs.lines[0]["auto"]
@@ -117,6 +118,7 @@ def twice(epoch: int, batch_size: int) -> int:
     return batch_size if epoch == 1 else 0
 
 
+@pytest.mark.smoke("('full', 2)")
 @ON_TWO_RANKS
 def test_auto_trains_what_stock_trains(runs: Runs) -> None:
     for step_of_stock, step_of_ours in zip(runs.log("stock"), runs.log("auto"), strict=True):

@@ -23,6 +23,7 @@ def run_both(kind: str, folder: Path, *more: str) -> None:
     run_ours(kind, demo_config(kind, folder / "ours", *SGD, *EVERYTHING, *more, *BUDGET))
 
 
+@pytest.mark.smoke("full-2-True")
 @pytest.mark.parametrize(("kind", "ranks", "checkpointed"), WHERE)
 def test_checkpointing_clipping_accumulation_and_a_schedule_give_the_figures_of_stock(
     kind: str, ranks: int, checkpointed: bool, tmp_path: Path

@@ -74,6 +74,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return saved
 
 
+@pytest.mark.smoke("full_grpo-out of memory")
 @pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] not in ("two ranks", "judged")])
 def test_neither_ranks_nor_split_nor_recovery_change_what_is_trained(runs: Path, kind: str, name: str) -> None:
     like = runs / kind / "two ranks"

@@ -38,6 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.smoke("plain")
 @pytest.mark.parametrize("case", CASES)
 def test_every_iteration_has_the_figures_of_the_stock_recipe(runs: Path, case: str) -> None:
     stock, ours = (read_log(runs / case / who / "log.jsonl") for who in ("stock", "ours"))
@@ -49,6 +50,7 @@ def test_every_iteration_has_the_figures_of_the_stock_recipe(runs: Path, case: s
     assert ours[-1]["kl"] != 0
 
 
+@pytest.mark.smoke("plain")
 @pytest.mark.parametrize("case", CASES)
 def test_both_models_have_the_weights_of_the_stock_recipe(runs: Path, case: str) -> None:
     ours = saved(runs / case / "ours")

@@ -65,6 +65,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return kind, case, folder
 
 
+@pytest.mark.smoke("full_dpo-several")
 def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
     kind, _, folder = runs
     stock, ours = (read_log(folder / who / "log.jsonl") for who in ("stock", "ours"))

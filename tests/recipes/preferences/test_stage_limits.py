@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours
@@ -31,6 +33,7 @@ def found(folder: Path, place: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.smoke
 def test_the_reference_fits_beside_optimizer_state_that_the_search_has_not_left_behind(tmp_path: Path) -> None:
     run_on_ranks(1, train, "full_dpo", tmp_path / "run", timeout_s=60, in_group=False)
     policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")

@@ -90,6 +90,7 @@ def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
     return message, sorted(each.name for each in found if each.manifest)
 
 
+@pytest.mark.smoke("full-gone")
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(tmp_path: Path, name: str) -> None:
     ended = run_on_ranks(2, trained, name, tmp_path / "run", timeout_s=90, in_group=False)

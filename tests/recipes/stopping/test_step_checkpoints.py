@@ -96,6 +96,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.smoke("full-2-ranks", "lora-tokens")
 def test_the_last_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) -> None:
     whole, stopped = (saved_weights(folder / name, EPOCHS - 1) for name in ("whole", "stopped"))
     assert whole.keys() == stopped.keys()

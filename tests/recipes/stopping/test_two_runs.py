@@ -12,6 +12,7 @@ from torchtune_adaptive.cli.status import Condition, look
 RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64")
 
 
+@pytest.mark.smoke("its-checkpoints")
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["its-checkpoints", "its-record"])
 def test_the_second_run_says_who_is_there_and_leaves_everything_as_it_is(elsewhere: bool, tmp_path: Path) -> None:
     options = (*RUN, f"checkpointer.output_dir={tmp_path / 'checkpoints'}") if elsewhere else RUN
