@@ -1,6 +1,6 @@
-"""Writes the tables of keys into README.md, or the page of docs/ that has their place, from what each says of itself.
+"""Generates the tables of config keys in README.md and docs/ from the strings below the fields of the dataclasses.
 
-python tools/keys.py             # writes what has drifted
+python tools/keys.py             # rewrites the tables that differ
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig, "of adaptive_plan": PlanSettings}
 INCREASE = (
-    "| `batch_increase_function` | null | a function (epoch, batch size[, measured]) -> rows to add, called before "
-    "each epoch: a section with a `_component_`, or a dotted path |"
+    "| `batch_increase_function` | null | grow the batch: a function `(epoch, batch_size)` or `(epoch, batch_size, "
+    "measured)` that returns the rows to add, called before each epoch. Give a dotted path, or a section with a "
+    "`_component_` |"
 )
-"""Its place is below the key of the search; no dataclass has it."""
+"""Shown after `use_maximum_batch_size`; it is not a field of `Settings`."""
 END = "<!-- end of keys -->"
 
 
 def meanings_of(kind: type) -> dict[str, str]:
-    """What the string below each field says, without its line breaks; only the source has it."""
+    """Return the string below each field, on one line. Only the source has these strings."""
     (section,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(section, ast.ClassDef)
     return {
@@ -40,7 +41,7 @@ def begin(name: str) -> str:
 
 
 def table(section: type) -> str:
-    """The keys that say what they mean: torchtune's own do not."""
+    """Return the table of the keys with a meaning. Keys of torchtune have none."""
     means = meanings_of(section)
     rows = [
         f"| `{option.name}` | {_default(option.default)} | {means[option.name]} |"
@@ -58,7 +59,7 @@ def _default(default: object) -> str:
 
 
 def renewed(text: str) -> str:
-    """A page, with its tables made anew."""
+    """Return the page with regenerated tables."""
     for name, section in TABLES.items():
         if begin(name) in text:
             before, rest = text.split(begin(name))

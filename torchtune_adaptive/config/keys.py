@@ -154,56 +154,61 @@ class AdaptiveConfig:
     """The `adaptive:` section."""
 
     recover_from_oom: bool | None = option(BOOL | NULL, None)
-    """repeat a step that ran out of memory. null: where possible, that is, not with `optimizer_in_bwd` or tensor
-    parallelism. `True`: refuse to start where it is not possible. `False`: end the run"""
+    """repeat a step in smaller microbatches after any rank runs out of memory. null: wherever recovery is possible; it
+    is not with `optimizer_in_bwd` or tensor parallelism. `True`: refuse a config that cannot recover. `False`: end the
+    run instead"""
     regrow_after: int = option(COUNT_OR_0, 200)
-    """steps without trouble before a reduced limit tries the next larger size; 0: never"""
+    """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the
+    allocator's cache. 0: never raise it"""
     max_skipped_steps: int = option(COUNT_OR_0, 10)
-    """consecutive steps whose loss or gradients may be NaN or infinite before the run ends, on all ranks. Such
-    gradients never update the weights"""
+    """end the run, on all ranks, after more than this many consecutive steps with a NaN or infinite loss or gradient.
+    Such a gradient never updates the weights"""
     silent_rank_timeout: float | None = option(TO_A_DAY | Rule(NULL.accepts, "null, for never"), 120)
-    """seconds without a sign of life from a rank (its process is stopped, its machine hangs) before the others end and
-    name it. A rank busy with a save, a compilation or its dataset still answers. null: wait until the process group
-    times out"""
+    """end the run when a rank has not responded for this many seconds, for example because its process is stopped or
+    its machine hangs. The error names the rank. A rank that is busy saving, compiling or reading its dataset still
+    responds. null: rely on the timeout of the process group"""
     memory_limit: tuple[MemorySize, ...] | None = option(SIZES, None, convert=parse_sizes)
-    """what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one value per rank. The
-    CUDA allocator enforces it, on a CPU a meter does. A CPU without a limit has nothing to search"""
+    """memory that a rank may use: an amount (`24GiB`, `500MiB`, `80GB`), a fraction of the device (`0.9`), or a list
+    with one value per rank. On a GPU the CUDA allocator enforces the limit; on a CPU a meter does. A search on a CPU
+    needs a limit"""
 
     token_budget: int | str | None = option(COUNT | one_of("auto") | NULL, None)
-    """limit microbatches by tokens instead of rows. A number: the most tokens in a microbatch. `auto`: measure what
-    fits. null: limit by rows. In PPO, each stage has its own"""
+    """limit microbatches by tokens instead of rows. A number: the maximum tokens of a microbatch. `auto`: measure the
+    maximum at several lengths. null: limit by rows. In PPO, each stage has its own limit"""
     padding: bool | None = option(BOOL | NULL, None)
-    """under a token budget, `False`: pack samples without padding, with attention masked per sample; an error where
-    that is not possible. `True`: pad rows to the longest; samples of similar length share a microbatch. null: no
-    padding where possible, otherwise the log says why"""
+    """under a token budget, `False`: pack samples without padding and mask attention per sample; refuse a model or
+    device that cannot. `True`: pad rows to the longest and group samples of similar length. null: no padding where
+    possible; otherwise the log gives the reason"""
     deal: bool | None = option(BOOL | NULL, None)
-    """under a token budget, `True`: distribute the samples of a step over the ranks by cost, so that no rank waits for
-    the fullest. `False`: each rank runs the samples it has read. null: `True` where possible (text models without
-    tensor parallelism or packed data)"""
+    """under a token budget, `True`: distribute the samples of a step over the ranks by cost, to balance the work.
+    `False`: each rank runs the samples that it has read. null: `True` where possible (text models without tensor
+    parallelism or packed data)"""
     show_answers: int | None = option(COUNT | NULL, None)
-    """reinforcement learning: every so many iterations, log the answers to one prompt (`adaptive_answers.jsonl`)"""
+    """reinforcement learning: log the answers to one prompt every N iterations, to `adaptive_answers.jsonl`"""
     measure_noise: int | None = option(COUNT | NULL, None)
-    """every so many steps, measure the noise of the gradient, which says how many samples a step are worth it"""
+    """measure the gradient noise scale every N steps; it estimates the largest useful batch"""
 
     search: str = option(one_of(*STRATEGIES), "linear")
-    """`linear`: measure a few rows, extrapolate, verify. `binary`: double until it fails, then bisect. `decrease`:
-    halve until it fits"""
+    """how `use_maximum_batch_size` finds the limit. `linear`: measure a few sizes, extrapolate, verify. `binary`:
+    double until a size fails, then bisect. `decrease`: halve until a size fits"""
     round_to: str = option(one_of(*ROUNDINGS), "power_of_two")
-    """round the result of a search down to a `power_of_two`, a `divisor` of the configured samples per step, or not at
-    all (`none`)"""
+    """round the result of a search down to a `power_of_two` or to a `divisor` of the configured samples per step.
+    `none`: do not round"""
     max_batch_size: int | None = option(count_up_to(2**20) | NULL, None)
-    """the most rows that a search or an increase may reach; not for token budgets"""
+    """upper bound, in rows, for a search or a batch increase. It cannot be combined with a token budget"""
     sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
-    """tokens of the longest sample to measure with, at most `tokenizer.max_seq_len`. null: that, else the longest
-    sample of the dataset, all of which is read for that"""
+    """length in tokens of the samples that a search measures with, at most `tokenizer.max_seq_len`. null:
+    `tokenizer.max_seq_len`, or else the longest sample, for which the whole dataset is read"""
     increase_every: int | None = option(SECTION, None, convert=_increase_every)
-    """`{samples: 10000}`: ask a `batch_increase_function` that takes `measured` after every so many samples of an epoch
-    too. null: only where an epoch begins"""
+    """`{samples: 10000}`: also call a `batch_increase_function` that takes `measured` within an epoch, after every
+    10,000 samples. null: call it only at the start of each epoch"""
     accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
-    """`rebalance`: keep the configured samples per step; grow the step only when one microbatch already holds more.
-    `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples per step"""
+    """how a search changes the step. `rebalance`: keep the configured samples per step, unless one microbatch can hold
+    more. `fixed`: keep `gradient_accumulation_steps`, so that the step grows with the microbatch. `keep`: never change
+    the samples per step"""
     lr_scaling: str = option(one_of("none", "sqrt", "linear"), "none")
-    """how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"""
+    """scale the learning rate when the samples per step grow: by the growth (`linear`), by its square root (`sqrt`), or
+    not at all (`none`)"""
 
 
 def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | None, name: str) -> T:
@@ -249,8 +254,8 @@ class Settings:
 
     batch_size: int = option(COUNT)
     use_maximum_batch_size: bool = option(BOOL, False)
-    """find the most rows that fit, and train with them. `batch_search.json` keeps the result for a run that changes
-    nothing of it"""
+    """find the largest microbatch, in rows, that fits, and train with it. `batch_search.json` stores the result, and
+    later runs with the same model, settings and memory reuse it"""
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(count_up_to(100_000))
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)
@@ -260,14 +265,15 @@ class Settings:
     compile: bool = option(BOOL, False)
 
     resume_from_checkpoint: bool | str = option(BOOL | one_of(AUTO), False)
-    """`auto`: resume from the newest complete checkpoint of this run, or start. `True`: from the files that the config
-    names, as in torchtune"""
+    """`auto`: resume from the newest complete checkpoint in `output_dir`, or start if it has none. `True`: resume from
+    the files that the config names, as in torchtune"""
     save_every_n_steps: int | None = option(COUNT | NULL, None)
-    """save a checkpoint every so many steps, in addition to the end of each epoch"""
+    """save a checkpoint every N steps, in addition to the one at the end of each epoch"""
     keep_last_n_checkpoints: int | None = option(COUNT | NULL, None)
-    """remove older checkpoints, except a finished run's last and the one resumed from"""
+    """keep the newest N checkpoints and remove older ones. The last checkpoint of a finished run is always kept, and so
+    is the one that `resume_from_checkpoint: True` loaded"""
     overwrite_output_dir: bool = option(BOOL, False)
-    """a fresh start removes existing checkpoints"""
+    """let a fresh start remove the checkpoints in `output_dir`; without it, existing checkpoints are an error"""
     enable_async_checkpointing: bool = option(BOOL, False)
     save_adapter_weights_only: bool = option(BOOL, False)
 
@@ -282,10 +288,10 @@ class Settings:
     fsdp_reshard_after_forward: bool = option(BOOL, True)
     tensor_parallel_dim: int = option(COUNT, 1)
     data_parallel_replicate_dim: int = option(COUNT, 1)
-    """replicas of the model, each sharded over its own consecutive ranks. Set it to the number of nodes, so that only
-    gradients travel between nodes, once per step"""
+    """number of model replicas (hybrid sharding). Each replica is sharded over consecutive ranks. Set it to the number
+    of nodes, so that only gradients travel between nodes, once per step"""
     data_parallel_shard_dim: int | None = option(COUNT | one_of(-1) | NULL, -1)
-    """ranks that share a replica; -1 or null: all that are left"""
+    """number of ranks that share a replica. -1 or null: all remaining ranks"""
 
     log_every_n_steps: int = option(COUNT, 1)
     log_peak_memory_stats: bool = option(BOOL, False)
