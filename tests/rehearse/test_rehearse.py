@@ -517,6 +517,23 @@ def test_what_is_counted_or_compared_in_numbers_of_the_host_is_known(rehearse: R
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
+def test_a_mask_of_documents_is_made_from_numbers_of_the_host(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        documents = (torch.arange(512) // 100).cuda()
+
+        def same_document(batch, head, query, key):
+            return (query >= key) & (documents[query] == documents[key])
+
+        mask = create_block_mask(same_document, 1, None, 512, 512, device="cuda")
+        assert mask.kv_indices.shape == (1, 1, 4, 4)
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
+
+
 def test_an_optimizer_that_takes_no_step_is_told_and_one_that_goes_by_values_is_not_answered(
     rehearse: Rehearse,
 ) -> None:

@@ -123,7 +123,7 @@ class Values:
                 return copies(given, *args, **kwargs)
             source = next(iter((*args, *kwargs.values()))) if copies.__name__ == "copy_" else given
             was_on_card = isinstance(source, torch.Tensor) and source.is_cuda
-            if was_on_card and source.is_floating_point() and source.numel() >= LARGE and type(source) is torch.Tensor:
+            if was_on_card and source.is_floating_point() and source.numel() >= LARGE and _is_plain(source):
                 source.data.zero_()  # integers of the host may have lain there
             found = copies(given, *args, **kwargs)
             # copies of rows and columns take a kernel, and so do those that change a type on the card
@@ -131,7 +131,7 @@ class Values:
             if was_on_card:
                 same = found is not given and source.is_contiguous() and source.dtype is found.dtype
                 is_true &= same and self._host_wrote(source) is True
-            if found.is_cuda and is_true and not found.is_floating_point() and type(found) is torch.Tensor:
+            if found.is_cuda and is_true and not found.is_floating_point() and _is_plain(found):
                 storage = found.untyped_storage()
                 begin = storage.data_ptr()
                 self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage), _version(found)))
@@ -147,7 +147,7 @@ class Values:
         @functools.wraps(compute)
         def follow(*args: Any, **kwargs: Any) -> Any:
             found = compute(*args, **kwargs)
-            if torch.compiler.is_compiling() or type(found) is not torch.Tensor or not found.is_cuda:
+            if torch.compiler.is_compiling() or not _is_plain(found) or not found.is_cuda:
                 return found
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
             if found.is_floating_point() or any(found is each for each in given) or not any(e.is_cuda for e in given):
@@ -170,7 +170,7 @@ class Values:
         if source.is_floating_point():
             copied.zero_()
         # bytes are those of objects, whose lengths travel beside them
-        if source.is_floating_point() or source.dtype is torch.uint8 or type(source) is not torch.Tensor:
+        if source.is_floating_point() or source.dtype is torch.uint8 or not _is_plain(source):
             return
         wrote, is_mask = self._host_wrote(source), source.dtype is torch.bool and source.numel() > 1
         if wrote and not source.is_contiguous():
@@ -182,7 +182,7 @@ class Values:
 
     def _host_wrote(self, tensor: torch.Tensor) -> bool | None:
         """And nothing has changed it since. None: a change could not be noticed."""
-        if type(tensor) is not torch.Tensor or tensor.is_floating_point():
+        if not _is_plain(tensor) or tensor.is_floating_point():
             return None
         storage = tensor.untyped_storage()
         begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
@@ -224,6 +224,11 @@ class Values:
             return tree_map(lambda each: each.to(tensor.device), operation(tensor.cpu(), *args, **kwargs))
 
         return sized
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with storage: no subclass, and no tensor inside vmap or grad."""
+    return type(value) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
