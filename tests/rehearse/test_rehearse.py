@@ -12,9 +12,9 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from tests.null.processes import skip_without_null_device
+from tests.pictures import pictures
 from tests.rehearse.conftest import Rehearse
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.rehearse.picture import draw
@@ -706,20 +706,37 @@ def test_steps_that_differ_and_memory_in_pieces_are_told() -> None:
     assert "enough is free, but not in one piece: PYTORCH_ALLOC_CONF=expandable_segments:True may help" in text
 
 
-def test_a_rehearsal_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *to, **how: (drawn.append(figure), save(figure, *to, **how)))
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return pictures(monkeypatch)
+
+
+def rehearsed(steps: int, **about: Any) -> Rehearsed:
+    """Out of memory in the step after so many."""
     peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}
-    steps = [{"step": step, **peaks, "flushes": step % 2} for step in (1, 2, 3)]
-    error = {"step": 4, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB, "asked_bytes": 2 * GIB}
-    error["allowed_bytes"] = 4 * GIB
-    about = {"usable_bytes": 4 * GIB, "overhead_bytes": 0, "rank": 0, "ranks": 8, "status": 1}
-    draw(Rehearsed(**about, steps=steps, errors=[error]), tmp_path / "plan.png")
+    taken = [{"step": step, **peaks, "flushes": step % 2} for step in range(1, steps + 1)]
+    error = {"step": steps + 1, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB}
+    error |= {"asked_bytes": 2 * GIB, "allowed_bytes": 4 * GIB}
+    return Rehearsed(4 * GIB, overhead_bytes=0, rank=0, ranks=8, **about, steps=taken, errors=[error])
+
+
+def test_a_rehearsal_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
+    draw(rehearsed(3, status=1), tmp_path / "plan.png")
     (axes,) = drawn[0].axes
     heights = [round(bar.get_height()) for bar in axes.patches]
-    assert heights == [2, 2, 2, 1, 1, 1, 3, 1, 2]
+    assert heights == [2, 2, 2, 3, 1, 1, 1, 1, 2]
     card, flushed = axes.lines
     assert set(card.get_ydata()) == {4}
     assert list(flushed.get_xdata()) == [1, 3]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("status", [1, 0], ids=["it ended the script", "the script caught it"])
+def test_an_error_in_the_first_step_has_a_legend_with_colours_and_whole_steps_on_the_axis(
+    tmp_path: Path, drawn: list[Any], status: int
+) -> None:
+    draw(rehearsed(0, status=status), tmp_path / "plan.png")
+    (axes,), (legend,) = drawn[0].axes, drawn[0].legends
+    assert len(legend.get_patches()) == 3, "reserved, allocated, refused"
+    low, high = axes.get_xlim()
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]

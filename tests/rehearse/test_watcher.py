@@ -1,11 +1,16 @@
-"""The thread that says where a script waits."""
+"""The thread that reports where a script waits."""
 
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
+from tests.rehearse.conftest import Rehearse
 from torchtune_adaptive.rehearse import run_script
 
 
@@ -17,11 +22,15 @@ class Writer:
     steps = 0
 
 
+class NothingRead:
+    zeros = 0
+
+
 def test_to_look_where_a_script_waits_keeps_nothing_of_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_script, "SILENT_S", 0.2)
-    threading.Thread(target=run_script._say_where_it_waits, args=(Writer(),), daemon=True).start()
+    threading.Thread(target=run_script._say_where_it_waits, args=(Writer(), NothingRead()), daemon=True).start()
 
     def forward() -> "weakref.ref[Activations]":
         held = Activations()
@@ -34,3 +43,46 @@ def test_to_look_where_a_script_waits_keeps_nothing_of_it(
         return weakref.ref(held)
 
     assert forward()() is None
+
+
+def test_a_compilation_is_named_as_the_cause_while_it_runs_in_forward_or_backward() -> None:
+    causes = []
+
+    def compiler(graph: Any, _: object) -> Any:
+        causes.append(run_script._cause(0))
+        return graph.forward
+
+    function = torch.compile(torch.sin, backend=aot_autograd(fw_compiler=compiler, bw_compiler=compiler))
+    function(torch.ones(2, requires_grad=True)).sum().backward()
+    assert [*causes, run_script._cause(0)] == [" (torch.compile is compiling)"] * 2 + [""]
+
+
+def test_no_cause_is_named_in_a_checkpointed_layer_although_its_stack_has_frames_of_dynamo() -> None:
+    causes = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        causes.append(run_script._cause(0))
+        return 2 * x
+
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert causes == [""]
+
+
+READS = """
+    import gc, torch
+    from torchtune_adaptive.rehearse.values import Values
+
+    (values,) = (each for each in gc.get_objects() if type(each) is Values)
+    loss, rows = torch.ones(3, device="cuda").sum(), torch.tensor([7, 8], device="cuda")
+    counts = []
+    for read in rows.tolist, rows.sum().item, loss.item, loss.cpu, loss.long().item, (loss > 1).item:
+        before = values.zeros
+        read()
+        counts.append(values.zeros - before)
+    print("counts", counts)
+"""
+
+
+def test_numbers_that_only_the_card_would_know_are_counted_when_they_are_read_as_0(rehearse: Rehearse) -> None:
+    assert "counts [0, 0, 1, 1, 1, 1]" in rehearse(READS).printed
+    assert run_script._cause(3) == " (it has read 3 numbers from the card in that time, all as 0)"

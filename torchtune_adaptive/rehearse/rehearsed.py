@@ -87,15 +87,15 @@ class Rehearsed:
         ended_by = str(self.rest.get("error") or "exit status")
         by_memory = self.rest.get("by_memory") or "out of memory" in ended_by or ended_by.startswith("exit status")
         by_itself = self.status > 0 or self.status == -signal.SIGABRT
-        return self._unfinished if by_itself and by_memory else None
+        return self.unfinished if by_itself and by_memory else None
 
     @property
     def given_up(self) -> dict[str, Any] | None:
         """An error that the script caught, and took no step after it: it may have looked for the most that fits."""
-        return None if self.status or self._unfinished is None or self._unfinished["tried"] else self._unfinished
+        return None if self.status or self.unfinished is None or self.unfinished["tried"] else self.unfinished
 
     @property
-    def _unfinished(self) -> dict[str, Any] | None:
+    def unfinished(self) -> dict[str, Any] | None:
         """The last error, if no step was finished after it."""
         return self.errors[-1] if self.errors and self.errors[-1]["step"] > len(self.steps) else None
 
@@ -147,7 +147,7 @@ class Rehearsed:
                 return f"no answer: {why.partition(': ')[2]}"
             by_zero = " (in a rehearsal, the card's numbers are 0)" if _OF_ZERO.match(why) else ""
             alone = " (torchrun sets it: put torchrun before the script)" if _OF_NO_LAUNCHER.match(why) else ""
-            memory = "; memory had run out before (see below)" if self._unfinished else ""
+            memory = "; memory had run out before (see below)" if self.unfinished else ""
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{by_zero}{alone}{memory}{guessed}"
         if self.given_up is not None:
             return (
@@ -183,7 +183,7 @@ class Rehearsed:
             ]
             left_out = len(self.steps) - len(self._shown())
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
-        if (error := self._unfinished) is not None and not self.fits:
+        if (error := self.unfinished) is not None and not self.fits:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
                 "",

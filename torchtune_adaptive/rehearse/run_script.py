@@ -42,6 +42,7 @@ from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothin
 from torchtune_adaptive.rehearse.process import RankSettings
 from torchtune_adaptive.rehearse.step_writer import StepWriter, flush, innermost
 from torchtune_adaptive.rehearse.values import LARGE, Values
+from torchtune_adaptive.text import count_of
 
 SILENT_S = 60
 
@@ -68,7 +69,7 @@ def main(record: str, asked: str, *command: str) -> None:
     sys.meta_path.insert(0, ModelsNeedNoWeights())
     values = Values(writer.guessed)
     values.install()
-    threading.Thread(target=_say_where_it_waits, args=(writer,), daemon=True).start()
+    threading.Thread(target=_say_where_it_waits, args=(writer, values), daemon=True).start()
     status = 0
     try:
         with writer:
@@ -88,22 +89,30 @@ def main(record: str, asked: str, *command: str) -> None:
     _leave(status)
 
 
-def _say_where_it_waits(writer: StepWriter) -> None:
+def _say_where_it_waits(writer: StepWriter, values: Values) -> None:
     """In a thread: a loop may wait for a value that the card never computes."""
-    done = -1
+    done, zeros = -1, 0
     while True:
         if writer.steps == done:
-            print(f"rehearsal: no step for {SILENT_S} s, now at {_place_of_main_thread()}", file=sys.stderr, flush=True)
-        done = writer.steps
+            why = _cause(values.zeros - zeros)
+            place = _place_of_main_thread()
+            print(f"rehearsal: no step for {SILENT_S} s, now at {place}{why}", file=sys.stderr, flush=True)
+        done, zeros = writer.steps, values.zeros
         time.sleep(SILENT_S)
+
+
+def _cause(zeros: int) -> str:
+    """Name only what is certain: torch counts its running compilations, and `Values` the numbers that it made up."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0):
+        return " (torch.compile is compiling)"
+    return f" (it has read {count_of(zeros, 'number')} from the card in that time, all as 0)" if zeros else ""
 
 
 def _place_of_main_thread() -> str:
     """A function of its own: whoever holds on to a frame keeps its tensors, too."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    file, line = innermost(frame)
-    compiles = any("/torch/_dynamo/" in each.filename for each in traceback.extract_stack(frame))
-    return f"{file}:{line} ({'torch.compile is at work' if compiles else 'values of the card are 0'})"
+    file, line = innermost(sys._current_frames()[threading.main_thread().ident or 0])
+    return f"{file}:{line}"
 
 
 def _leave(status: int) -> None:

@@ -42,6 +42,8 @@ class Values:
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
         """`on_guess` is called where an integer that nobody knows is read as 0, or a mask selects everything."""
         self._on_guess = on_guess
+        self.zeros = 0
+        """How often a number that only the card would know was read as 0."""
         self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=4096)
         """The latest of the host's: where they begin and end, what they were written to, and as which version of it."""
 
@@ -169,6 +171,7 @@ class Values:
         """The rest of a copy on the host becomes 0, or selects everything."""
         if source.is_floating_point():
             copied.zero_()
+            self.zeros += 1
         # bytes are those of objects, whose lengths travel beside them
         if source.is_floating_point() or source.dtype is torch.uint8 or not _is_plain(source):
             return
@@ -177,6 +180,7 @@ class Values:
             copied.copy_(self._on_host(source))
         elif wrote is False:
             copied.fill_(is_mask)
+            self.zeros += not is_mask
         if not wrote and (is_mask or source.dtype is not torch.bool):  # and not a check for NaN
             self._on_guess(MASK if is_mask else INTEGER, _caller())
 
@@ -199,11 +203,16 @@ class Values:
             return True
         if tensor.is_floating_point():
             # steps of an optimizer whose state was loaded to the card: what is divided by them needs one at least
-            return float(asks.f_code is _get_value.__code__)
+            is_step = asks.f_code is _get_value.__code__
+            self.zeros += not is_step
+            return float(is_step)
         wrote = self._host_wrote(tensor)
         if tensor.dtype is torch.bool and not wrote:
-            return any(_asserts(frame) for frame in (asks, asks.f_back) if frame)
+            asserted = any(_asserts(frame) for frame in (asks, asks.f_back) if frame)
+            self.zeros += not asserted
+            return asserted
         number = 0 if wrote is False else self._cpu(tensor).item()
+        self.zeros += wrote is False
         if not wrote and asks.f_code.co_name != COUNTS_OPERATIONS:
             self._on_guess(INTEGER, asks)
         return number
