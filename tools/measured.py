@@ -1,4 +1,4 @@
-"""Writes the tables of measurements into README.md and docs/measured.md, from benchmarks/results/.
+"""Generate the tables of measurements in README.md and docs/measured.md from benchmarks/results/.
 
 python -m tools.measured         # `make bench` runs it too
 """
@@ -30,7 +30,7 @@ def machine_of(name: str, folder: Path = RESULTS) -> Mapping[str, Any]:
 
 
 def span(values: Iterable[float], digits: int = 0) -> str:
-    """From the least to the most, in words, and once where both read alike."""
+    """Return "MIN to MAX", or one number if both round to the same."""
     found = list(values)
     least, most = f"{min(found):.{digits}f}", f"{max(found):.{digits}f}"
     return least if least == most else f"{least} to {most}"
@@ -50,7 +50,7 @@ def trainer(rows: list[Row]) -> tuple[str, str]:
         for row in rows
     ]
     spread = f"{min(row['lowest'] for row in rows):.2f} to {max(row['highest'] for row in rows):.2f}"
-    what = "the same relative to transformers' Trainer"
+    what = "CPU time per step relative to transformers' Trainer, same batch, no failures"
     return what, f"{', '.join(cells)} (medians; single pairs {spread})"
 
 
@@ -58,7 +58,7 @@ def searches(rows: list[Row]) -> tuple[str, str]:
     ours, *others = ([row for row in rows if row["search"].startswith(name)] for name in SEARCHES)
     rounded = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in ours)
     probes, once_rounded = span(row["probes"] for row in ours), f"({rounded} % after rounding to a power of two)"
-    cells = [f"ours {probes} probes, {_search(ours)} {once_rounded}"]
+    cells = [f"this package {probes} probes, {_search(ours)} {once_rounded}"]
     for name, theirs in zip(SEARCHES[1:], others, strict=True):
         cells.append(
             f"{name.replace(',', '')} {span((row['ratio'] for row in theirs), 1)} × the time, {_search(theirs)}"
@@ -83,8 +83,8 @@ def packing(rows: list[Row]) -> tuple[str, str]:
         ", ".join(f"{row[ratio]:.1f}" for row in shown) for ratio, shown in (("ratio", one), ("ratio to packs", many))
     )
     what = f"target tokens per second of `token_budget: auto` relative to rows, same memory, {_ranks(most)}"
-    masked = "whose attention is masked on a CPU: expect a different ratio on a GPU"
-    return what, f"{', '.join(cells)} (1 rank: {alone}); relative to torchtune's `packed: True` {packs} ×, {masked}"
+    masked = "(on a CPU its attention uses a mask, so expect a different ratio on a GPU)"
+    return what, f"{', '.join(cells)} (1 rank: {alone}); relative to torchtune's `packed: True` {packs} × {masked}"
 
 
 def dealing(rows: list[Row]) -> tuple[str, str]:
@@ -103,15 +103,15 @@ def saves(rows: list[Row]) -> tuple[str, str]:
 def large_saves(rows: list[Row]) -> tuple[str, str]:
     stock, ours = rows
     cells = [f"{what} {ours[f'{key} s']:.1f} ({stock[f'{key} s']:.1f})" for what, key in LARGE.items()]
-    return f"the same for one of {ours['GB']:.1f} GB, once", ", ".join(cells)
+    return f"the same for a checkpoint of {ours['GB']:.1f} GB, one run", ", ".join(cells)
 
 
 def stages(rows: list[Row]) -> tuple[str, str]:
-    return "DPO: CPU time with one limit for both stages, relative to a limit for each, 2 ranks", _over(rows)
+    return "DPO: CPU time with one limit for both stages, relative to one limit per stage, 2 ranks", _over(rows)
 
 
 def rollouts(rows: list[Row]) -> tuple[str, str]:
-    what = "reinforcement learning: CPU time with one limit for all stages, relative to a limit for each, 2 ranks"
+    what = "reinforcement learning: CPU time with one limit for all stages, relative to one limit per stage, 2 ranks"
     return what, _over(rows)
 
 
@@ -123,28 +123,26 @@ def faults(rows: list[Row]) -> tuple[str, str]:
     injected, recovered, hung, wrong = (sum(row[key] for row in rows) for key in FAULTS)
     answer = f"{injected:,} injected, {recovered:,} recovered, {hung:,} hung, {wrong:,} wrong gradients"
     most = max(row["injected"] for row in rows)
-    what = (
-        f"out of memory injected at single operations of a step (`make faults`), {len(rows)} cases, up to {most} each"
-    )
-    return what, answer
+    cases = f"{len(rows)} cases with up to {most} errors"
+    return f"out-of-memory errors injected at single operations of a step (`make faults`), {cases}", answer
 
 
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
-"""Ours, then those of others, by how their names begin."""
+"""Prefixes of the names of the searches; this package's is the first."""
 LARGE = {"pause": "pause", "resumed after": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
 LINES = (overhead, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
-"""Each is the name of a file, and what is said of its rows."""
+"""Each function is named after its file of results and returns the cells of a line."""
 
 
 def measured_with(name: str, folder: Path) -> str:
-    """The torch of a file, and when it was made."""
+    """Return the torch version and the date of a file of results."""
     machine = machine_of(name, folder)
     return f"{machine['torch'].partition('+')[0]} | {machine['date']}"
 
 
 def table(folder: Path = RESULTS) -> str:
-    shown = ["| what | result | torch | date |", "|---|---|---|---|"]
+    shown = ["| measurement | result | torch | date |", "|---|---|---|---|"]
     for line in LINES:
         what, result = line(rows_of(line.__name__, folder))
         shown.append(f"| {what} | {result} | {measured_with(line.__name__, folder)} |")
@@ -152,7 +150,7 @@ def table(folder: Path = RESULTS) -> str:
 
 
 def glance(folder: Path = RESULTS) -> str:
-    """README's table: the five results that a new reader asks about."""
+    """Return the table of README: the results that a new reader asks about."""
     _, injected = faults(rows_of("faults", folder))
     *recoveries, restart = rows_of("recovery", folder)
     lost, after = (span((row[key] for row in recoveries), 1) for key in ("lost steps", "step after"))
@@ -187,7 +185,7 @@ TABLES = {"measured at a glance": glance, "measured": table}
 
 
 def renewed(text: str) -> str:
-    """A page, with its tables made anew."""
+    """Return the page with regenerated tables."""
     for name, made in TABLES.items():
         if begin(name) in text:
             before, rest = text.split(begin(name))
@@ -206,7 +204,7 @@ def _ranks(count: int) -> str:
 def _search(rows: list[Row]) -> str:
     errors = span(row["out of memory"] for row in rows)
     named = "out-of-memory error" if errors == "1" else "out-of-memory errors"
-    return f"{errors} {named}, {span(100 * row['rows'] / row['fits'] for row in rows)} % of what fits"
+    return f"{errors} {named}, {span(100 * row['rows'] / row['fits'] for row in rows)} % of the maximum"
 
 
 def main() -> None:

@@ -60,8 +60,3 @@ def test_the_changelog_has_the_version_and_only_kinds_of_changes_that_have_a_nam
     assert all(day for _, day in released)
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= KINDS
     assert len(re.findall(r"^## ", text, re.MULTILINE)) == len(versions)
-
-
-def test_security_is_told_in_ten_lines() -> None:
-    lines = (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()[2:]
-    assert len([line for line in lines if line]) <= 10
