@@ -1,4 +1,4 @@
-"""Every key of a config that is read here: what it may be, its default, and what it means."""
+"""Config keys: allowed values, defaults and meanings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value may be: a test, and the same in words."""
+    """Allowed values of a key, as a predicate and as text."""
 
     accepts: Callable[[Any], bool]
     allowed: str
@@ -45,14 +45,14 @@ ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a string")
 FOLDER = Rule(lambda v: TEXT.accepts(v) and (os.path.isdir(v) or not os.path.lexists(v)), "a folder")
 SIZES = Rule(lambda v: True, "an amount, a fraction up to 1, or a list of those; or null")
-"""What is wrong with one is told where it is converted."""
+"""`parse_sizes` reports invalid values."""
 SECTION = Rule(lambda v: True, "a section of keys and values")
-"""What is wrong with one is told where it is read."""
+"""`read_section` reports invalid values."""
 NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
 
 
 MOST_TOKENS = 2**24
-"""Tokens of a row: what no model takes is refused before lists of that length are made."""
+"""Upper bound for the tokens of a row. Larger values are refused before any list of that length is created."""
 
 
 def one_of(*choices: object) -> Rule:
@@ -76,10 +76,10 @@ def some_of(*choices: str) -> Rule:
 
 
 def option(rule: Rule, default: object = MISSING, *, convert: Callable[[Any, str], object] | None = None) -> Any:
-    """A field of a section; required when it has no default.
+    """Declare a field of a section; without a default, the key is required.
 
-    The string below it is what docs/keys.md says of it; torchtune's own keys have none.
-    `convert` takes the value and what errors call it.
+    docs/keys.md shows the string below the field. Keys of torchtune have no such string.
+    `convert` takes the value and the name of the key for errors.
     """
     return field(default=default, metadata={"rule": rule, "convert": convert or _frozen})
 
@@ -89,7 +89,7 @@ def _frozen(value: object, key: str) -> object:
 
 
 def read(kind: type[T], section: Mapping[Any, object] | DictConfig | None, prefix: str = "") -> T:
-    """The dataclass `kind`, filled with the keys of `section` that it names and checked rule by rule."""
+    """Return an instance of the dataclass `kind` with the values of `section`. Check each value by its rule."""
     values = plain(section, prefix.rstrip("."))
     options = options_of(kind)
     checked = together(partial(_checked, option, values, prefix) for option in options)
@@ -121,7 +121,7 @@ def check(rule: Rule, value: object, key: str) -> None:
 
 
 def value_at(cfg: DictConfig, key: str) -> Any:
-    """The value of a dotted key; None where there is none, or no section that could have it."""
+    """Return the value of a dotted key, or None if the key or its section is missing."""
     try:
         return OmegaConf.select(cfg, key)
     except ConfigTypeError:
@@ -212,7 +212,7 @@ class AdaptiveConfig:
 
 
 def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | None, name: str) -> T:
-    """A section whose keys are all ours, filled in as `read` does; it may be absent. An unknown key is an error."""
+    """Read a section like `read`, but refuse unknown keys. The section may be missing."""
     values, known = plain(section, name), keys_of(kind)
 
     def check_known(key: str) -> None:
@@ -228,23 +228,23 @@ def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | Non
 
 AUTO = "auto"
 FUSED_ON_SHARDS = ("Adam", "AdamW")
-"""Optimizers of torch whose fused update takes the shards of FSDP2."""
+"""Optimizers of torch whose fused update supports FSDP2 shards."""
 IN_SECTIONS = {
     "tokenizer.max_seq_len": COUNT | NULL,
     "metric_logger.log_dir": FOLDER | NULL,
     "checkpointer.checkpoint_dir": FOLDER | NULL,
     "checkpointer.output_dir": FOLDER | NULL,
 }
-"""Keys of components, of which these would speak late, or of something else."""
+"""Keys of components that are checked here because the components report invalid values late or misleadingly."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Keys that the recipes know, with torchtune's names and defaults."""
+    """Keys of all recipes, with torchtune's names and defaults."""
 
     config: DictConfig = field(default_factory=lambda: OmegaConf.create({}), repr=False, compare=False)
-    """Where they were read: the sections of the components are in there."""
+    """The config itself, with the sections of the components."""
 
     device: str = option(TEXT)
     dtype: str = option(one_of("bf16", "fp32"))
@@ -300,13 +300,13 @@ class Settings:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that one rank contributes to one optimizer update."""
+        """Return the samples of one rank in one optimizer update."""
         return self.batch_size * self.gradient_accumulation_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """The keys of a LoRA model's section that the recipe itself needs, to check and save its adapters."""
+    """Keys of a LoRA model's section that the recipe needs to check and save adapters."""
 
     lora_attn_modules: tuple[str, ...] = option(some_of(*PROJECTIONS))
     apply_lora_to_mlp: bool = option(BOOL)
@@ -316,12 +316,12 @@ class LoraSettings:
 
 
 def on_gpu(where: Settings | DictConfig) -> bool:
-    """Whether training runs on an accelerator, of whatever make: on anything but a CPU."""
+    """Return True if training runs on an accelerator, that is, on any device except a CPU."""
     return not str(where.device).startswith("cpu")
 
 
 def read_common(cfg: DictConfig) -> Settings:
-    """What every recipe reads."""
+    """Read the settings of all recipes."""
     in_sections = (partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
     settings: Settings = together([partial(read, Settings, cfg), partial(_check_fused, cfg), *in_sections])[0]
     return replace(settings, config=cfg)

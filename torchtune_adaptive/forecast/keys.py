@@ -1,4 +1,4 @@
-"""The keys of `adaptive_plan`, beside those of the recipe that it is asked about; nothing here waits for torch."""
+"""Keys of `adaptive_plan`, which also takes the keys of the recipe. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ class PlanSettings:
 
     @property
     def several_ranks(self) -> tuple[int, ...]:
-        """Each number of ranks that is asked about, once."""
+        """Return the numbers of ranks without duplicates."""
         return (self.world_size,) if isinstance(self.world_size, int) else tuple(dict.fromkeys(self.world_size))
