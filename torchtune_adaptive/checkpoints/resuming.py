@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, file_names, identity_of, saves_adapters
-from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest
+from torchtune_adaptive.checkpoints.store import Claim, Files, FoundCheckpoint, Manifest
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
@@ -50,8 +49,8 @@ class Start:
     """What keeps other runs out until it is closed; held by rank 0."""
     overwrites: int = 0
     """Checkpoints of another run in the output directory, to be removed once training can begin."""
-    mark: str = ""
-    """The name of a file in the staging folder, by which ranks know whether they see that of rank 0."""
+    claim: Claim
+    """The hold on the directory of checkpoints; by its mark, ranks know whether they see that of rank 0."""
 
     @property
     def resumes(self) -> bool:
@@ -85,6 +84,8 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     if isinstance(start, Exception):
         raise start
     assert start is not None, "rank 0 has decided"
+    own_path = checkpoint_directory(settings).absolute()  # a relative one may be another on another node
+    start = replace(start, claim=replace(start.claim, directory=own_path))
     _check_shared(start, settings)
     _leave_note(start, settings, launchers)
     return replace(start, locks=tuple(locks))
@@ -123,7 +124,7 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
         serial=1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1),
         files=files,
         overwrites=len(checkpoints) if files is None else 0,
-        mark=_prepare(directory),
+        claim=_prepare(directory),
     )
 
 
@@ -203,24 +204,21 @@ def _check_not_needed(cfg: DictConfig, checkpoints: Sequence[FoundCheckpoint]) -
             )
 
 
-def _prepare(directory: Path) -> str:
-    """Prepares the folder for checkpoints, so that what is wrong shows now, and leaves a mark where they are staged."""
-    mark = uuid.uuid4().hex
+def _prepare(directory: Path) -> Claim:
+    """Prepares the folder for checkpoints, so that what is wrong shows now."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         store.clean(directory)
-        (directory / store.SAVING).mkdir()
-        (directory / store.SAVING / mark).touch()
+        return store.claim(directory)
     except OSError as error:
         raise unwritable(directory, error) from error
-    return mark
 
 
 def _check_shared(start: Start, settings: Settings) -> None:
     """Collective: a checkpoint that only one node has is lost to the others, and to the run that goes on elsewhere."""
     directory = checkpoint_directory(settings)
     # the folder alone would not tell: on a disk of its own, a rank may have one of an earlier run
-    seen = from_all_ranks((directory / store.SAVING / start.mark).exists())
+    seen = from_all_ranks(start.claim.staging.exists())
     if all(seen):
         return
     message = (

@@ -41,7 +41,7 @@ from torchtune_adaptive.checkpoints import loading, store
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer, gather_state
 from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.checkpoints.resuming import Start, checkpoint_directory
+from torchtune_adaptive.checkpoints.resuming import Start
 from torchtune_adaptive.checkpoints.store import RANDOM_FILE, Checkpointer, Files, Manifest, State, find_checkpoints
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import LoraSettings, Settings
@@ -189,8 +189,8 @@ class Checkpoints:
         self._start = start
         self._contents = contents
         self._device = device
-        self._directory = checkpoint_directory(settings).absolute()
-        self._staging = self._directory / store.SAVING
+        self._claim = start.claim
+        self._directory, self._staging = start.claim.directory, start.claim.staging
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
         self._serial = start.serial
@@ -265,9 +265,10 @@ class Checkpoints:
         self.wait()
         background = None if progress.finished else self._background
         name = progress.name_of_checkpoint(distributed=background is not None)
-        gone = dist.get_rank() == 0 and not self._staging.is_dir()  # or torch would make it anew, on whatever is there
-        mine = weights_are_finite(model), gone, capture_random_state()
-        finite, gone_on_rank_0, random_states = zip(*from_all_ranks(mine), strict=True)
+        lost = self._lost()  # before anything is written, or torch would make the folder again, on whatever is there
+        finite, lost_on_ranks, random_states = zip(
+            *from_all_ranks((weights_are_finite(model), lost, capture_random_state())), strict=True
+        )
         manifest = Manifest(
             serial=self._serial,
             position=progress.position,
@@ -285,8 +286,8 @@ class Checkpoints:
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
                 f"run with a lower optimizer.lr or a clip_grad_norm{', from its weights' * bool(THIS_RUN.newest)}"
             )
-        if any(gone_on_rank_0):
-            self._fail(written, GONE)
+        if lost_on_ranks[0] is not None:
+            self._lose(written, lost_on_ranks[0])
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         began = time.perf_counter()
         with fatal_where_memory_runs_out(partial(out_of_memory_in, name)):
@@ -329,7 +330,7 @@ class Checkpoints:
         staged = self._staging / name
         torch.save(random_states, staged / store.RANDOM_FILE)
         store.write_manifest(staged, replace(manifest, files=store.record_files(staged)))
-        THIS_RUN.newest = store.publish(self._directory, name)
+        THIS_RUN.newest = store.publish(self._claim, name)
         try:
             store.prune(self._directory, self._keep_last, self._goes_back_to)
         except OSError as error:  # the checkpoint itself is there
@@ -353,11 +354,14 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         if dist.get_rank() == 0:
-            shutil.rmtree(self._staging, ignore_errors=True)
+            self._claim.release()
 
     def _settle(self, written: Written, problem: str | None, seconds: float) -> None:
         """Collective: rank 0 tells whether the checkpoint is there, and whether it was asked to stop meanwhile."""
-        problem, self._asked_to_stop = from_rank_0((problem, THIS_RUN.asked_to_stop()))
+        lost = self._lost() if problem is not None else None
+        problem, lost, self._asked_to_stop = from_rank_0((problem, lost, THIS_RUN.asked_to_stop()))
+        if lost is not None:
+            self._lose(written, lost)
         if problem is not None:
             self._fail(written, problem)
         THIS_RUN.newest = self._directory / written.name
@@ -366,8 +370,24 @@ class Checkpoints:
     def _fail(self, written: Written, problem: str) -> NoReturn:
         message = f"checkpoint {written.name} could not be saved to {self._directory}: {problem}; {_last_good()}"
         if dist.get_rank() == 0:
-            store.discard_staged(self._directory)
+            self._claim.release()
         raise CheckpointError(f"{message}; {_once_mended()}")
+
+    def _lost(self) -> str | None:
+        """On rank 0: why the output directory no longer belongs to this run; None if it does."""
+        if dist.get_rank() == 0:
+            try:
+                self._claim.check()
+            except store.NotOurs as lost:
+                return str(lost)
+        return None
+
+    def _lose(self, written: Written, lost: str) -> NoReturn:
+        """On every rank: ends the run. What is in the directory may be another run's."""
+        if dist.get_rank() == 0:
+            self._claim.release()
+        THIS_RUN.newest = THIS_RUN.place = None
+        raise CheckpointError(f"checkpoint {written.name} is not saved: {self._directory} {lost}")
 
 
 class BackgroundSave:
@@ -439,6 +459,8 @@ def cause(error: BaseException, directory: Path) -> str:
         return f"out of memory on the host of rank {dist.get_rank()}: free host memory"
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in GATHERS_WITH_LESS)}"
+    if isinstance(error, store.NotOurs):
+        return str(error)
     if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
         return GONE
     if number is None:

@@ -1,6 +1,6 @@
 """The checkpoints of an output directory: found, published at one stroke, pruned. Rank 0 does all of it.
 
-.saving/step_40/…        written here, with everything that belongs to it; the manifest last
+.saving/MARK/step_40/…   written here, with everything that belongs to it; the manifest last. Each run has a mark
 step_40/                 synced, then renamed: a checkpoint is complete, or it does not exist
 .removing-step_20-…/     renamed before anything in it is deleted
 """
@@ -29,6 +29,8 @@ REMOVING = ".removing-"
 NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
 """Folders that hold checkpoints: ours, and those that torchtune's recipes write."""
 MANIFEST_FILE = "adaptive_checkpoint.json"
+MARKER_FILE = "run"
+"""In the staging folder of a run; a save that makes the folder again does not make this."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
 """torchtune's folder for the state of a run, beside its checkpoints, and the file in it; ours lie in the checkpoint."""
 ADAPTER_FILE = "adapter_model.pt"
@@ -116,6 +118,62 @@ class FoundCheckpoint:
         return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
 
 
+class NotOurs(Exception):
+    """The output directory no longer belongs to this run. Reported with its name by whoever wanted to write into it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A run's hold on its output directory. The lock alone is not enough: it stays with a directory that is renamed,
+    and another run may then start under the old name."""
+
+    directory: Path
+    mark: str
+    device: int
+    inode: int
+    """Of the directory, on rank 0's machine."""
+
+    @property
+    def staging(self) -> Path:
+        """Where this run, and no other, writes its checkpoints."""
+        return self.directory / SAVING / self.mark
+
+    def check(self) -> None:
+        """On rank 0: raises NotOurs where the directory was moved, removed or replaced, or another run has cleaned it.
+        The open lock file keeps the inode's number from being used again."""
+        try:
+            here = self.directory.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            here = None
+        if here is None or (here.st_dev, here.st_ino) != (self.device, self.inode):
+            raise NotOurs(
+                "is not the directory in which this run started: it was moved, removed or replaced, and the "
+                "checkpoints with it; resume from where it is now (output_dir=..., resume_from_checkpoint=auto), or "
+                "start over in another output_dir"
+            )
+        if not (self.staging / MARKER_FILE).is_file():
+            raise NotOurs(
+                f"no longer contains {self.staging.relative_to(self.directory)}, which marks it as this run's: it was "
+                "removed, or another run has started there; see what is there (tune-adaptive status), then resume with "
+                "resume_from_checkpoint=auto or another output_dir"
+            )
+
+    def release(self) -> None:
+        """Removes what is staged; another run's is not touched."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+        with suppress(OSError):
+            (self.directory / SAVING).rmdir()
+
+
+def claim(directory: Path) -> Claim:
+    """Marks a directory, which must exist, as this run's."""
+    here = directory.stat()
+    claimed = Claim(directory=directory.absolute(), mark=uuid.uuid4().hex, device=here.st_dev, inode=here.st_ino)
+    claimed.staging.mkdir(parents=True)
+    (claimed.staging / MARKER_FILE).touch()
+    return claimed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files:
     """Where a resumed run reads; paths are absolute, so that it does not matter what torchtune would add to them."""
@@ -181,15 +239,18 @@ def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoi
     return None, skipped
 
 
-def publish(directory: Path, name: str) -> Path:
-    """Moves a checkpoint that lies complete in `.saving` to its place, so that it survives a crash of the machine."""
-    staged, place = directory / SAVING / name, directory / name
+def publish(claim: Claim, name: str) -> Path:
+    """Moves a checkpoint that lies complete in the staging folder to its place, so that it survives a crash of the
+    machine. Raises NotOurs."""
+    directory = claim.directory
+    staged, place = claim.staging / name, directory / name
     if REHEARSAL.on:  # no run is to resume from zeros
-        discard_staged(directory)
+        shutil.rmtree(staged, ignore_errors=True)
         return place
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)
+    claim.check()  # where the directory is replaced after this line, the rename finds no staging folder of this run
     # What has the name already is incomplete, or from before the run went back to an earlier checkpoint. After a kill
     # between these two lines it is gone, and the run resumes from the one before.
     if os.path.lexists(place):
@@ -230,13 +291,6 @@ def clean(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def discard_staged(directory: Path) -> None:
-    """Frees the space of a checkpoint that could not be finished."""
-    shutil.rmtree(directory / SAVING, ignore_errors=True)
-    with suppress(OSError):
-        (directory / SAVING).mkdir()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

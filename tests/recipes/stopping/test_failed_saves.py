@@ -19,7 +19,7 @@ from torchtune_adaptive.tune import place
 
 RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 ASYNC = ("enable_async_checkpointing=True",)
-IS_GONE = ("step_6", "{out}", "the folder is gone", "resume_from_checkpoint=auto")
+IS_GONE = ("step_6", "{out}", "no longer contains .saving/", "resume_from_checkpoint=auto")
 OUT_OF_MEMORY = ("out of memory while saving checkpoint step_6 on rank {rank}",)
 
 
@@ -99,5 +99,6 @@ def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(tm
         assert message is not None
         for word in CASES[name].told:
             assert word.format(out=tmp_path / "run" / "out", rank=rank) in message
-        assert good in message or name == "full-nan"
+        # where another run may have started, what has the name may be that run's
+        assert (good in message) == (CASES[name].told != IS_GONE)
         assert complete == [good, "step_2"], "nothing is made anew or pushed out"

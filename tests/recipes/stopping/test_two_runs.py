@@ -1,4 +1,4 @@
-"""Two runs in one output_dir: the second ends before it has touched anything."""
+"""Two runs in one output_dir: the second ends before it has touched anything, and never do both write into it."""
 
 import re
 from pathlib import Path
@@ -6,10 +6,33 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.signalled import live_on_ranks
+from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
 from tests.unit.life.test_output_lock import another_run
 from torchtune_adaptive.cli.status import Condition, look
 
 RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64")
+HELD = """
+import os, time
+from pathlib import Path
+from torchtune_adaptive.demo.dataset import demo_dataset
+
+class Held:
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        held = Path("hold_" + os.environ["RUN_NAME"])
+        while held.exists():
+            held.with_suffix(".held").touch()
+            time.sleep(0.05)
+        return self.samples[index]
+
+def held(tokenizer, **options):
+    return Held(demo_dataset(tokenizer, **options))
+"""
 
 
 @pytest.mark.smoke("its-checkpoints")
@@ -40,3 +63,44 @@ def test_an_error_is_the_last_line_and_kept_for_whoever_asks_how_the_run_ended(t
     condition, (why, *_) = look(tmp_path / "run" / "out")
     assert condition is Condition.BROKEN
     assert "adaptive.max_skipped_steps is 0" in why
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files of a run, without those that are appended to while it trains."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".jsonl"}
+
+
+@pytest.mark.parametrize("options", [(), ("enable_async_checkpointing=True",)], ids=["waiting", "beside-training"])
+def test_a_run_whose_directory_was_renamed_writes_nothing_into_that_of_the_next_run(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    command = ["--nproc_per_node", "2", "adaptive_full_finetune_distributed", "--config", "adaptive/demo/full"]
+    command += ["output_dir=out", "dataset._component_=held.held", "dataset.samples=640", "save_every_n_steps=4"]
+    command += ["use_maximum_batch_size=False", "adaptive=null", "epochs=1", "overwrite_output_dir=False", *options]
+    command += ["metric_logger.log_dir=logs"]
+
+    def stopped_after_step_4(run: Started, name: str) -> None:
+        run.when((tmp_path / "out" / "step_4").exists, STARTS_S)
+        (tmp_path / f"hold_{name}").touch()
+        run.when((tmp_path / f"hold_{name}.held").exists, 60)
+
+    with in_a_terminal(tmp_path, command, forked=True, RUN_NAME="first") as first:
+        stopped_after_step_4(first, "first")
+        (tmp_path / "out").rename(tmp_path / "moved")
+        with in_a_terminal(tmp_path, command, forked=True, RUN_NAME="second") as second:
+            stopped_after_step_4(second, "second")
+            before = content(tmp_path / "out")
+            (tmp_path / "hold_first").unlink()
+            first.when(lambda: first.process.poll() is not None, 120)
+            assert content(tmp_path / "out") == before
+            assert first.process.wait(1) == 1
+            (told,) = re.findall(r"^error(?: \(rank 1\))?: .*", first.output, re.MULTILINE)
+            assert re.search(
+                r"checkpoint step_\d+ is not saved: .*/out is not the directory in which this run started", told
+            )
+            assert "last" not in told
+            (tmp_path / "hold_second").unlink()
+            assert second.process.wait(120) == 0
+    assert look(tmp_path / "out")[0] is Condition.FINISHED
+    assert (tmp_path / "moved" / "step_4" / "adaptive_checkpoint.json").is_file()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.store import Manifest, Position, record_files, write_manifest
+from torchtune_adaptive.checkpoints.store import Claim, Manifest, Position, record_files, write_manifest
 
 CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", "nested/config.json": b"{}"}
 
@@ -18,10 +18,20 @@ def manifest(serial: int = 0, **changes: Any) -> Manifest:
     return Manifest(serial=serial, **{**made, **changes})
 
 
+def claim(directory: Path) -> Claim:
+    """That of the run which stages here."""
+    directory.mkdir(parents=True, exist_ok=True)
+    here = directory.stat()
+    held = Claim(directory=directory, mark="made", device=here.st_dev, inode=here.st_ino)
+    held.staging.mkdir(parents=True, exist_ok=True)
+    (held.staging / store.MARKER_FILE).touch()
+    return held
+
+
 def stage(
     directory: Path, name: str, serial: int = 0, *, content: Mapping[str, bytes] = CONTENT, **changes: Any
 ) -> Path:
-    folder = directory / store.SAVING / name
+    folder = claim(directory).staging / name
     for file, data in content.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(data)
@@ -31,7 +41,7 @@ def stage(
 
 def save(directory: Path, name: str, serial: int = 0, **options: Any) -> Path:
     stage(directory, name, serial, **options)
-    return store.publish(directory, name)
+    return store.publish(claim(directory), name)
 
 
 def complete(directory: Path) -> list[str]:

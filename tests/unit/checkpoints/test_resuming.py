@@ -177,4 +177,4 @@ def test_without_a_checkpoint_it_is_a_fresh_start_and_leftovers_of_a_kill_are_re
     begun = start(out)
     assert (begun.resumes, begun.serial) == (False, 0)
     assert [path.name for path in out.iterdir()] == [".saving"]
-    assert [path.name for path in (out / ".saving").iterdir()] == [begun.mark]
+    assert [path.name for path in (out / ".saving").iterdir()] == [begun.claim.mark]

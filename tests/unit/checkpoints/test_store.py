@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.checkpoints.making import CONTENT, complete, manifest, save, stage
+from tests.unit.checkpoints.making import CONTENT, claim, complete, manifest, save, stage
 from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, Manifest, read_manifest, record_files, write_manifest
@@ -56,10 +56,11 @@ def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_or_the_new_o
         save(directory, "step_6", 1)
         store.prune(directory, keep_last=2, resumed_from=None)
         stage(directory, "epoch_1", 2)
+        held = claim(directory)
         with pytest.MonkeyPatch.context() as patch:
             Killer(patch, points)
             try:
-                store.publish(directory, "epoch_1")
+                store.publish(held, "epoch_1")
                 store.prune(directory, keep_last=2, resumed_from=None)
             except Killed:
                 finished = False
@@ -89,12 +90,35 @@ def test_a_folder_that_fails_to_sync_is_an_error_where_the_file_system_can_sync_
         fsync(descriptor)
 
     stage(tmp_path, "epoch_0")
+    held = claim(tmp_path)
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError, match="Input/output error") if supported else nullcontext():
         replace_file(tmp_path / "file", b"")
     with pytest.raises(OSError, match="Input/output error") if supported else nullcontext():
-        store.publish(tmp_path, "epoch_0")
+        store.publish(held, "epoch_0")
     assert complete(tmp_path) == ["epoch_0"] * (not supported)
+
+
+@pytest.mark.parametrize("change", ["moved", "replaced", "copied", "cleaned by another run", "staged again"])
+def test_a_checkpoint_is_not_published_into_a_directory_that_is_no_longer_the_runs(change: str, tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    save(directory, "step_2")
+    stage(directory, "step_4", 1)
+    held = claim(directory)
+    if change == "cleaned by another run":
+        store.clean(directory)
+    elif change == "staged again":  # what was staged, by a checkpointer that makes the folders it needs
+        (held.staging / store.MARKER_FILE).unlink()
+    else:
+        directory.rename(tmp_path / "elsewhere")
+    if change == "replaced":
+        save(directory, "step_4", 5)
+    elif change == "copied":
+        shutil.copytree(tmp_path / "elsewhere", directory)
+    before = complete(directory)
+    with pytest.raises((store.NotOurs, FileNotFoundError)):
+        store.publish(held, "step_4")
+    assert complete(directory) == before
 
 
 def test_publishing_over_a_folder_of_that_name_replaces_it(tmp_path: Path) -> None:
