@@ -204,11 +204,11 @@ class NoiseWatch:
         scale = f"above {interval.low:.0f} samples"
         if math.isfinite(interval.high):
             scale = f"{interval.scale:.0f} samples ({interval.low:.0f} to {interval.high:.0f})"
-        advice = "the batch is about as large as is worth it"
+        advice = "the batch size is about right"
         if step < interval.low:
-            advice = "a larger batch would train about as well a sample"
+            advice = "a larger batch would be about as sample-efficient"
         elif step > interval.high:
-            advice = "a smaller batch would train better a sample"
+            advice = "a smaller batch would be more sample-efficient"
         say(f"gradient noise · the noise scale is {scale}, and a step has {step}: {advice}")
 
 
