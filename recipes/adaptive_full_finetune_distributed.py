@@ -7,7 +7,7 @@ Takes every config of torchtune's full_finetune_distributed unchanged.
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
@@ -20,6 +20,9 @@ from torchtune_adaptive.tune.fit import plan_course
 from torchtune_adaptive.tune.model import build_full_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.trainer import Run, Trainer
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 class AdaptiveFullFinetuneDistributed:

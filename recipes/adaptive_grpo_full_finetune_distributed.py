@@ -7,9 +7,8 @@ Takes the keys of torchtune's recipes/dev/grpo_full_finetune_distributed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from omegaconf import DictConfig
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
@@ -24,6 +23,9 @@ from torchtune_adaptive.rl.stages import TRAIN_POLICY
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.trainer import Run
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 class AdaptiveGRPOFullFinetuneDistributed:
@@ -51,7 +53,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
             for step in steps:
                 self.iterations.done(step.number, self.iterate(step.samples, step.number))
 
-    def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
+    def iterate(self, prompts: Sequence[Sample], number: int) -> Mapping[str, float]:
         """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
         batch = prepared(self.iterations.answered(prompts, number), self._grpo)
         for share in updates_of(batch.rollouts, batch.of_a_rank, self._grpo.ppo_epochs, self.run.progress.seed):

@@ -7,7 +7,7 @@ Takes every config of torchtune's lora_dpo_distributed unchanged. The reference 
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
@@ -19,6 +19,9 @@ from torchtune_adaptive.tune.model import build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of
 from torchtune_adaptive.tune.trainer import Run, Trainer
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 class AdaptiveLoraDPODistributed:

@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from omegaconf import DictConfig
 
 from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
@@ -22,6 +22,9 @@ from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.text import count_of
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:

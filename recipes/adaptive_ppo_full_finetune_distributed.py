@@ -8,8 +8,7 @@ Takes the keys of torchtune's ppo_full_finetune_single_device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
@@ -24,6 +23,9 @@ from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.trainer import Run
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 class AdaptivePPOFullFinetuneDistributed:

@@ -194,7 +194,7 @@ def renewed(text: str) -> str:
 
 
 def _recipe(row: Row) -> str:
-    return {"lora": "LoRA"}.get(row["recipe"], row["recipe"])
+    return "LoRA" if row["recipe"] == "lora" else str(row["recipe"])
 
 
 def _ranks(count: int) -> str:

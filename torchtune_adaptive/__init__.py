@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.report.tables import profile_table, search_table
 
+__version__ = "0.2.0"
+
 __all__ = [
     "AdaptiveError",
     "ConfigError",

@@ -3,9 +3,10 @@
 import re
 import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
-from tests.unit.source import FILES, NAME, RECIPES, ROOT, imported
+from tests.unit.source import FILES, NAME, PACKAGE, RECIPES, ROOT, imported
 
 OURS = {NAME, *(path.stem for path in RECIPES)}
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
@@ -20,12 +21,24 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[^\w-]", requirement)[0].lower() for requirement in requirements}
 
 
+def packages_of(paths: list[Path]) -> set[str]:
+    """Return the distributions that these files import; triton comes with torch where there is one."""
+    packages = {name.split(".")[0] for path in paths for name in imported(path)}
+    found = packages - sys.stdlib_module_names - OURS - {"triton"}
+    return {NAMED_OTHERWISE.get(package, package) for package in found}
+
+
 def test_every_import_is_declared_and_every_declaration_imported() -> None:
     extras = project()["optional-dependencies"]
-    declared = names([*project()["dependencies"], *extras["plot"], *extras["hf"]])
-    packages = {name.split(".")[0] for path in [*FILES, *RECIPES] for name in imported(path)}
-    found = {NAMED_OTHERWISE.get(package, package) for package in packages - sys.stdlib_module_names - OURS}
-    assert found - {"triton"} == declared  # triton comes with torch where there is one
+    declared = names([*project()["dependencies"], *extras["recipes"], *extras["plot"], *extras["hf"]])
+    assert packages_of([*FILES, *RECIPES]) == declared
+
+
+def test_the_library_and_rehearsals_import_only_required_packages_and_matplotlib() -> None:
+    rooms = ("engine", "report", "rehearse", "null_cuda")
+    files = [path for path in FILES if path.parent.name in rooms or path.parent == PACKAGE]
+    required = names(project()["dependencies"])
+    assert packages_of(files) - required == {"accelerate", "matplotlib"}  # accelerate: to follow its own launcher
 
 
 def test_constraints_name_versions_of_what_is_declared_or_comes_with_it() -> None:

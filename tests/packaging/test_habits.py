@@ -9,6 +9,8 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+import torchtune_adaptive
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.smoke
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
@@ -56,7 +58,7 @@ def test_the_changelog_has_the_version_and_only_kinds_of_changes_that_have_a_nam
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d|unreleased))?$", text, re.MULTILINE)
     released = versions[1:] if versions[0] == ("Unreleased", "") else versions
-    assert released[0][0] == PROJECT["version"]
+    assert released[0][0] == torchtune_adaptive.__version__
     assert all(day for _, day in released)
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= KINDS
     assert len(re.findall(r"^## ", text, re.MULTILINE)) == len(versions)

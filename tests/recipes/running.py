@@ -1,6 +1,7 @@
 """Runs a recipe, ours or the installed stock one, inside a rank of a test."""
 
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -171,6 +172,15 @@ class Finished:
     output: str
     """What it wrote to stdout and stderr, in the order in which a user sees it."""
     seconds: float
+
+
+def assert_only_torchruns_report_follows(error: str, output: str) -> None:
+    """The error of ours is printed before any traceback, and once more inside torchrun's report."""
+    ours, traceback, report = output.partition("Traceback (most recent call last)")
+    assert traceback, output
+    assert error in ours, output
+    assert re.search(r"ChildFailedError: *\n=+\n.* FAILED", report), output
+    assert error in report, output
 
 
 def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:

@@ -1,46 +1,96 @@
-"""Versions that cannot work are refused in one line, and notices that no user can act on are hidden."""
+"""Importing torch runs no code of ours; unsupported or missing packages end a command with one line."""
 
 import logging
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from torchtune_adaptive.dependencies import hide_notices, refuse_torch, refuse_unfit_torchao, when_tune_imports_torch
+from torchtune_adaptive.dependencies import RECIPES_EXTRA, hide_notices, refuse_torch
 from torchtune_adaptive.engine import fsdp
 
-BIN = Path(sys.executable).parent
+NEEDS_EXTRA = "needs torchtune, which is not installed: install the [recipes] extra"
+BLOCK = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] in MISSING else self.finder.find_spec(name, *rest)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
 
 
-def tune(tmp_path: Path, *arguments: str, torchao: str | None = None) -> subprocess.CompletedProcess[str]:
-    """torchtune's command beside the installed torchao, or one that says that it is another version."""
-    if torchao is not None:
-        folder = tmp_path / f"torchao-{torchao}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchao\nVersion: {torchao}\n")
-    command = [BIN / "tune", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+def run_without_torchtune(
+    code: str, *arguments: str, cwd: Path, missing: Sequence[str] = RECIPES_EXTRA
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process that cannot import torchtune and the other packages of the [recipes] extra."""
+    command = [sys.executable, "-c", f"MISSING = {missing}\n{BLOCK}{code}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ})
 
 
-def test_tune_run_beside_a_torchao_that_torchtune_cannot_import_ends_with_one_line(tmp_path: Path) -> None:
-    recipe = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
-    ended = tune(tmp_path, "run", *recipe, torchao="0.17.0")
+def test_importing_torch_runs_no_code_of_this_package(tmp_path: Path) -> None:
+    assert [each.value for each in entry_points(group="torch.backends") if "adaptive" in each.value] == []
+    code = (
+        "import sys, torch; print([name for name in sys.modules if 'tune_adaptive' in name and 'editable' not in name])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ended.stdout == "[]\n", ended.stderr
+
+
+@pytest.mark.parametrize("words", [["ls"], ["cp", "adaptive/demo/full", "mine"], ["validate", "adaptive/demo/full"]])
+def test_a_command_that_needs_torchtune_names_the_extra_in_one_line(words: list[str], tmp_path: Path) -> None:
+    main = "from torchtune_adaptive.cli.main import main; main()"
+    ended = run_without_torchtune(main, *words, cwd=tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr == "error: torchao 0.17.0 does not work with torchtune: install torchao 0.13 to 0.15\n"
-    assert ended.stdout == ""
+    assert ended.stderr.startswith(f"error: tune-adaptive {words[0]} {NEEDS_EXTRA}")
+    assert ended.stderr.count("\n") == 1
 
 
-def test_tune_prints_no_notice_of_a_dependency(tmp_path: Path) -> None:
-    ended = tune(tmp_path, "ls")
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_a_recipe_without_torchtune_names_the_extra_in_one_line(tmp_path: Path) -> None:
+    recipe = "import runpy; sys.argv = ['adaptive_x.py']; runpy.run_module('adaptive_full_finetune_distributed')"
+    ended = run_without_torchtune(recipe, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"error: this recipe {NEEDS_EXTRA}")
+    assert ended.stderr.count("\n") == 1
 
 
-def test_a_name_that_fsdp2_does_not_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+LIBRARY = """
+from importlib import import_module
+import torchtune_adaptive
+for name in torchtune_adaptive.__all__:
+    getattr(torchtune_adaptive, name)
+for name in ("testing", "cli.status", "rehearse.command", "rehearse.run_script", "report.pictures"):
+    import_module(f"torchtune_adaptive.{name}")
+from torchtune_adaptive.cli.main import main
+main(["status", "."])
+"""
+
+
+def test_the_library_and_status_work_with_torch_and_numpy_alone(tmp_path: Path) -> None:
+    ended = run_without_torchtune(LIBRARY, cwd=tmp_path, missing=(*RECIPES_EXTRA, "transformers", "matplotlib"))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, ". contains no run\n", "")
+
+
+def test_the_trainer_can_be_imported_without_torchtune(tmp_path: Path) -> None:
+    in_transformers = {"yaml", "tqdm"}
+    code = "from torchtune_adaptive.hf import AdaptiveTrainer as T; print(T.__name__)"
+    ended = run_without_torchtune(code, cwd=tmp_path, missing=sorted({*RECIPES_EXTRA} - in_transformers))
+    assert (ended.returncode, ended.stdout) == (0, "AdaptiveTrainer\n"), ended.stderr
+
+
+def test_a_missing_private_name_of_fsdp2_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fsdp.missing_names(fsdp._TOUCHED) == []
     monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
     assert fsdp.missing_names(fsdp._TOUCHED) == ["FSDPModule.set_custom_all_gather"]
@@ -48,29 +98,24 @@ def test_a_name_that_fsdp2_does_not_have_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("arguments", [None, []])
-def test_a_python_without_arguments_is_left_alone(arguments: list[str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_without_arguments_can_import_the_package(
+    arguments: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if arguments is None:
         monkeypatch.delattr(sys, "argv")
     else:
         monkeypatch.setattr(sys, "argv", arguments)
-    when_tune_imports_torch()
+    with pytest.raises(ImportError):
+        refuse_torch("FSDP2 has no x")
 
 
-@pytest.mark.parametrize(
-    ("installed", "works"), [("0.14rc1", True), ("0.15.0+git", True), ("0.16a1", False), ("dev", False)]
-)
-def test_any_form_of_a_version_is_understood(installed: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtune_adaptive.dependencies.version", lambda _: installed)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    with nullcontext() if works else pytest.raises(ImportError, match=f"torchao {installed} does not work"):
-        refuse_unfit_torchao()
-
-
-def test_a_recipe_refuses_a_torch_without_it_in_one_line_and_a_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = r"torch .* does not work with torchtune-adaptive \(FSDP2 has no x\): install torch 2.13 to 2.15"
+def test_an_unsupported_torch_ends_a_recipe_with_one_line_and_raises_in_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = r"torch .* does not work with torchtune-adaptive \(FSDP2 has no x\): install torch 2.13 to 2.15"
     for program, error in (("adaptive_full_finetune_distributed.py", SystemExit), ("train.py", ImportError)):
         monkeypatch.setattr(sys, "argv", [f"/somewhere/{program}"])
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             refuse_torch("FSDP2 has no x")
 
 
@@ -81,7 +126,9 @@ def test_a_recipe_refuses_a_torch_without_it_in_one_line_and_a_library_raises(mo
         ("This dtype is not supported on your GPU", True),
     ],
 )
-def test_torchao_is_silent_only_about_extensions(text: str, arrives: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_torchaos_notice_about_extensions_is_hidden(
+    text: str, arrives: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     hide_notices()
     logging.getLogger("torchao").warning(text)
     assert (text in caplog.messages) is arrives

@@ -1,9 +1,8 @@
-"""A checkpoint is complete, or it does not exist; a run finds its last one by itself.
+"""Atomic checkpoints, and the search for the one that a run resumes from.
 
-Imported before torchtune, so that notices of dependencies are hidden in time, and Ctrl-C is no traceback.
+Import this before torchtune: it filters warnings of dependencies and handles Ctrl-C.
 """
 
-from torchtune_adaptive.dependencies import end_by_ctrl_c, hide_notices
+from torchtune_adaptive.dependencies import prepare_recipe
 
-end_by_ctrl_c()
-hide_notices()
+prepare_recipe()

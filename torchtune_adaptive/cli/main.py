@@ -9,6 +9,7 @@ from types import ModuleType
 
 from torchtune_adaptive.cli import cp, ls, status, validate
 from torchtune_adaptive.config.remedies import in_keys
+from torchtune_adaptive.dependencies import RECIPES_EXTRA, recipes_extra_is_missing
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.life.printing import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
@@ -26,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             status = options.run(options)
     except AdaptiveError as error:
         print(f"error: {in_keys(error)}", file=sys.stderr)
+        status = options.failed
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in RECIPES_EXTRA:
+            raise
+        print(f"error: {recipes_extra_is_missing(f'tune-adaptive {options.command}')}", file=sys.stderr)
         status = options.failed
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -46,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             allow_abbrev=False,
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run, failed=getattr(module, "FAILED", 1), refuse=command.error)
+        command.set_defaults(command=name, run=module.run, failed=getattr(module, "FAILED", 1), refuse=command.error)
     options, rest = parser.parse_known_args(arguments)
     # argparse leaves over the words that stand behind an option
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):

@@ -1,8 +1,8 @@
-"""From a command line to checked values: keys, sections as objects, and errors that name the key.
+"""From a command line to checked settings: keys, sections as objects, and errors that name the key.
 
-Imported before torchtune, so that notices of dependencies are hidden in time.
+Import this before torchtune: it filters warnings of dependencies and handles Ctrl-C.
 """
 
-from torchtune_adaptive.dependencies import hide_notices
+from torchtune_adaptive.dependencies import prepare_recipe
 
-hide_notices()
+prepare_recipe()

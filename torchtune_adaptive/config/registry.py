@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.config.keys import Settings
 
 PREFIX = "adaptive/"
-STOCK = Path(str(importlib.util.find_spec("torchtune").origin)).parents[1]  # type: ignore[union-attr]
-"""Where torchtune is installed, with its recipes beside it; to ask for a module in it would import it."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)B")
 _STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
 
@@ -116,7 +114,7 @@ def our_configs() -> list[Listed]:
 def stock_configs() -> list[Listed]:
     """Every config that comes with torchtune, once for each of its recipes that takes it."""
     return [
-        Listed(recipe.name, config.name, STOCK / "recipes" / "configs" / config.file_path)
+        Listed(recipe.name, config.name, stock_folder() / "recipes" / "configs" / config.file_path)
         for recipe in _stock_recipes()
         for config in recipe.configs
     ]
@@ -134,7 +132,7 @@ def taken_by_ours() -> Iterator[Listed]:
 def recipe_files() -> dict[str, Path]:
     ours = {name: importlib.util.find_spec(name) for name in RECIPES}
     files = {name: Path(spec.origin) for name, spec in ours.items() if spec is not None and spec.origin}
-    return files | {recipe.name: STOCK / "recipes" / recipe.file_path for recipe in _stock_recipes()}
+    return files | {recipe.name: stock_folder() / "recipes" / recipe.file_path for recipe in _stock_recipes()}
 
 
 def config_files() -> dict[str, Path]:
@@ -179,7 +177,16 @@ def file_named(name: str, known: Mapping[str, Path], what: str, option: str = ""
 
 
 @cache
+def stock_folder() -> Path:
+    """Return the folder that contains torchtune and its recipes, without importing torchtune."""
+    spec = importlib.util.find_spec("torchtune")
+    if spec is None:
+        raise ModuleNotFoundError("No module named 'torchtune'", name="torchtune")
+    return Path(str(spec.origin)).parents[1]
+
+
+@cache
 def _stock_recipes() -> list[Any]:
     """torchtune's own list: recipes with a name, a file_path and configs that have both, too."""
-    recipes: list[Any] = runpy.run_path(str(STOCK / "torchtune" / "_recipe_registry.py"))["get_all_recipes"]()
+    recipes: list[Any] = runpy.run_path(str(stock_folder() / "torchtune" / "_recipe_registry.py"))["get_all_recipes"]()
     return recipes

@@ -1,9 +1,8 @@
-"""How a process begins and ends, whatever it trains: its lock and its record, signals, silence, the one message.
+"""How a run starts and ends: the lock on its output directory, its record, signals, silent ranks, the error message.
 
-Imported before torchtune, so that notices of dependencies are hidden in time, and Ctrl-C is no traceback.
+Import this before torchtune: it filters warnings of dependencies and handles Ctrl-C.
 """
 
-from torchtune_adaptive.dependencies import end_by_ctrl_c, hide_notices
+from torchtune_adaptive.dependencies import prepare_recipe
 
-end_by_ctrl_c()
-hide_notices()
+prepare_recipe()

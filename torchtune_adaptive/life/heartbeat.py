@@ -160,7 +160,7 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
 def _end(silent: Silent) -> None:
     """Ends the run from a thread: the main thread is in a collective that will never end."""
     if speaks_first():
-        tell_the_launcher(f"failed (rank {dist.get_rank()}): {silent}")
+        tell_the_launcher(f"error (rank {dist.get_rank()}): {silent}")
         with suppress(OSError):
             print(f"\nerror: {silent}; {saved_and_what_next()}", file=sys.stderr, flush=True)
         THIS_RUN.try_to_note(STOPPED, silent.fact)

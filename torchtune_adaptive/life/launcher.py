@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from torchtune_adaptive.dependencies import LAUNCHER_PID
+from torchtune_adaptive import dependencies
 
 LOOK_FOR_THE_LAUNCHER_S = 1.0
 _STARTED = 19
@@ -36,24 +36,12 @@ def this_launcher() -> str | None:
 
 
 def end_with_the_launcher() -> None:
-    """Ends this rank as soon as torchrun is gone, even by SIGKILL. PR_SET_PDEATHSIG would watch only the thread of the
-    launcher that started it, which may end earlier."""
+    """End this rank when torchrun is gone, even after SIGKILL. PR_SET_PDEATHSIG would watch only the launcher's thread
+    that started this rank, which may end earlier."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        if _is_gone_already(os.getppid()):
+        if os.getppid() != dependencies.PARENT_PID:  # it ended while this rank imported torch
             os.kill(os.getpid(), signal.SIGKILL)
-        threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
-
-
-def _is_gone_already(parent: int) -> bool:
-    """Whether the launcher ended while this rank imported torch, so that its parent is now another process: one that
-    neither is what `tune run` has said of itself, nor got that said from another."""
-    said = os.environ.get(LAUNCHER_PID, str(parent))
-    if said == str(parent):
-        return False
-    try:
-        return f"{LAUNCHER_PID}={said}" not in Path(f"/proc/{parent}/environ").read_text(errors="replace").split("\0")
-    except OSError:  # another user's
-        return Path("/proc/self/environ").exists()
+        threading.Thread(target=_end_without, args=(dependencies.PARENT_PID,), daemon=True).start()
 
 
 def _end_without(launcher: int) -> None:
@@ -89,13 +77,12 @@ def speaks_first() -> bool:
 
 
 def tell_the_launcher(message: str) -> None:
-    """Leaves the message with which this rank ends where torchrun looks for it, for each rank of this machine: it reads
-    that of the rank whose process ends first."""
-    said = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
-    folder = attempt_folder()
-    for place in folder.iterdir() if folder is not None and folder.is_dir() else ():
+    """Write the error file from which torchrun quotes the message. Its report calls the failure with the earliest
+    timestamp the root cause; peers that torchrun ends in the same second come after this one."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}
         with suppress(OSError):
-            (place / Path(os.environ["TORCHELASTIC_ERROR_FILE"]).name).write_text(json.dumps(said), encoding="utf-8")
+            Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
 def makes_first(file: Path) -> bool:

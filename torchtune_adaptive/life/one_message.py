@@ -40,7 +40,7 @@ def ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS)
         except Exception as error:  # noqa: BLE001 - told here, and the process ends
             stop_listening()
             if speaks_first():
-                tell_the_launcher(f"failed (rank {rank()}): {in_a_line(error)}")
+                tell_the_launcher(f"error (rank {rank()}): {in_a_line(error)}")
                 sys.excepthook(type(error), error, error.__traceback__)
             _exit(1)
     except KeyboardInterrupt:  # it may also come while another error is told
@@ -59,7 +59,7 @@ def _tell(error: AdaptiveError, message: str) -> None:
     # until the ranks have met, an error is about the config, which is the same for all of them
     where = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
     whole = f"{message}; {saved_and_what_next()}" if passes else message
-    tell_the_launcher(f"failed{where}: {message}")
+    tell_the_launcher(f"error{where}: {message}")
     print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
     if not passes:
         THIS_RUN.note_end(this_run.ERROR, message)

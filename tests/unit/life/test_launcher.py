@@ -12,7 +12,6 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.dependencies import LAUNCHER_PID, in_place_of_torchruns_report
 from torchtune_adaptive.life.launcher import tell_the_launcher
 
 RANK = """
@@ -50,36 +49,34 @@ def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process() -> Non
     assert ended
 
 
-@pytest.mark.parametrize("parent_was_told", [False, True])
-def test_a_rank_whose_launcher_is_gone_before_it_looks_ends_at_once(parent_was_told: bool) -> None:
-    looks = "from torchtune_adaptive.life.launcher import end_with_the_launcher as end; end(); print('goes on')"
-    started = [sys.executable, "-c", looks]
-    if parent_was_told:  # another launcher, started by what `tune run` had started
-        started = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *started]
-    gone = {"TORCHELASTIC_RUN_ID": "any", LAUNCHER_PID: str(2**22 + 1)}
-    ended = subprocess.run(started, env={**os.environ, **gone}, capture_output=True, text=True, timeout=30 * PATIENCE)
-    assert (ended.returncode, ended.stdout) == ((0, "goes on\n") if parent_was_told else (-signal.SIGKILL, ""))
+def test_a_rank_whose_launcher_died_during_its_imports_ends_at_once() -> None:
+    imports = "import os, time; from torchtune_adaptive.life.launcher import end_with_the_launcher as end; "
+    waits = "parent = os.getppid(); print('imported', flush=True)\nwhile os.getppid() == parent: time.sleep(0.01)\n"
+    code = f"{imports}{waits}end(); print('trains')"
+    starts = "import subprocess, sys; rank = subprocess.Popen(sys.argv[1:]); sys.stdin.readline()"
+    command = [sys.executable, "-c", starts, sys.executable, "-c", code]
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "any"}
+    launcher = subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "imported\n"
+    launcher.kill()
+    output, _ = launcher.communicate(timeout=30 * PATIENCE)  # until the rank closes its end of the pipe
+    assert output == ""
 
 
-def test_tune_run_ends_with_the_message_of_the_rank_that_failed_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_torchruns_report_names_the_message_of_the_rank_that_failed_first_as_root_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
-    tell_the_launcher("failed (rank 1): the disk is full")
-    failures = {rank: ProcessFailure(rank, 9, 1, str(tmp_path / str(rank) / "error.json")) for rank in range(2)}
-    in_place_of_torchruns_report(ChildFailedError, ChildFailedError("recipe", failures), None)
-    assert capsys.readouterr().err == "\nfailed (rank 1): the disk is full\n"
-    killed = ChildFailedError("recipe", {1: ProcessFailure(1, 9, -signal.SIGKILL, "none")})
-    in_place_of_torchruns_report(ChildFailedError, killed, None)
-    assert capsys.readouterr().err == "\nfailed (rank 1): Signal 9 (SIGKILL) received by PID 9\n"
-    in_place_of_torchruns_report(LookupError, LookupError("else"), None)
-    assert capsys.readouterr().err == "LookupError: else\n"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell_the_launcher("error (rank 1): the disk is full")
+    ended_by_torchrun = ProcessFailure(0, 8, -signal.SIGTERM, "none")
+    failed = ProcessFailure(1, 9, 1, str(tmp_path / "error.json"))
+    report = str(ChildFailedError("recipe", {0: ended_by_torchrun, 1: failed}))
+    assert "error (rank 1): the disk is full" in report.partition("Root Cause")[2]
 
 
-def test_ctrl_c_ends_a_recipe_that_is_still_imported_without_a_word() -> None:
-    program = "import sys, time; sys.argv = ['tune', 'run', 'adaptive_mine']; import torchtune_adaptive.life; "
+def test_ctrl_c_during_the_imports_of_a_recipe_prints_nothing() -> None:
+    program = "import sys, time; sys.argv = ['adaptive_mine.py']; import torchtune_adaptive.life; "
     then = "print('imported', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program + then], stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None
