@@ -9,6 +9,11 @@ SITE := $(VENV)/ready-for-docs
 # test files that run side by side
 WORKERS ?= 2
 PYTEST := pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+SHELL := bash
+.SHELLFLAGS := -o pipefail -ec
+# pip under the pinned versions; prints what it downloads, since the environments take several gigabytes
+PIP_INSTALL := -m pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt
+SHOW := | sed -un 's/^ *\(Downloading\|Using cached\) \([^ ]*\).*(\(.*[MG]B\))$$/  \2 (\3)/p; s/^Installing collected.*/  unpacking/p'
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
@@ -68,15 +73,14 @@ coverage: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
 
-# TRL's trainers and LoRA beside stock; without torchtune, whose torchao PEFT refuses
+# TRL's trainers and PEFT's LoRA compared with stock, in an environment without torchtune: PEFT needs a newer torchao
 test-hf: $(VENV)/hf/ready
 	$(VENV)/hf/bin/python -m $(PYTEST) --dist load tests/hf/test_trainers.py
 
 $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		torch accelerate transformers trl==1.16.0 peft==0.21.2 pytest pytest-timeout pytest-xdist
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(@D)/bin/python $(PIP_INSTALL) --editable '.[hf]' trl peft bitsandbytes torchao pytest pytest-timeout pytest-xdist $(SHOW)
+	$(@D)/bin/python -m pip check
 	touch $@
 
 # torch's own CUDA code over a device that computes nothing; needs a CUDA build of torch and a C compiler, no GPU
@@ -135,13 +139,22 @@ docs: $(SITE)
 	cp -r benchmarks/results build/pages/benchmarks
 	$(BIN)/mkdocs build --strict
 
-# sdist, the wheel that is built from it, both checked; then the wheel alone, in an environment of its own
+# builds the sdist and, from it, the wheel; tries both in an environment without torchtune, then the wheel with [recipes]
 dist: $(READY)
 	rm -rf dist build/installed
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv build/installed
-	build/installed/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	for built in dist/*.tar.gz dist/*.whl; do \
+		build/installed/bin/python $(PIP_INSTALL) --force-reinstall --no-deps "$$built"; \
+		build/installed/bin/python $(PIP_INSTALL) "$$built" $(SHOW); \
+		build/installed/bin/python -m pip check; \
+		(cd build/installed && bin/torchrun --nproc_per_node 2 $(CURDIR)/examples/plain_fsdp2.py); \
+		(cd build/installed && bin/tune-adaptive rehearse --ranks 8 --memory 80GB -- $(CURDIR)/examples/llama_8b_fsdp2.py); \
+		(cd build/installed && ! bin/tune-adaptive ls 2>error && grep 'install the \[recipes\] extra' error); \
+	done
+	wheel=$$(echo dist/*.whl) && build/installed/bin/python $(PIP_INSTALL) "$$wheel[recipes]" $(SHOW)
+	build/installed/bin/python -m pip check
 	cd build/installed && bin/tune-adaptive ls demo
 	cd build/installed && bin/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 
@@ -152,14 +165,14 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
 		sys.exit(None if ok else "Python %d.%d found, 3.11 to 3.13 needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo 'setting up $(VENV): torch and its CUDA libraries take 6 GB and a few minutes'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]' $(SHOW)
+	@touch $(READY)
 
 $(PEERS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/python $(PIP_INSTALL) --editable '.[dev,bench]' $(SHOW)
 	touch $(PEERS)
 
 $(SITE): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python $(PIP_INSTALL) --editable '.[dev,docs]' $(SHOW)
 	touch $(SITE)
