@@ -56,9 +56,7 @@ def trainer(rows: list[Row]) -> tuple[str, str]:
 
 def searches(rows: list[Row]) -> tuple[str, str]:
     ours, *others = ([row for row in rows if row["search"].startswith(name)] for name in SEARCHES)
-    rounded = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in ours)
-    probes, once_rounded = span(row["probes"] for row in ours), f"({rounded} % after rounding to a power of two)"
-    cells = [f"this package {probes} probes, {_search(ours)} {once_rounded}"]
+    cells = [f"this package {span(row['probes'] for row in ours)} probes, {_search(ours)} ({_rounded(ours)})"]
     for name, theirs in zip(SEARCHES[1:], others, strict=True):
         cells.append(
             f"{name.replace(',', '')} {span((row['ratio'] for row in theirs), 1)} × the time, {_search(theirs)}"
@@ -166,7 +164,7 @@ def glance(folder: Path = RESULTS) -> str:
         ("faults", "out of memory at single operations of a step", injected),
         ("recovery", "cost of a recovery", recovered),
         ("overhead", "cost while nothing fails", f"{span(alike, 2)} × the CPU time of torchtune's step"),
-        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)} (before rounding down)"),
+        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)}; {_rounded(ours)}"),
         ("searches", "the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
         ("packing", "speed-up by `token_budget: auto` over rows", ", ".join(budgets)),
     )
@@ -205,6 +203,11 @@ def _search(rows: list[Row]) -> str:
     errors = span(row["out of memory"] for row in rows)
     named = "out-of-memory error" if errors == "1" else "out-of-memory errors"
     return f"{errors} {named}, {span(100 * row['rows'] / row['fits'] for row in rows)} % of the maximum"
+
+
+def _rounded(rows: list[Row]) -> str:
+    shares = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in rows)
+    return f"{shares} % after the default rounding to a power of two"
 
 
 def main() -> None:
