@@ -40,7 +40,17 @@ def run(python: Path, workers: int) -> tuple[dict[str, Counter[str]], float]:
     for selected in SELECTED:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            command = [python, "-W", "ignore", "-m", "pytest", "-q", "--no-header", f"--junitxml={report}", *selected]
+            command = [
+                str(python),
+                "-W",
+                "ignore",
+                "-m",
+                "pytest",
+                "-q",
+                "--no-header",
+                f"--junitxml={report}",
+                *selected,
+            ]
             parallel = [f"--numprocesses={workers}", "--dist=loadfile", "--no-loadscope-reorder"]
             subprocess.run([*command, *parallel], cwd=ROOT, timeout=60 * MOST_MINUTES, check=False)
             for group, counts in outcomes(ElementTree.parse(report)).items():
