@@ -156,6 +156,42 @@ def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
     assert (held["parameters"], held["gradients"]) == (shards, shards)
 
 
+def test_the_only_step_is_reported_with_what_a_second_one_needs(rehearse: Rehearse) -> None:
+    sizes = ("--memory", "11GiB", "--memory-overhead", "0")
+    alone = rehearse(TRAINS, *sizes, command=("train.py", "60000")).found
+    first, second = rehearse(TRAINS, *sizes, command=("train.py", "60000", "60000")).found["steps"]
+    assert alone["after_last_step"]["state_bytes"] == pytest.approx(2 * WEIGHTS, rel=0.01)
+    assert alone["after_last_step"]["next_bytes"] == pytest.approx(second["allocated_bytes"], rel=1e-3)
+    needs = f"{second['allocated_bytes'] / GIB:.2f}"
+    assert alone["verdict"].endswith(f"; a second step would need about {needs} GiB allocated")
+    small = str((first["reserved_bytes"] + second["allocated_bytes"]) // 2)
+    answer = rehearse(TRAINS, "--memory", small, "--memory-overhead", "0", command=("train.py", "60000"))
+    assert (answer.status, answer.found["fits"]) == (2, None)
+    assert f"another would need about {needs} of" in answer.found["verdict"]
+
+
+@pytest.mark.parametrize("update", ["w -= w.grad", "pass"], ids=["an update by hand", "inference"])
+def test_a_script_without_an_optimizer_gets_a_peak_and_a_verdict(rehearse: Rehearse, update: str) -> None:
+    script = f"""
+        import sys, torch
+
+        w = torch.zeros(8192, 8192, device="cuda", requires_grad=True)
+        rows = torch.zeros(int(sys.argv[1]), 8192, device="cuda")
+        (rows @ w).sum().backward()
+        with torch.no_grad():
+            {update}
+        torch.nn.functional.conv2d(torch.zeros(1, 3, 8, 8, device="cuda"), torch.zeros(3, 3, 1, 1, device="cuda"))
+    """
+    answer = rehearse(script, command=("train.py", "8"), json_format=False)
+    assert (answer.status, answer.found.splitlines()[0]) == (
+        0,
+        "fits: 0.53 of 78.1 GiB reserved at most; no optimizer took a step",
+    )
+    assert "cuDNN's workspaces for convolutions are not counted" in answer.found
+    answer = rehearse(script, command=("train.py", "4000000"))
+    assert (answer.status, answer.found["verdict"].startswith("does not fit: out of memory, ")) == (1, True)
+
+
 def test_a_step_that_some_optimizers_have_taken_is_not_over_when_memory_runs_out(rehearse: Rehearse) -> None:
     script = """
         import sys, torch
@@ -331,7 +367,7 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
     ("script", "says"),
     [
         ("raise ValueError('no such data')", "no answer: the script failed in step 1: ValueError: no such data"),
-        ("print(1)", "no answer: no optimizer took a step in the script's own process"),
+        ("print(1)", "no answer: the script took no optimizer step, and allocated nothing on a GPU in its own process"),
         (
             "import os, torch\ntry: torch.empty(2**40, device='cuda')\nexcept RuntimeError: os.kill(os.getpid(), 9)",
             "no answer: SIGKILL ended the script in step 1 (is this machine out of memory?)",
@@ -547,7 +583,7 @@ def test_an_optimizer_that_takes_no_step_is_told_and_one_that_goes_by_values_is_
     assert "an optimizer of 4.0 MiB of parameters took no step" in text
     other = rehearse(dedent(script) + dedent(ONE_STEP).replace("SGD", "LBFGS").replace("step()", "step(lambda: 0.0)"))
     assert other.found["fits"] is None
-    assert "LBFGS" in other.found["verdict"]
+    assert "LBFGS keeps up to 2 × history_size + 5 = 205 copies of its parameters (0.80 GiB)" in other.found["verdict"]
 
 
 def test_a_closed_standard_input_and_an_unbuffered_python_change_nothing(tmp_path: Path) -> None:
@@ -607,7 +643,8 @@ def test_a_signal_ends_what_a_shell_has_put_in_the_background_and_what_will_not_
     monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=_ignore_interrupts))
     for words in (), ("deaf",):
         answer = rehearse(ENDS_LATE, command=("train.py", *words))
-        assert (answer.status, answer.found["verdict"]) == (2, "no answer: interrupted in step 3")
+        assert answer.status == 2
+        assert answer.found["verdict"].startswith("no answer: interrupted in step 3")
 
 
 def _ignore_interrupts() -> None:
@@ -638,7 +675,8 @@ def test_a_signal_ends_it_with_the_steps_until_then(rehearse: Rehearse) -> None:
         signal.pause()
     """
     answer = rehearse(script)
-    assert (answer.status, answer.found["verdict"]) == (2, "no answer: interrupted in step 4")
+    until_then = "until then 0.05 of 78.1 GiB reserved at most (step 1)"
+    assert (answer.status, answer.found["verdict"]) == (2, f"no answer: interrupted in step 4; {until_then}")
     assert (len(answer.found["steps"]), answer.found["fits"], answer.printed) == (3, None, "")
 
 
@@ -695,7 +733,8 @@ def test_steps_that_differ_and_memory_in_pieces_are_told() -> None:
     assert failed.verdict().endswith("put torchrun before the script)")
     assert not Rehearsed(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises
     error = {
-        "step": 6, "tried": False, "file": "train.py", "line": 1, "source": "x = y", "operation": "x = y",
+        "step": 6, "tried": False, "trains": True, "file": "train.py", "line": 1,
+        "source": "x = y", "operation": "x = y",
         "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
         "allowed_bytes": 10 * GIB,
     }  # fmt: skip
@@ -716,7 +755,7 @@ def rehearsed(steps: int, **about: Any) -> Rehearsed:
     peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}
     taken = [{"step": step, **peaks, "flushes": step % 2} for step in range(1, steps + 1)]
     error = {"step": steps + 1, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB}
-    error |= {"asked_bytes": 2 * GIB, "allowed_bytes": 4 * GIB}
+    error |= {"asked_bytes": 2 * GIB, "allowed_bytes": 4 * GIB, "trains": True}
     return Rehearsed(4 * GIB, overhead_bytes=0, rank=0, ranks=8, **about, steps=taken, errors=[error])
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
-__all__ = ["NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_memory"]
+__all__ = [
+    "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_convolutions", "used_memory",
+]  # fmt: skip
 
 _PINNED = 16  # as null.h has it
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -71,6 +73,11 @@ def used_memory(*, device: int = 0, pinned: bool = False) -> int:
     used = _function("null_cuda_used")
     used.restype = ctypes.c_size_t
     return int(used(ctypes.c_int(_PINNED if pinned else device)))
+
+
+def used_convolutions() -> bool:
+    """Return whether cuDNN was asked for a convolution: its workspaces are not counted."""
+    return ctypes.c_int.in_dll(ctypes.CDLL(None), "null_cuda_convolutions").value > 0
 
 
 def _function(name: str) -> Any:

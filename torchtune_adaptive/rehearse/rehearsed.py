@@ -106,7 +106,15 @@ class Rehearsed:
 
     @property
     def fits(self) -> bool:
-        return self.status == 0 and self.given_up is None and any(each["reserved_bytes"] for each in self.steps)
+        used = any(each["reserved_bytes"] for each in self.all_peaks)
+        return self.status == 0 and self.given_up is None and used and self.next_bytes <= self.usable_bytes
+
+    @property
+    def next_bytes(self) -> int:
+        """Bytes that a second step would allocate; 0 if there was one, or if it needs no more than the first."""
+        first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 else 0
+        needs = int(self.rest.get("next_bytes", 0))
+        return needs if first and needs > RISES * first else 0
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -135,9 +143,11 @@ class Rehearsed:
             if (room := self._room(error)) < self.usable_bytes:
                 had = f"{_size(error['allocated_bytes'])} of the {_size(room)} allocated that the script allows itself"
             asked = f"{_size(error['asked_bytes'])} more requested"
-            return f"does not fit: out of memory in step {error['step']}, {had}, {asked}{guessed}"
+            when = f" in step {error['step']}" if error["trains"] else ""
+            return f"does not fit: out of memory{when}, {had}, {asked}{guessed}"
         if self.status and self.interrupted:
-            return f"no answer: interrupted in step {len(self.steps) + 1}"
+            until_then = f"; until then {self._most_reserved}" if self.all_peaks else ""
+            return f"no answer: interrupted in step {len(self.steps) + 1}{until_then}"
         if self.status < 0:
             why = _KILLED_BY.get(-self.status, "")
             return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
@@ -154,13 +164,16 @@ class Rehearsed:
                 f"no answer: memory ran out in step {self.given_up['step']}, but the script ended with success: the "
                 "error was caught, or ended a thread, and no step followed"
             )
-        if not self.steps:
-            return "no answer: no optimizer took a step in the script's own process"
+        if self.next_bytes > self.usable_bytes:
+            needs = f"{_gib(self.next_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
+            return f"no answer: the only step fits, but another would need about {needs}: rehearse two steps"
         if not self.fits:
-            return "no answer: the script trained, but allocated nothing on a GPU"
-        most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
-        when = f"step {most['step']}" if most["step"] else "after the last step"
-        fits = f"fits: {_gib(most['reserved_bytes'])} of {_gib(self.usable_bytes)} GiB reserved at most ({when})"
+            what = "trained" if self.steps else "took no optimizer step"
+            return f"no answer: the script {what}, and allocated nothing on a GPU in its own process"
+        fits = f"fits: {self._most_reserved}"
+        if not self.steps:
+            flushed = "; the cache was flushed" if self.rest["flushes"] else ""
+            return f"{fits}{flushed}; no optimizer took a step{guessed}"
         flushing = sum(each["flushes"] > 0 for each in self.steps)
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
         flushed = (
@@ -170,7 +183,15 @@ class Rehearsed:
         recovered = f"; the script recovered from {errors}" if self.caught else ""
         idle = "; an optimizer took no step (see below)" if self.rest.get("idle_bytes") else ""
         rises = "; later steps may need more (see below)" if self.rises else ""
+        if self.next_bytes:
+            rises = f"; a second step would need about {_size(self.next_bytes)} allocated"
         return f"{fits}; {flushed}{recovered}{guessed}{idle}{rises}"
+
+    @property
+    def _most_reserved(self) -> str:
+        most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
+        when = f" (step {most['step']})" if most["step"] else " (after the last step)" if self.steps else ""
+        return f"{_gib(most['reserved_bytes'])} of {_gib(self.usable_bytes)} GiB reserved at most{when}"
 
     def as_text(self) -> str:
         lines = [self.verdict()]
@@ -196,7 +217,7 @@ class Rehearsed:
             lines += [
                 f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
             ]
-        if self.steps or self.errors or self.guesses:
+        if self.fits or self.steps or self.errors or self.guesses:
             lines += [
                 "",
                 f"rank {self.rank} of {self.ranks}; of the card's {_size(self.usable_bytes + self.overhead_bytes)}, "
@@ -215,6 +236,16 @@ class Rehearsed:
             lines.append(
                 f"an optimizer of {_size(idle)} of parameters took no step, so neither its state nor their gradients "
                 "may be counted: --steps runs more"
+            )
+        if self.next_bytes:
+            lines.append(
+                f"the only step's update allocated {_size(self.rest['state_bytes'])} of optimizer state, which stays "
+                "on the card in the next forward and backward"
+            )
+        if self.rest.get("convolved"):
+            lines.append(
+                "cuDNN's workspaces for convolutions are not counted; torch takes an algorithm with a smaller one "
+                "where memory is short"
             )
         if replays := self.rest.get("replays"):
             lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")

@@ -18,9 +18,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
+from torchtune_adaptive.null_cuda import used_convolutions
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.holders import holders
 from torchtune_adaptive.rehearse.launchers import CannotRehearse
@@ -45,6 +46,8 @@ class StepWriter:
         self._stepped: set[WeakIdRef] = set()
         self._all: set[WeakIdRef] | None = None
         self._reading = Usage()
+        self._before_update, self._allocated = Usage(), 0
+        self._state_bytes = self._most_before_update = 0
         self._replays = 0
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
@@ -53,6 +56,7 @@ class StepWriter:
     def __enter__(self) -> None:
         # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
         torch.cuda._lazy_call(self._cuda_starts)
+        register_optimizer_step_pre_hook(self._optimizer_steps)
         register_optimizer_step_post_hook(self._optimizer_stepped)
         make = torch.optim.Optimizer.__init__
 
@@ -77,6 +81,7 @@ class StepWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._first_is_over or (self._stepped and _error(error) is None):
             self._step_is_over()
+        self._reading.add(self._before_update)
         self._reading.add(self._peaks.read())
         self._write_end(self._reading, error)
 
@@ -91,6 +96,9 @@ class StepWriter:
             "replays": self._replays,
             "idle_bytes": idle_bytes,
             "stopped": stopped,
+            "state_bytes": self._state_bytes,
+            "next_bytes": self._most_before_update + self._state_bytes,
+            "convolved": used_convolutions(),
         }
         self.write("end", {**after_last_step.figures(), **ended})
 
@@ -98,12 +106,23 @@ class StepWriter:
         """A step's figures begin after a search's probes."""
         self._peaks.read()
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if REHEARSAL.trying:
             return
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise CannotRehearse("torch.optim.LBFGS keeps as many copies of the parameters as values ask for")
-        reading, updates = self._peaks.read(), _updated(optimizer)
+            _refuse_lbfgs(optimizer)
+        self._before_update.add(self._peaks.read())
+        self._allocated = _allocated()
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if REHEARSAL.trying:
+            return
+        reading, updates = self._before_update, _updated(optimizer)
+        self._before_update = Usage()
+        if updates not in self._have_stepped:
+            self._most_before_update = max(self._most_before_update, reading.allocated_bytes)
+            self._state_bytes += max(_allocated() - self._allocated, 0)
+        reading.add(self._peaks.read())
         self._have_stepped.add(updates)
         gone = any(each() is None for each in self._stepped)  # the next step has a model of its own
         if gone or updates in self._stepped:
@@ -144,6 +163,7 @@ class StepWriter:
             {
                 "step": self.steps + 1 + self._first_is_over,
                 "tried": REHEARSAL.trying,
+                "trains": bool(self._optimizers),
                 "file": where[0],
                 "line": where[1],
                 "source": linecache.getline(*where).strip(),
@@ -168,6 +188,20 @@ class StepWriter:
         if os.getpid() == self._process:  # and not one that the script has forked
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+
+
+def _refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
+    (group,) = optimizer.param_groups
+    copies = 2 * group["history_size"] + 5
+    size = copies * sum(each.nbytes for each in group["params"])
+    raise CannotRehearse(
+        f"torch.optim.LBFGS keeps up to 2 × history_size + 5 = {copies} copies of its parameters "
+        f"({size / 2**30:.2f} GiB), depending on values: rehearse with torch.optim.SGD and add them"
+    )
+
+
+def _allocated() -> int:
+    return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))) if torch.cuda.is_initialized() else 0
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> WeakIdRef:
