@@ -1,5 +1,6 @@
 """Memory is counted to the byte, and runs out where a card's would."""
 
+import ctypes
 import os
 import resource
 
@@ -8,7 +9,7 @@ import torch
 
 from tests.null.processes import OnNull
 from tests.ranks import RankFailed
-from torchtune_adaptive.null_cuda import set_memory
+from torchtune_adaptive.null_cuda import set_memory, used_memory
 
 MIB, GIB = 2**20, 2**30
 SEGMENT = 20 * MIB
@@ -133,6 +134,19 @@ def test_pinned_memory_is_known_and_can_run_out(on_null: OnNull) -> None:
     is_pinned, other, same, counted, text = on_null(pinned)
     assert (is_pinned, other, same, counted) == (True, False, True, True)
     assert "CUDA error: out of memory" in text
+
+
+def managed() -> tuple[int, int, int]:
+    """What managed memory takes of the card and of the host, and its kind as CUDA reports it."""
+    before, at, attributes = used_memory(), ctypes.c_void_p(), (ctypes.c_int * 22)()
+    cuda = ctypes.CDLL(None)
+    assert cuda.cudaMallocManaged(ctypes.byref(at), ctypes.c_size_t(2**40), 1) == 0
+    assert cuda.cudaPointerGetAttributes(attributes, at) == 0
+    return used_memory() - before, used_memory(managed=True), attributes[0]
+
+
+def test_managed_memory_counts_as_the_hosts(on_null: OnNull) -> None:
+    assert on_null(managed) == (0, 2**40, 3)
 
 
 def copies() -> tuple[int, int, bool, bool]:

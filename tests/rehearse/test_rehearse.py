@@ -87,6 +87,7 @@ def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(reh
     assert "model(torch.randn" in TRAINS.splitlines()[error["line"] - 1]
     assert error["source"] == TRAINS.splitlines()[error["line"] - 1].strip()
     assert "F.linear" in error["operation"]
+    assert "Traceback" not in answer.printed
     held = error["held_bytes"]
     assert (held["parameters"], held["optimizer"]) == (WEIGHTS, 2 * WEIGHTS)
     assert held["activations"] % (90000 * 4096 * 4) == 0
@@ -367,6 +368,8 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
     ("script", "says"),
     [
         ("raise ValueError('no such data')", "no answer: the script failed in step 1: ValueError: no such data"),
+        ("import os; os.write(2, b'error: no such data\\n50 %'); exit(1)", "no answer: the script failed in step 1: "
+         "error: no such data"),
         ("print(1)", "no answer: the script took no optimizer step, and allocated nothing on a GPU in its own process"),
         (
             "import os, torch\ntry: torch.empty(2**40, device='cuda')\nexcept RuntimeError: os.kill(os.getpid(), 9)",
@@ -375,7 +378,7 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
         ("import torch.distributed as dist; dist.broadcast_object_list([None])", "no answer: rank 3 waits for objects "
          "of another one: rehearse rank 0, which has them"),
     ],
-    ids=["failed", "trains nothing", "killed", "waits for rank 0"],
+    ids=["failed", "exits", "trains nothing", "killed", "waits for rank 0"],
 )  # fmt: skip
 def test_a_script_that_takes_no_step_gets_no_answer(rehearse: Rehearse, script: str, says: str) -> None:
     answer = rehearse(script, "--ranks", "4", "--rank", "3", json_format=False)

@@ -17,7 +17,7 @@ __all__ = [
     "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_convolutions", "used_memory",
 ]  # fmt: skip
 
-_PINNED = 16  # as null.h has it
+_PINNED, _MANAGED = 16, 17  # as in null.h
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -68,11 +68,11 @@ def set_memory(memory: int, *, device: int = 0, pinned: bool = False) -> None:
     _function("null_cuda_set_memory")(ctypes.c_int(_PINNED if pinned else device), ctypes.c_size_t(memory))
 
 
-def used_memory(*, device: int = 0, pinned: bool = False) -> int:
-    """Bytes in use on this process's card, or of pinned memory."""
+def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False) -> int:
+    """Bytes in use on this process's card, or of pinned or managed memory."""
     used = _function("null_cuda_used")
     used.restype = ctypes.c_size_t
-    return int(used(ctypes.c_int(_PINNED if pinned else device)))
+    return int(used(ctypes.c_int(_MANAGED if managed else _PINNED if pinned else device)))
 
 
 def used_convolutions() -> bool:

@@ -60,7 +60,7 @@ API const char *cudaGetErrorString(int error) {
   case OUT_OF_MEMORY: return "out of memory";
   case INVALID_DEVICE: return "invalid device ordinal";
   case NO_ADDRESSES: return "this machine gives a null device no more addresses: is there a limit (ulimit -v)?";
-  case NOT_SUPPORTED: return "a null device has no managed memory, and no memory shared between processes";
+  case NOT_SUPPORTED: return "a null device has no memory shared between processes";
   default: return "invalid argument";
   }
 }

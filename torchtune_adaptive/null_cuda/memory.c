@@ -24,7 +24,7 @@ static size_t used[PLACES], limits[PLACES];
 static int limited[PLACES];
 
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
-static size_t limit_of(int place) { return limited[place] ? limits[place] : place == PINNED ? SIZE_MAX : card()->memory; }
+static size_t limit_of(int place) { return limited[place] ? limits[place] : place >= PINNED ? SIZE_MAX : card()->memory; }
 
 // From now on: what is in use stays, even if it is more. Tests take memory away so.
 API void null_cuda_set_memory(int place, size_t bytes) {
@@ -54,7 +54,7 @@ static int add_block(int place, size_t bytes, size_t counted, void **out) {
 }
 
 int allocate(int place, size_t bytes, void **out) {
-  bytes = round_up(bytes, place == PINNED ? PAGE : GRANULE);
+  bytes = round_up(bytes, place >= PINNED ? PAGE : GRANULE);
   *out = NULL;
   if (!bytes) return SUCCESS;
   pthread_mutex_lock(&lock);
@@ -90,7 +90,7 @@ static int place_of(const void *memory) {
 }
 static int on_card(const void *memory) {
   int place = place_of(memory);
-  return place >= 0 && place != PINNED;
+  return place >= 0 && place < PINNED;
 }
 
 API int cudaMalloc(void **out, size_t bytes) { return allocate(current_device(), bytes, out); }
@@ -99,6 +99,7 @@ API int cudaMallocAsync(void **out, size_t bytes, void *stream) { return allocat
 API int cudaFreeAsync(void *memory, void *stream) { return release(memory); }
 API int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return allocate(PINNED, bytes, out); }
 API int cudaMallocHost(void **out, size_t bytes) { return allocate(PINNED, bytes, out); }
+API int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return allocate(MANAGED, bytes, out); }
 API int cudaFreeHost(void *memory) { return release(memory); }
 
 static int memory_info(size_t *left, size_t *total) {
@@ -115,10 +116,10 @@ API int cuMemGetInfo_v2(size_t *left, size_t *total) { return memory_info(left, 
 API int cudaPointerGetAttributes(int *out, const void *memory) { // {type, device, address for devices, for the host}
   int place = place_of(memory);
   memset(out, 0, 88);
-  out[0] = place < 0 ? 0 : place == PINNED ? 1 : 2;
-  out[1] = place < 0 || place == PINNED ? current_device() : place;
+  out[0] = place < 0 ? 0 : place == PINNED ? 1 : place == MANAGED ? 3 : 2;
+  out[1] = on_card(memory) ? place : current_device();
   *(const void **)(out + 2) = memory;
-  if (place == PINNED) *(const void **)(out + 4) = memory;
+  if (place >= PINNED) *(const void **)(out + 4) = memory;
   return SUCCESS;
 }
 API int cuPointerGetAttribute(void *out, int attribute, const void *memory) {

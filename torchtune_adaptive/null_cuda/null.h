@@ -7,7 +7,7 @@
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NO_ADDRESSES = 304, NOT_SUPPORTED = 801 };
 
-enum { MAX_DEVICES = 16, PINNED = MAX_DEVICES, PLACES }; // where memory is: on a card, or pinned on the host
+enum { MAX_DEVICES = 16, PINNED = MAX_DEVICES, MANAGED, PLACES }; // where memory is: on a card, or pinned or managed on the host
 
 typedef struct {
   size_t memory; // of one card, in bytes

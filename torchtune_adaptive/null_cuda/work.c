@@ -54,7 +54,6 @@ UNSUPPORTED(cudaIpcGetMemHandle)
 UNSUPPORTED(cudaIpcOpenMemHandle)
 UNSUPPORTED(cudaIpcGetEventHandle)
 UNSUPPORTED(cudaIpcOpenEventHandle)
-UNSUPPORTED(cudaMallocManaged)
 UNSUPPORTED(cuMemExportToShareableHandle)
 UNSUPPORTED(cuMemImportFromShareableHandle)
 UNSUPPORTED(cuGetExportTable) // NVRTC goes on without a driver then

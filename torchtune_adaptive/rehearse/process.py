@@ -26,6 +26,7 @@ CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
 MOST_S_TO_END = 10
 """A script that was interrupted may take so long."""
+_AN_ERROR = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LEFT_OVER = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)"
@@ -85,6 +86,7 @@ def rehearse(
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard stream that was closed: not for the record
         pass
     os.close(descriptor)
+    printed, shown = bytearray(), output.fileno() if output else 2
     with tempfile.TemporaryFile() as file:  # which nobody has to remove
         record = Path(f"/proc/self/fd/{file.fileno()}")
         # -P: the script's own folder is put on the path, not this one
@@ -94,18 +96,37 @@ def rehearse(
                 [*runner, str(record), json.dumps(settings._asdict()), *command],
                 env=there,
                 stdin=subprocess.DEVNULL,
-                stdout=output or sys.stderr,
-                stderr=output,
+                stdout=shown,
+                stderr=subprocess.PIPE,
                 pass_fds=[file.fileno()],
                 preexec_fn=partial(ctypes.CDLL(None).prctl, _END_WITH_PARENT, signal.SIGKILL),
                 process_group=0,
             )
+            copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
+            copying.start()
             try:
                 status, interrupted = _ended(script)
             finally:
                 _signal(script, signal.SIGKILL)
                 script.wait()
-        return Rehearsed.read(record, **share, rank=rank, status=status, interrupted=interrupted)
+                copying.join(1)
+        said = _last_error(printed.decode(errors="replace"))
+        return Rehearsed.read(record, **share, rank=rank, status=status, interrupted=interrupted, said=said)
+
+
+def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
+    """Copy what a script prints, and keep the end of it."""
+    while part := os.read(source.fileno(), 2**16):
+        last += part
+        del last[: -(2**13)]
+        with suppress(OSError):
+            os.write(to, part)
+
+
+def _last_error(printed: str) -> str:
+    """Return the last line that looks like an error, else the last one."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if _AN_ERROR.search(line)), "".join(lines[-1:]))
 
 
 def _checked(variables: Mapping[str, str]) -> dict[str, str]:

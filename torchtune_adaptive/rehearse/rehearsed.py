@@ -44,6 +44,8 @@ class Rehearsed:
     status: int
     """The script's exit status."""
     interrupted: bool = False
+    said: str = ""
+    """The script's last line of standard error, preferably one that looks like an error."""
     steps: list[dict[str, int]] = field(default_factory=list)
     """Peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes."""
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -149,10 +151,12 @@ class Rehearsed:
             until_then = f"; until then {self._most_reserved}" if self.all_peaks else ""
             return f"no answer: interrupted in step {len(self.steps) + 1}{until_then}"
         if self.status < 0:
-            why = _KILLED_BY.get(-self.status, "")
+            why = _KILLED_BY.get(-self.status, "") or (f": {self.said}" if self.said else "")
             return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
         if self.status:
             why = self.rest.get("error") or f"exit status {self.status}"
+            if why.startswith("exit status") and self.said:
+                why = self.said
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
             by_zero = " (in a rehearsal, the card's numbers are 0)" if _OF_ZERO.match(why) else ""
@@ -242,6 +246,8 @@ class Rehearsed:
                 f"the only step's update allocated {_size(self.rest['state_bytes'])} of optimizer state, which stays "
                 "on the card in the next forward and backward"
             )
+        if managed := self.rest.get("managed_bytes"):
+            lines.append(f"{_size(managed)} of managed memory (a paged optimizer's state) is counted as host memory")
         if self.rest.get("convolved"):
             lines.append(
                 "cuDNN's workspaces for convolutions are not counted; torch takes an algorithm with a smaller one "

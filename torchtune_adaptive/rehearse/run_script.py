@@ -74,7 +74,7 @@ def main(record: str, asked: str, *command: str) -> None:
     try:
         with writer:
             run(command)
-    except (CannotRehearse, KeyboardInterrupt):  # the answer says so
+    except (CannotRehearse, KeyboardInterrupt, torch.OutOfMemoryError):  # the answer says so
         status = 1
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from torchtune_adaptive.null_cuda import used_convolutions
+from torchtune_adaptive.null_cuda import used_convolutions, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.holders import holders
 from torchtune_adaptive.rehearse.launchers import CannotRehearse
@@ -98,6 +98,7 @@ class StepWriter:
             "stopped": stopped,
             "state_bytes": self._state_bytes,
             "next_bytes": self._most_before_update + self._state_bytes,
+            "managed_bytes": used_memory(managed=True),
             "convolved": used_convolutions(),
         }
         self.write("end", {**after_last_step.figures(), **ended})
