@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,12 +28,11 @@ from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.hf.replaced import replaced
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, RawSample
 from torchtune_adaptive.report.tables import search_table
 from torchtune_adaptive.text import parse_size
 
-TRAINING_STEP = Trainer.training_step
-"""Forward and backward of a batch. AdaptiveMixin takes its place; what it has split runs here."""
 STATE = "adaptive"
 """The key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 COUNTED = ("_metrics", "_total_train_tokens")
@@ -65,6 +63,9 @@ class OptimizerSteps:
         """The count of targets, of a batch's two, that its loss is a mean over."""
         self._run = 0
         """Steps that have been run."""
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        """Weights, and their gradients from the batches that a stream left at its end."""
+        self._kept_in_step: int | None = None
         self._begin(batches, num_items)
         self._check_collation(batches[0])
         counts_tokens = adaptive.use_maximum_batch_size or adaptive.token_budget is not None
@@ -121,8 +122,26 @@ class OptimizerSteps:
             self._check_collation(batches[0])
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._kept.clear()
         self.trainer.state.stateful_callbacks[STATE] = self.runner.state_dict()
         return result.loss_sum / world_size()  # Trainer logs the mean over ranks
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients of an incomplete step, and add them to those of the next, as Trainer does."""
+        step = self.trainer.state.global_step
+        if step == self._kept_in_step:
+            batches = self.trainer.current_gradient_accumulation_steps, self.trainer.args.gradient_accumulation_steps
+            raise ConfigError(
+                f"the dataset has {batches[0]} batches for each rank, but one step takes {batches[1]}: lower "
+                "gradient_accumulation_steps or per_device_train_batch_size"
+            )
+        self._kept_in_step = step
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self._kept.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def metrics(self) -> dict[str, float]:
         """Collective: what to log beside the loss. TRL, which has counted on each rank, averages over all of them."""
@@ -175,8 +194,8 @@ class OptimizerSteps:
         def weighted_backward(loss: Tensor, **kwargs: Any) -> None:
             backward(loss * weight, **kwargs)
 
-        with self._alone(), patch.object(self.trainer.accelerator, "backward", weighted_backward):
-            loss = TRAINING_STEP(self.trainer, self.model, batch.inputs, self._num_items)
+        with self._alone(), replaced(self.trainer.accelerator, backward=weighted_backward):
+            loss = Trainer.training_step(self.trainer, self.model, batch.inputs, self._num_items)
         return Totals(loss * weight, targets)
 
     def _collated(self, samples: Sequence[RawSample]) -> CollatedBatch:
@@ -190,13 +209,13 @@ class OptimizerSteps:
         Its compute_loss gathers metrics: every rank takes the others' for its own, and `metrics` brings them together.
         Its head reads a weight past FSDP's hooks: one that is frozen in a group of its own is gathered before.
         """
-        with ExitStack() as patches:
+        with ExitStack() as stack:
             if isinstance(self._samples[0], GeneratedRow):  # prepared already
-                patches.enter_context(patch.object(self.trainer, "_prepare_inputs", lambda inputs: inputs))
+                stack.enter_context(replaced(self.trainer, _prepare_inputs=lambda inputs: inputs))
             if world_size() > 1:
                 mine: dict[str, Any] = {"gather": _repeated, "gather_for_metrics": _repeated}
                 mine["reduce"] = lambda value, *_, **__: value  # of sums that TRL divides by each other
-                patches.enter_context(patch.multiple(self.trainer.accelerator, **mine))
+                stack.enter_context(replaced(self.trainer.accelerator, **mine))
             if self._frozen_head is not None:
                 self._frozen_head.unshard()
             yield

@@ -1,18 +1,17 @@
 """`class T(AdaptiveMixin, SFTTrainer)`: any Trainer, with its optimizer steps run by the engine.
 
-Trainer's loop stays as it is. `training_step`, called for each batch, takes the samples out of it, which the data
-collator has left there, and does nothing until the last batch of a step; then it runs them all. A trainer that
-generates has its samples from `_prepare_inputs`.
+Trainer's loop stays as it is. It calls `training_step` for each batch. In place of Trainer's own, `CollectsBatches`
+takes the samples that the data collator has left in the batch, and runs all of them with the last batch of a step. A
+trainer that generates returns its samples from `_prepare_inputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn
-from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
@@ -24,13 +23,28 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
+from torchtune_adaptive.hf.replaced import replaced
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples, versions_of
-from torchtune_adaptive.hf.steps import TRAINING_STEP, OptimizerSteps
+from torchtune_adaptive.hf.steps import OptimizerSteps
 
 if TYPE_CHECKING:
     Base = Trainer
 else:
     Base = object
+
+
+class CollectsBatches(Trainer):
+    """The class before Trainer in the method resolution order of every AdaptiveMixin with a Trainer.
+
+    `super().training_step(...)` of a trainer between the mixin and Trainer ends here, after its own code has run.
+    """
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Collective: collects a batch; with the last of a step, forward and backward over all of them."""
+        assert isinstance(self, AdaptiveMixin)
+        if self._batches is None:  # called by hand, outside of train()
+            return super().training_step(model, inputs, num_items_in_batch)
+        return self._collect(self._batches, model, inputs, num_items_in_batch)
 
 
 class AdaptiveMixin(Base):
@@ -44,6 +58,10 @@ class AdaptiveMixin(Base):
         super().__init_subclass__(**kwargs)
         if Trainer in cls.__mro__[: cls.__mro__.index(AdaptiveMixin)]:
             raise TypeError(f"AdaptiveMixin goes before the Trainer: class {cls.__name__}(AdaptiveMixin, ...)")
+        order = cls.__mro__
+        if Trainer in order and order[order.index(Trainer) - 1] is not CollectsBatches:
+            others = (base for base in cls.__bases__ if base not in (Trainer, CollectsBatches))
+            cls.__bases__ = (*others, CollectsBatches)
 
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
         if not isinstance(adaptive, AdaptiveArguments | None):
@@ -91,7 +109,7 @@ class AdaptiveMixin(Base):
     def get_train_dataloader(self) -> Any:
         """As Trainer's, with the samples beside each batch."""
         self.keeps_samples = KeepSamples(self.data_collator)
-        with patch.object(self, "data_collator", self.keeps_samples):
+        with replaced(self, data_collator=self.keeps_samples):
             loader = super().get_train_dataloader()
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(
@@ -100,60 +118,59 @@ class AdaptiveMixin(Base):
             )
         return loader
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """As Trainer's: the batches of one optimizer step."""
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """As Trainer's: the batches of one optimizer step. A stream may end before it has given all of them."""
         if self._batches is not None:
             self._refuse_training_step("does not call Trainer's for every batch of a step")
-        batches, items = super().get_batch_samples(*args, **kwargs)
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = [] if batches else None
         self._as_collated = [*map(versions_of, batches)]
+        self._stream_ended = len(batches) < num_batches
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Collective: with the last batch of a step, forward and backward over all of them; before it, nothing.
-
-        What a trainer between this and Trainer does with a batch, it does as ever: only Trainer's own step is replaced.
-        """
-        with patch.object(Trainer, "training_step", AdaptiveMixin._take):
-            loss = super().training_step(*args, **kwargs)
+        """Collective: as that of the trainer after this mixin, which has to call Trainer's by `super()`."""
+        loss = super().training_step(*args, **kwargs)
         if self._batches == []:
-            self._refuse_training_step("does not call Trainer's")
+            self._refuse_training_step("does not call Trainer's by super()")
         return loss
 
     def _refuse_training_step(self, does: str) -> NoReturn:
         raise ConfigError(f"training_step of {type(self).__name__} {does}, so a step cannot be split")
 
-    def _take(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collective, in place of Trainer's training_step."""
-        if self._batches is None:  # called by hand, outside of train()
-            return TRAINING_STEP(self, model, inputs, num_items_in_batch)
+    def _collect(self, collected: list[CollatedBatch], model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
+        """Collective with the last batch of a step."""
         if isinstance(inputs, MutableMapping) and KEPT in inputs:
-            if len(self._batches) == len(self._as_collated):
+            if len(collected) == len(self._as_collated):
                 self._refuse_training_step("calls Trainer's twice for a batch")
-            versions, as_collated = versions_of(inputs), self._as_collated[len(self._batches)]
+            versions, as_collated = versions_of(inputs), self._as_collated[len(collected)]
             batch = replace(inputs.pop(KEPT), inputs=inputs, versions=versions)
             if versions != as_collated and not batch.is_made_again(self.keeps_samples):
                 self._refuse_training_step("edits the batch (do that in the dataset)")
-            self._batches.append(batch)
+            collected.append(batch)
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
             model.train()
             inputs = self._prepare_inputs(inputs)
             rows = GeneratedRow.all_of(inputs)
-            self._batches.append(CollatedBatch(rows, (len(rows),) * 2, inputs))
+            collected.append(CollatedBatch(rows, (len(rows),) * 2, inputs))
         else:
             raise ConfigError(
                 "AdaptiveMixin needs Trainer's get_train_dataloader and a data collator that returns a dict of "
                 "tensors, and a training_step that hands on what it was given; it got a "
                 f"{type(inputs).__name__} without its samples"
             )
-        if not self.accelerator.sync_gradients:
+        is_last = self.accelerator.sync_gradients
+        if not is_last and not (self._stream_ended and len(collected) == len(self._as_collated)):
             return torch.zeros((), device=self.args.device)
-        batches, self._batches = self._batches, None
-        if any(versions_of(batch.inputs) != batch.versions for batch in batches if batch.versions):
+        self._batches = None
+        if any(versions_of(batch.inputs) != batch.versions for batch in collected if batch.versions):
             self._refuse_training_step("edits the batch after it has called Trainer's (do that on a copy)")
         if self._steps is None:
-            self._steps = OptimizerSteps(self, model, batches, num_items_in_batch, self._while_training)
-        return self._steps.run(batches, num_items_in_batch)
+            self._steps = OptimizerSteps(self, model, collected, num_items, self._while_training)
+        loss = self._steps.run(collected, num_items)
+        if not is_last:
+            self._steps.keep_gradients()
+        return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Collective while training: as Trainer's, with what has become of the microbatches."""
