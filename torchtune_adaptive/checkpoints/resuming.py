@@ -152,6 +152,7 @@ def choose(
                 f"nothing left to train: the run is finished, and its last checkpoint is {newest.path} ({position}); "
                 f"{more} to continue from there"
             )
+        _check_may_unpickle(newest, settings)
         return store.files_of(newest.path, newest.manifest), newest.manifest
     if mode is True:
         files, manifest = named_files(settings, recipe, directory, checkpoints)
@@ -169,6 +170,16 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory:
         raise ConfigError(
             f"cannot resume: {changed} in the run whose checkpoints are in {directory}; set it back, or start a new "
             "run, either with another output_dir or with resume_from_checkpoint: False and overwrite_output_dir: True"
+        )
+
+
+def _check_may_unpickle(checkpoint: FoundCheckpoint, settings: Settings) -> None:
+    """Reading a distributed checkpoint can run code. The user's config decides about that, not the folder."""
+    if checkpoint.manifest and checkpoint.manifest.distributed and not settings.enable_async_checkpointing:
+        raise ConfigError(
+            f"cannot resume: {checkpoint.path} is in the format of asynchronous checkpoints, which torch unpickles, "
+            "but enable_async_checkpointing is False: if you trust this folder, set enable_async_checkpointing=True to "
+            "resume, else choose another output_dir"
         )
 
 

@@ -55,6 +55,15 @@ def test_what_makes_another_run_is_an_error_with_both_values(tmp_path: Path, cha
     assert complete(tmp_path) == ["epoch_0"]
 
 
+def test_a_checkpoint_that_torch_would_unpickle_is_read_only_if_the_config_asks_for_that_format(tmp_path: Path) -> None:
+    saved(tmp_path, "step_6", distributed=True)
+    with pytest.raises(
+        ConfigError, match=r"step_6 is in the format .* unpickles, .* set enable_async_checkpointing=True"
+    ):
+        start(tmp_path)
+    assert files_of(start(tmp_path, "enable_async_checkpointing=True")).distributed
+
+
 NAMED = ("resume_from_checkpoint=True", "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]")
 
 
