@@ -15,7 +15,15 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.rl.generation import sampling_of
-from torchtune_adaptive.rl.grpo import build_policy, contents_of, figures_of_update, grpo_stages, prepared
+from torchtune_adaptive.rl.grpo import (
+    SignalWatch,
+    build_policy,
+    cause_of_update,
+    contents_of,
+    figures_of_update,
+    grpo_stages,
+    prepared,
+)
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import GRPO_KEYS, GRPOSettings, read_grpo_settings
@@ -47,18 +55,23 @@ class AdaptiveGRPOFullFinetuneDistributed:
         stages = grpo_stages(policy, sampling_of(tokenizer, grpo, run.progress.seed), settings, grpo, place)
         self.iterations = Iterations(run, policy, optimization, tokenizer, stages, grpo)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
+        self.signal = SignalWatch()
 
     def train(self) -> None:
         with self.trainer.training("iterations") as steps:
             for step in steps:
                 self.iterations.done(step.number, self.iterate(step.samples, step.number))
+        self.signal.warn()
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> Mapping[str, float]:
         """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
-        batch = prepared(self.iterations.answered(prompts, number), self._grpo)
+        everyone = self.iterations.answered(prompts, number)
+        batch = prepared(everyone, self._grpo)
+        self.signal.record(batch)
         for share in updates_of(batch.rollouts, batch.of_a_rank, self._grpo.ppo_epochs, self.run.progress.seed):
             policy = self.stages.run_stage(TRAIN_POLICY, share, number)
-            self.iterations.update(batch.divisor, figures_of_update(policy, batch.divisor))
+            figures = figures_of_update(policy, batch.divisor)
+            self.iterations.update(batch.divisor, figures, cause_of_update(everyone, figures, self._grpo.loss.kl_coeff))
         return batch.figures
 
     def cleanup(self) -> None:

@@ -16,7 +16,7 @@ from torchtune_adaptive.life import launch
 from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.models import PPO_CONTENTS, build_checkpointers, build_models
-from torchtune_adaptive.rl.ppo import build_ppo_loss, figures_of_update, keep_advantages, ppo_stages
+from torchtune_adaptive.rl.ppo import build_ppo_loss, cause_of_update, figures_of_update, keep_advantages, ppo_stages
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
@@ -60,7 +60,8 @@ class AdaptivePPOFullFinetuneDistributed:
             value = self.stages.run_stage(TRAIN_VALUE, share, number)
             policy = self.stages.run_stage(TRAIN_POLICY, share, number)
             summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
-            self.iterations.update(summed_over, figures_of_update(value, policy, self._loss))
+            of_update = figures_of_update(value, policy, self._loss)
+            self.iterations.update(summed_over, of_update, cause_of_update(everyone, of_update))
         return figures
 
     def cleanup(self) -> None:

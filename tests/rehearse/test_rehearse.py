@@ -779,6 +779,7 @@ def test_an_error_in_the_first_step_has_a_legend_with_colours_and_whole_steps_on
 ) -> None:
     draw(rehearsed(0, status=status), tmp_path / "plan.png")
     (axes,), (legend,) = drawn[0].axes, drawn[0].legends
-    assert len(legend.get_patches()) == 3, "reserved, allocated, refused"
+    colours = {patch.get_facecolor() for patch in legend.get_patches()}
+    assert len(colours) == 3, "reserved, allocated, refused"
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]

@@ -9,6 +9,9 @@ Checks keys, values and their combinations, and builds every component or checks
 without weights, on no device. Properties of the machine (devices, files of weights, tokenizer and data) are reported as
 notes, with --here as errors. The content of the output folder is always checked. The samples of the dataset are not
 read.
+
+Components are imported and called as in a run, so a config can execute code (`_component_: os.system`): validate only
+configs that you would also run.
 """
 
 from __future__ import annotations

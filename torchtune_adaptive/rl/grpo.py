@@ -6,6 +6,7 @@ does not depend on how the step is split.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +18,22 @@ from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import world_size
+from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.models import build_judge
 from torchtune_adaptive.rl.passes import AnswerScorer, Ask, TrainPolicy, figures_of_policy
+from torchtune_adaptive.rl.refusals import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.rl.rollouts import Rollout, differ, results_of, store
-from torchtune_adaptive.rl.settings import GRPO_REFERENCE_FILES, REWARD_SECTION, GRPOSettings
+from torchtune_adaptive.rl.settings import (
+    GRPO_REFERENCE_FILES,
+    LARGEST,
+    POLICY_FILES,
+    REWARD_FILES,
+    REWARD_SECTION,
+    GRPOSettings,
+)
 from torchtune_adaptive.rl.stages import (
     FIND_REWARDS,
     GENERATE,
@@ -34,9 +43,13 @@ from torchtune_adaptive.rl.stages import (
     RolloutStage,
     generating,
 )
+from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune.metrics import Cause
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, drop_nothing
 from torchtune_adaptive.tune.place import Place
 from torchtune_adaptive.tune.preference import without_adapters
+
+logger = logging.getLogger(__name__)
 
 EPSILON = 1e-4
 """Number that is added to the deviation of a group, as in torchtune's recipe."""
@@ -96,6 +109,8 @@ class TrainingBatch:
     divisor: int
     """Tokens or answers that the loss is a mean over."""
     figures: Mapping[str, float]
+    has_signal: bool
+    """Whether rewards differ within some group."""
 
     @property
     def of_a_rank(self) -> int:
@@ -105,6 +120,7 @@ class TrainingBatch:
 def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
     """Adds advantages and weights to the rollouts, which are those of all ranks, in order of their numbers."""
     size, average = grpo.grpo_samples, grpo.loss.average
+    _check_results(everyone, grpo)
     rewards, counts = results_of(everyone, results.SCORE).view(-1, size), results_of(everyone, results.COUNTS)
     lengths, weights = counts.sum(1), torch.ones(len(everyone))
     if average == "answers":
@@ -122,14 +138,59 @@ def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
         "groups_without_signal": len(groups) - len(kept) / size,
         "response_lengths": float(lengths.float().mean()),
     }
+    has_signal = bool(kept)
     if grpo.without_signal == "keep" or not kept:  # an iteration has its updates whatever came of it
         kept = [*everyone]
     divisor = len(kept) if average != "tokens" else sum(rollout.length for rollout in kept)
     filled = [everyone[0].filler() for _ in range(-len(kept) % world_size())]
-    return TrainingBatch([*kept, *filled], max(1, divisor), figures)
+    return TrainingBatch([*kept, *filled], max(1, divisor), figures, has_signal)
+
+
+def _check_results(everyone: Sequence[Rollout], grpo: GRPOSettings) -> None:
+    reference = POLICY_FILES if grpo.lora is not None else GRPO_REFERENCE_FILES
+    for name, what, remedy in (
+        (results.SCORE, "the reward model's score", check_weights(REWARD_FILES)),
+        (results.REFERENCE_LOG_PROBS, "the reference's log-probability", check_weights(reference)),
+    ):
+        if name in everyone[0].results:
+            refuse(results_of(everyone, name), f"iteration {everyone[0].iteration}: {what}", remedy)
 
 
 def figures_of_update(policy: StepResult, divisor: int) -> dict[str, float]:
     """The loss as it is averaged, the rest as means over the tokens of all ranks."""
     kl = float(policy.sums["kl"]) / max(1, policy.target_tokens)
     return {"loss": float(policy.loss_sum) / divisor, "kl": kl, **figures_of_policy(policy)}
+
+
+def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float], kl_coeff: float) -> Cause:
+    """Name the stage, or the divergence where its cost is too large."""
+    if kl_coeff * figures["kl"] > LARGEST:
+        kl = f"where the divergence from the reference is {figures['kl']:g} a token and loss.kl_coeff {kl_coeff:g}"
+        return Cause(f" in stage {TRAIN_POLICY}, {kl}", "lower optimizer.lr or loss.kl_coeff")
+    return cause_of_stages(everyone, {TRAIN_POLICY: figures["loss"]})
+
+
+class SignalWatch:
+    """Warns of a run in which the answers to each prompt always have equal rewards, so that nothing is learned."""
+
+    PATIENCE = 3
+    """Iterations before the first warning."""
+
+    def __init__(self) -> None:
+        self._iterations = 0
+        self._had_signal = False
+
+    def record(self, batch: TrainingBatch) -> None:
+        self._iterations += 1
+        self._had_signal |= batch.has_signal
+        if self._iterations == self.PATIENCE:
+            self.warn()
+
+    def warn(self) -> None:
+        """Nothing if some iteration had a signal."""
+        if self._iterations and not self._had_signal and rank() == 0:
+            logger.warning(
+                "no signal in %s: the answers to each prompt had equal rewards, so nothing was learned from them; "
+                "check the rewards, or raise temperature or grpo_samples",
+                count_of(self._iterations, "iteration"),
+            )

@@ -20,6 +20,7 @@ from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, RolloutStage, RolloutStages
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.data import Tokenizer
+from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.trainer import Course, Run, Trainer
@@ -50,7 +51,7 @@ class Iterations:
         )
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
-        self._skipped, self._began = 0, 0.0
+        self._skipped, self._began, self._cause = 0, 0.0, NO_CAUSE
         self._plan_course()
 
     def _plan_course(self) -> None:
@@ -131,12 +132,15 @@ class Iterations:
             self._figures["groups_sampled_anew"] = sampled_anew
         return everyone
 
-    def update(self, summed_over: SummedOver, figures: Mapping[str, float]) -> None:
-        """Collective: updates what is trained, from gradients that are summed over so much."""
+    def update(self, summed_over: SummedOver, figures: Mapping[str, float], cause: Cause) -> None:
+        """Collective: updates what is trained, from gradients that are summed over so much. `cause` is reported if the
+        loss or a gradient is NaN or infinite."""
         training = self.stages.runners.training
         with training.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
             grad_norm = self.optimization.update(summed_over)
         assert grad_norm is not None  # since no optimizer works inside the backward
+        if not (math.isfinite(grad_norm) and math.isfinite(figures["loss"])):
+            self._cause = cause
         self._skipped += not math.isfinite(grad_norm)
         self._updates.append({**figures, "grad_norm": grad_norm})
 
@@ -149,4 +153,5 @@ class Iterations:
         recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
         tokens, stopping = int(recorded["target_tokens"]), self.stages.asked_to_stop
-        self.trainer.logged(means["loss"], tokens, means["grad_norm"], asked_to_stop=stopping)
+        cause, self._cause = self._cause, NO_CAUSE
+        self.trainer.logged(means["loss"], tokens, means["grad_norm"], asked_to_stop=stopping, cause=cause)

@@ -6,7 +6,7 @@ sums, and not torchtune's means, so that they add up to the same whatever the sp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,15 +18,16 @@ from torchtune.rlhf.loss import PPOLoss
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.reports import StepResult, Totals
-from torchtune_adaptive.errors import ConfigError, NotLearningError
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.models import Models
 from torchtune_adaptive.rl.passes import AnswerScorer, Ask, TrainPolicy, figures_of_policy
+from torchtune_adaptive.rl.refusals import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
 from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOSettings
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune.metrics import Cause
 
 
 def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
@@ -36,16 +37,16 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
     scores, reference = results_of(rollouts, results.SCORE), results_of(rollouts, results.REFERENCE_LOG_PROBS)
     penalised = rlhf.get_reward_penalty_mask(~counts, last, ppo.penalise_no_eos, ppo.min_response_length)
     scores = torch.where(penalised, ppo.reward_penalty, scores)
-    iteration = rollouts[0].iteration
-    _check_finite(scores, f"iteration {iteration}: the reward model's score", REWARD_FILES)
-    _check_finite(reference, f"iteration {iteration}: the reference's log-probability", PPO_REFERENCE_FILES)
+    log_probs, values = results_of(rollouts, results.LOG_PROBS), results_of(rollouts, results.VALUES)
+    at = f"iteration {rollouts[0].iteration}"
+    refuse(scores, f"{at}: the reward model's score", check_weights(REWARD_FILES))
+    refuse(reference, f"{at}: the reference's log-probability", check_weights(PPO_REFERENCE_FILES))
 
-    rewards, kl, kl_rewards = rlhf.get_rewards_ppo(
-        scores, results_of(rollouts, results.LOG_PROBS), reference, ppo.kl_coeff, valued.sum(1) - 1
-    )
+    rewards, kl, kl_rewards = rlhf.get_rewards_ppo(scores, log_probs, reference, ppo.kl_coeff, valued.sum(1) - 1)
+    if log_probs.isfinite().all():
+        refuse(kl_rewards, f"{at}: the divergence times kl_coeff, which is {ppo.kl_coeff:g},", "lower kl_coeff")
     if ppo.whiten_rewards and valued.sum() > 1:
         rewards = rlhf.whiten(rewards, valued) * valued
-    values = results_of(rollouts, results.VALUES)
     advantages, returns = rlhf.estimate_advantages(values, rewards, ppo.gamma, ppo.lmbda, masks=counts)
     if counts.sum() == 1:  # of which torchtune makes NaN, since one number has no variance
         advantages = (returns - values) * counts
@@ -61,18 +62,6 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
         "kl_reward": kl_reward,
         "response_lengths": float(last.float().mean()),
     }
-
-
-def _check_finite(numbers: Tensor, what: str, files: str) -> None:
-    """Refuses NaN and infinity, one of which would make all weights NaN: advantages are whitened over all answers."""
-    wrong = ~numbers.isfinite()
-    if wrong.any():
-        answers = int(wrong.reshape(len(numbers), -1).any(1).sum())
-        raise NotLearningError(
-            f"{what} is {float(numbers[wrong][0])} for {answers} of {count_of(len(numbers), 'answer')}, which would "
-            f"make every weight NaN: check that the weights in {files}.checkpoint_files are intact, or set dtype: fp32 "
-            "if they exceed the range of bf16"
-        )
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> Tensor:
@@ -105,6 +94,11 @@ def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> d
     of_value = float(value.loss_sum) / max(1, value.target_tokens)
     whole = of_policy + loss.value_coeff * of_value
     return {"loss": whole, "policy_loss": of_policy, "value_loss": of_value, **figures_of_policy(policy)}
+
+
+def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float]) -> Cause:
+    losses = {stages.TRAIN_VALUE: figures["value_loss"], stages.TRAIN_POLICY: figures["policy_loss"]}
+    return cause_of_stages(everyone, losses)
 
 
 def ppo_stages(

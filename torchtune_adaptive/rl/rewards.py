@@ -8,7 +8,6 @@ None counts as nothing.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 import threading
 import traceback
@@ -27,7 +26,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.rl.rollouts import SCORE, Group, Rollout, results_of
-from torchtune_adaptive.rl.settings import REWARD_FUNCTIONS, REWARD_SECTION
+from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FUNCTIONS, REWARD_SECTION
 from torchtune_adaptive.text import count_of, in_columns, nearest, shown
 from torchtune_adaptive.tune.samples import FILLER, INDEX
 
@@ -54,12 +53,13 @@ class RewardFunction:
     def result(self) -> str:
         return f"reward/{self.name}"
 
-    def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
-        def error(what: str) -> RewardError:
-            first = shown(answers[0][:80])
-            return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
+    def error(self, answers: Sequence[str], sample: object, what: str) -> RewardError:
+        first = shown(answers[0][:80])
+        return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
 
+    def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
         answers: list[str] = lists["completions"]
+        error = partial(self.error, answers, sample)
         own = {name: list(values) for name, values in lists.items()}  # which a function may change
         try:
             returned = within(self.timeout_s, partial(self.function, **own))
@@ -117,8 +117,8 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
     plain: Any = OmegaConf.to_container(section, resolve=True)
     options = {str(name): value for name, value in plain.items() if name != "_component_"}
     weight = options.pop("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{key}.weight is {shown(weight)}: allowed is a finite number")
+    if not REWARD.accepts(weight):
+        raise ConfigError(f"{key}.weight is {shown(weight)}: allowed is {REWARD.allowed}")
     try:
         component = _get_component_from_path(path)
     except Exception as error:
@@ -170,11 +170,16 @@ class Rewards:
             for rollout in (each for each in rollouts if SCORE in each.results):
                 rollout.results[BY_MODEL] = rollout.results[SCORE]
             for function in self._functions:
-                rewards = function(lists, sample.get(INDEX, rollouts[0].number // size))
+                number = sample.get(INDEX, rollouts[0].number // size)
+                rewards = function(lists, number)
                 for rollout, reward in zip(rollouts, rewards, strict=True):
                     so_far = rollout.results.get(SCORE, torch.zeros(()))
                     rollout.results[function.result] = torch.tensor(reward)
                     rollout.results[SCORE] = so_far + function.weight * reward
+                    if so_far.abs() <= LARGEST and not rollout.results[SCORE].abs() <= LARGEST:
+                        what = f"returned {reward:g}: with its weight of {function.weight:g}, the reward is above"
+                        advice = f"{LARGEST:g} in size; lower weight in {REWARD_FUNCTIONS}"
+                        raise function.error(lists["completions"], number, f"{what} {advice}")
 
     def show(self, journal: Journal, group: Sequence[Rollout], iteration: int) -> None:
         (prompt, *_), answers, _ = self._in_words(group)

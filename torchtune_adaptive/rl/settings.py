@@ -42,7 +42,10 @@ AT_LEAST_2 = Rule(
     lambda v: INTEGER.accepts(v) and v >= 2, "a whole number of at least 2, since answers to a prompt are compared"
 )
 FINITE = Rule(lambda v: NUMBER.accepts(v) and abs(v) < math.inf, "a finite number")
-FINITE_OR_0 = Rule(lambda v: FINITE.accepts(v) and v >= 0, "a finite number of at least 0")
+LARGEST = 1e12
+"""Size of a reward above which its square, summed over tokens, may not fit in single precision."""
+REWARD = Rule(lambda v: NUMBER.accepts(v) and abs(v) <= LARGEST, f"a number from -{LARGEST:g} to {LARGEST:g}")
+COST = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= LARGEST, f"a number from 0 to {LARGEST:g}")
 FINITE_ABOVE_0 = Rule(lambda v: FINITE.accepts(v) and v > 0, "a finite number above 0")
 CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, which clips nothing")
 MOST_EPOCHS = 100_000
@@ -104,11 +107,11 @@ class PPOSettings(RolloutSettings):
     enable_kv_cache: bool = option(BOOL, True)
     min_response_length: int | None = option(COUNT_OR_0 | NULL, None)
     penalise_no_eos: bool = option(BOOL)
-    reward_penalty: float = option(FINITE)
+    reward_penalty: float = option(REWARD)
     whiten_rewards: bool = option(BOOL)
     gamma: float = option(FINITE)
     lmbda: float = option(FINITE)
-    kl_coeff: float = option(FINITE_OR_0)
+    kl_coeff: float = option(COST)
 
     @property
     def updates(self) -> int:
@@ -131,14 +134,14 @@ class PPOLossSettings:
 
     epsilon: float = option(CLIP, 0.1)
     value_clip_range: float = option(CLIP, 0.2)
-    value_coeff: float = option(FINITE_OR_0, 0.1)
+    value_coeff: float = option(COST, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss:
     epsilon: float = option(CLIP, 0.2)
     epsilon_high: float | None = option(CLIP | NULL, None)
-    kl_coeff: float = option(FINITE_OR_0, 0.0)
+    kl_coeff: float = option(COST, 0.0)
     average: str = option(one_of("tokens", "answers", "length"), "tokens")
 
     @property

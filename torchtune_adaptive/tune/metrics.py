@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,7 @@ class Metrics:
 
     def log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
         """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
+        self._skipped = int(figures["skipped_updates"])
         if self._shown:
             self._first = self._first if self._first[0] else (step, headline)
             self._latest = headline.split()[-1]
@@ -212,6 +213,17 @@ class NoiseWatch:
         say(f"gradient noise · the noise scale is {scale}, and a step has {step}: {advice}")
 
 
+class Cause(NamedTuple):
+    """The cause of a NaN or infinite loss or gradient, as far as it is known."""
+
+    where: str = ""
+    """Follows the number in a message: " in stage train policy"."""
+    remedy: str = ""
+
+
+NO_CAUSE = Cause()
+
+
 class LossWatch:
     """Tells a run that learns from one that merely goes on: with NaN losses, or with nothing to learn. The losses are
     those of all ranks together, already on the host, so every rank comes to the same verdict."""
@@ -220,8 +232,11 @@ class LossWatch:
         self._max_skipped, self._files = max_skipped_steps, files
         self._steps = self._learning_steps = self._nan_steps = self._nan_in_a_row = 0
         self._said_why_not_saved = False
+        self._cause = NO_CAUSE
 
-    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None) -> None:
+    def record(
+        self, step: int, loss: float, target_tokens: int, grad_norm: float | None, cause: Cause = NO_CAUSE
+    ) -> None:
         """Warns of the first of several steps whose loss or gradient norm is NaN or infinite; too many are an error.
         Without a norm, an optimizer in the backward has updated the weights."""
         self._steps += 1
@@ -232,17 +247,19 @@ class LossWatch:
             self._nan_in_a_row = 0
             return
         self._nan_in_a_row += 1
-        what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
+        self._cause = cause
+        what = (f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}") + cause.where
         if self._nan_in_a_row > self._max_skipped:
             steps = count_of(self._nan_in_a_row, "consecutive step")
             raise NotLearningError(
-                f"step {step}: the {what}, in {steps}, and adaptive.max_skipped_steps is {self._max_skipped}; start a "
-                "new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32, from the weights of the last "
-                "checkpoint if there is one"
+                f"step {step}: the {what}, in {steps}, and adaptive.max_skipped_steps is {self._max_skipped}; "
+                + (cause.remedy or "start a new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32")
+                + ", from the weights of the last checkpoint if there is one"
             )
         if self._nan_in_a_row == 1 and dist.get_rank() == 0:
             effect = "the weights are not updated" if skipped else "the weights may be NaN now"
-            logger.warning("step %d: the %s; %s", step, what, effect)
+            remedy = f": {cause.remedy}" if cause.remedy else ""
+            logger.warning("step %d: the %s; %s%s", step, what, effect, remedy)
 
     def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
         """Whether something was learned that a checkpoint could keep, else whoever resumes would take it for progress.
@@ -255,8 +272,8 @@ class LossWatch:
                 "no sample has a token to learn (all labels are masked); check that the dataset's columns and prompt "
                 "template match the data, and that tokenizer.max_seq_len does not cut off the answers"
                 if nothing
-                else "every loss was NaN or infinite; lower optimizer.lr, or check that the weights of "
-                f"{self._files} are not NaN"
+                else f"every loss was NaN or infinite{self._cause.where}; "
+                + (self._cause.remedy or f"lower optimizer.lr, or check that the weights of {self._files} are not NaN")
             )
             raise NotLearningError(f"nothing was trained in {count_of(self._steps, 'step')}: {why}")
         if not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:

@@ -30,7 +30,7 @@ from torchtune_adaptive.text import count_of, size_for_rank
 from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
-from torchtune_adaptive.tune.metrics import LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
+from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.samples import Sample
@@ -232,11 +232,19 @@ class Trainer:
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
         self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
 
-    def logged(self, loss: float, target_tokens: int, grad_norm: float | None, *, asked_to_stop: bool) -> None:
+    def logged(
+        self,
+        loss: float,
+        target_tokens: int,
+        grad_norm: float | None,
+        *,
+        asked_to_stop: bool,
+        cause: Cause = NO_CAUSE,
+    ) -> None:
         """Collective: after a step that is in the log. Counts it, saves where that is due, and may end the run."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.place.ranks, target_tokens, loss)
-        self._losses.record(run.progress.step, loss, target_tokens, grad_norm)
+        self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
         self._profiler.step()
         self._stopping = asked_to_stop
         if run.checkpoints.due(run.progress, asked_to_stop):

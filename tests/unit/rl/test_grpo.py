@@ -1,12 +1,25 @@
 """GRPO's arithmetic, beside the formulas of those who have trained with it."""
 
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
-from torchtune_adaptive.rl.grpo import advantages_of, prepared
+from torchtune_adaptive.errors import NotLearningError
+from torchtune_adaptive.rl.grpo import SignalWatch, advantages_of, cause_of_update, prepared
 from torchtune_adaptive.rl.passes import policy_loss
-from torchtune_adaptive.rl.rollouts import ADVANTAGES, COUNTS, SCORE, WEIGHT, Rollout, results_of, share_cut_off
+from torchtune_adaptive.rl.rollouts import (
+    ADVANTAGES,
+    COUNTS,
+    REFERENCE_LOG_PROBS,
+    SCORE,
+    WEIGHT,
+    Rollout,
+    results_of,
+    share_cut_off,
+)
 from torchtune_adaptive.rl.settings import GRPOLoss, GRPOSettings
 
 MOST = 7
@@ -75,6 +88,58 @@ def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_kept(without
     assert [each.number for each in step.rollouts] == kept
     assert step.divisor == (11 if without_signal == "drop" else 22)
     assert step.figures["groups_without_signal"] == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (SCORE, "the reward model's score is nan for 1 of 6 answers; .* reward_checkpointer.checkpoint_files"),
+        (REFERENCE_LOG_PROBS, "the reference's log-probability is nan for 1 of 6 answers; .* ref_checkpointer.checkp"),
+    ],
+)
+def test_a_result_that_is_no_number_is_refused_with_the_files_of_its_model(result: str, said: str) -> None:
+    everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
+    for each in everyone:
+        each.results[REFERENCE_LOG_PROBS] = torch.zeros(MOST)
+    everyone[4].results[result] = everyone[4].results[result] + math.nan
+    with pytest.raises(NotLearningError, match=f"^iteration 1: {said}"):
+        prepared(everyone, GRPOSettings(**SIZES))
+
+
+def test_an_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause() -> None:
+    everyone = answers([1, 0, 0], [3, 7, 1])
+    where, remedy = cause_of_update(everyone, {"loss": math.inf, "kl": math.inf}, 0.05)
+    assert where == (
+        " in stage train policy, where the divergence from the reference is inf a token and loss.kl_coeff 0.05"
+    )
+    assert remedy == "lower optimizer.lr or loss.kl_coeff"
+    assert cause_of_update(everyone, {"loss": math.inf, "kl": 0.1}, 0.05) == (" in stage train policy", "")
+
+
+def record(rewards: Sequence[list[float]]) -> SignalWatch:
+    watch = SignalWatch()
+    for each in rewards:
+        watch.record(prepared(answers(each, [3] * 6), GRPOSettings(**SIZES)))
+    return watch
+
+
+EQUAL, DIFFERENT = [1, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0]
+
+
+def test_a_run_without_a_signal_is_warned_of_after_three_iterations_and_at_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = record([EQUAL] * 5)
+    watch.warn()
+    assert [line.partition(": the answers")[0] for line in caplog.messages] == [
+        "no signal in 3 iterations",
+        "no signal in 5 iterations",
+    ]
+
+
+def test_a_run_with_a_signal_in_one_iteration_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    record([EQUAL, EQUAL, DIFFERENT, EQUAL, EQUAL]).warn()
+    assert caplog.messages == []
 
 
 def test_an_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:

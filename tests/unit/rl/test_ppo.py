@@ -12,7 +12,7 @@ from torchtune.rlhf.loss import PPOLoss
 from tests.unit.rl.test_settings import PPO_DEMO, config
 from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.rl.passes import answer_masks, policy_loss
-from torchtune_adaptive.rl.ppo import keep_advantages, value_loss
+from torchtune_adaptive.rl.ppo import cause_of_update, keep_advantages, value_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     COUNTS,
@@ -110,7 +110,7 @@ def test_a_single_token_is_not_whitened_to_nan(whiten_rewards: bool) -> None:
 @pytest.mark.parametrize("score", [math.nan, math.inf])
 def test_a_score_that_is_no_number_is_the_reward_models_fault(score: float) -> None:
     scores = torch.tensor([1.0, score, 1.0, 1.0, 1.0])
-    fault = rf"^iteration 5: the reward model's score is {score} for 1 of 5 answers, .* reward_checkpointer.checkpoint"
+    fault = rf"^iteration 5: the reward model's score is {score} for 1 of 5 answers; .* reward_checkpointer.checkpoint"
     with pytest.raises(NotLearningError, match=fault):
         keep_advantages(rollouts(scores, drawn(1)), settings())
 
@@ -118,8 +118,34 @@ def test_a_score_that_is_no_number_is_the_reward_models_fault(score: float) -> N
 def test_a_log_probability_that_is_no_number_is_the_references() -> None:
     reference = drawn(1)
     reference[2, 0] = math.nan
-    with pytest.raises(NotLearningError, match=r"reference's log-probability is nan for 1 of 5 answers, .* ref_policy"):
+    with pytest.raises(NotLearningError, match=r"reference's log-probability is nan for 1 of 5 answers; .* ref_policy"):
         keep_advantages(rollouts(torch.arange(5.0), reference), settings())
+
+
+def test_a_divergence_that_costs_too_much_names_its_coefficient() -> None:
+    fault = r"^iteration 5: the divergence times kl_coeff, which is 1e\+12, is -.* of 5 answers; .*: lower kl_coeff"
+    with pytest.raises(NotLearningError, match=fault):
+        keep_advantages(rollouts(torch.arange(5.0), 9 * drawn(1)), settings(kl_coeff=1e12))
+
+
+@pytest.mark.parametrize(
+    ("result", "losses", "stage"),
+    [
+        (LOG_PROBS, (math.nan, math.nan), "policy log-probabilities"),
+        (VALUES, (math.nan, math.nan), "values"),
+        (None, (math.inf, 1.0), "train value"),
+        (None, (1.0, math.nan), "train policy"),
+    ],
+)
+def test_the_fault_of_an_update_is_the_first_stage_with_numbers_that_are_not_finite(
+    result: str | None, losses: tuple[float, float], stage: str
+) -> None:
+    everyone = rollouts(torch.arange(5.0), drawn(1))
+    if result is not None:
+        everyone[1].results[result][0] = math.nan
+    keep_advantages(everyone, settings())  # models that are trained are not refused
+    fault = cause_of_update(everyone, dict(zip(("value_loss", "policy_loss"), losses, strict=True)))
+    assert fault.where == f" in stage {stage}"
 
 
 def test_a_score_that_the_penalty_replaces_does_not_count() -> None:

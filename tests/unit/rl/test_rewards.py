@@ -114,7 +114,7 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, options: d
         ({"_component_": "nowhere.at_all"}, "0._component_ is nowhere.at_all, which cannot be imported"),
         ({"weight": 1}, "0._component_ is null"),
         ("exact", "0 is 'exact': allowed is a section with a _component_"),
-        ({"_component_": f"{HERE}.exact", "weight": "much"}, "0.weight is .*much.*: allowed is a finite"),
+        ({"_component_": f"{HERE}.exact", "weight": "much"}, "0.weight is .*much.*: allowed is a number from -1e"),
         ({"_component_": f"{HERE}.Judge", "strict": 1}, "0 could not be built from .*Judge: TypeError: .*'strict'"),
         ({"_component_": f"{HERE}.exact", "weigth": 1}, "0.weigth is not a known key of .*exact; did you mean weight"),
         ({"_component_": f"{HERE}.exact", "column": "a"}, "0.column is not a known key of .*exact; remove it"),
@@ -166,3 +166,14 @@ def test_built_in_functions() -> None:
     said = ["so 1,234.50", "it is 72. Or 71", "no number", "-3"]
     assert last_number(said, ["#### 1234.5", "#### 72", "#### 5", "-3"]) == [1, 0, 0, 1]
     assert brief([[0] * 4, [0] * 6, [0] * 9], free=4, most=8) == [0, -0.5, -1]
+
+
+@pytest.mark.parametrize("reward", [1e30, 1e4])
+def test_a_function_whose_weighted_reward_is_too_large_is_named(reward: float) -> None:
+    prompt = torch.tensor(DemoTokenizer().encode("1+1=", add_eos=False))
+    rollouts = [Rollout(0, 1, prompt, prompt, len(prompt))]
+    entries = [{"_component_": f"{HERE}.Judge", "strictness": each, "weight": 1e9} for each in (1, reward)]
+    with pytest.raises(RewardError) as failed:
+        rewards_of(*entries).score([({"tokens": prompt, INDEX: 7}, rollouts)])
+    assert str(failed.value).startswith(f"reward function Judge_1 returned {reward:g}: with its weight of 1e+09, ")
+    assert "lower weight in reward_functions (sample 7; its first answer: " in str(failed.value)

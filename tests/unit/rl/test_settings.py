@@ -78,13 +78,14 @@ OF_PPO = [
     ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
     ("resume_from_checkpoint=True", "set it to auto"),
     ("gamma=2", "gamma is 2"),
-    ("kl_coeff=.inf", "kl_coeff is inf: allowed is a finite number"),
-    ("kl_coeff=-0.1", "kl_coeff is -0.1: allowed is a finite number of at least 0"),
+    ("kl_coeff=1e38", "kl_coeff is 1e+38: allowed is a number from 0 to 1e+12"),
+    ("kl_coeff=-0.1", "kl_coeff is -0.1: allowed is a number from 0 to 1e+12"),
     ("min_response_length=999", "every answer would be penalised as too short"),
-    ("reward_penalty=.nan", "reward_penalty is nan: allowed is a finite number"),
+    ("reward_penalty=.nan", "reward_penalty is nan: allowed is a number from -1e+12 to 1e+12"),
+    ("reward_penalty=-1e38", "reward_penalty is -1e+38: allowed is a number from -1e+12 to 1e+12"),
     ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
     ("loss.value_clip_range=null", "loss.value_clip_range is null: allowed is a number of at least 0, or .inf"),
-    ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a finite number of at least 0"),
+    ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a number from 0 to 1e+12"),
 ]
 OF_GRPO = [
     ("grpo_samples=1", "grpo_samples is 1: allowed is a whole number of at least 2, since"),
@@ -96,6 +97,7 @@ OF_GRPO = [
         "loss.kl_coef=5",
         "loss.kl_coef is not a known key; allowed: epsilon, epsilon_high, kl_coeff, average; did you mean",
     ),
+    ("loss.kl_coeff=1e38", "loss.kl_coeff is 1e+38: allowed is a number from 0 to 1e+12"),
     ("loss.average=sequence", "loss.average is 'sequence': allowed is tokens or answers or length"),
 ]
 
