@@ -28,6 +28,8 @@ STOCK_ON_A_LAPTOP = (
     "gradient_accumulation_steps=2",
 )
 OUR_LINE = r"^\d+ rows × \d+ microbatches × \d+ ranks? = \d+ samples a step .*$"
+TORCHAOS_NOTICE = "Skipping import of cpp extensions"
+"""`tune` itself prints it, before any code of ours runs."""
 NOISE = re.compile(
     r"warning|deprecat|cpp extensions|set_vital|pin_memory|destroy_process_group|NCCL|OMP_NUM_THREADS", re.IGNORECASE
 )
@@ -40,7 +42,8 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
     assert ended.output.count("config: out/torchtune_config.yaml\n") == 1, ended.output
     assert "_component_" not in ended.output, "a screen of config"
     assert "\r" not in ended.output, "a progress bar, and lines that hang on it"
-    assert [line for line in ended.output.splitlines() if NOISE.search(line)] == []
+    noise = [line for line in ended.output.splitlines() if NOISE.search(line)]
+    assert not noise or (len(noise) == 1 and noise[0].startswith(TORCHAOS_NOTICE)), noise
     assert list((cwd / "out" / "epoch_0").glob("model-*.bin"))
 
 
