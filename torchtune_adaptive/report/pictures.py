@@ -49,13 +49,10 @@ UNEVEN = 1.05
 
 
 def draw_run(directory: Path, timeline: Timeline) -> Path | None:
-    """Draws `adaptive_report.png`: the limit over the steps of a run, and the figures that explain it."""
+    """Draws `adaptive_report.png`: the limits that changed over the steps of a run, and the figures that explain it."""
     end = max((record["step"] for record in (*timeline.steps, *timeline.events[-1:])), default=0) + BETWEEN
     limits = _limits(timeline)
-    panels: list[Panel] = [
-        (2.2 if len(limits) == 1 else 1.0, partial(_draw_limit, name=name, changes=changes, end=end))
-        for name, changes in limits.items()
-    ]
+    panels: list[Panel] = []
     if len(set(timeline.series("samples")[1])) > 1:
         panels.append((1.2, partial(_draw_samples, timeline=timeline)))
     if timeline.series("peak_bytes", "budget_bytes")[0]:
@@ -65,6 +62,11 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
         panels.append((1.2, partial(_draw_imbalance, timeline=timeline)))  # by rows, samples are not dealt
     if timeline.series("gradient_noise_scale")[0]:
         panels.append((1.8, partial(_draw_noise, timeline=timeline)))
+    shown = {name: changes for name, changes in limits.items() if _changes(changes) or not panels}
+    panels = [
+        (2.2 if len(limits) == 1 else 1.0, partial(_draw_limit, name=name, changes=changes, end=end))
+        for name, changes in shown.items()
+    ] + panels
     if not timeline.steps or not panels:
         return None
 
@@ -89,8 +91,15 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     return path
 
 
+def _in_lines(title: str) -> str:
+    """Break lines after commas only."""
+    return textwrap.fill(title.replace(" ", "\xa0").replace(",\xa0", ", "), 68).replace("\xa0", " ")
+
+
 def _draw(figure: Figure, title: str, panels: Sequence[Panel], end: float) -> None:
-    figure.suptitle(textwrap.fill(title, 68), x=0.02, ha="left", fontsize=14)
+    from matplotlib.ticker import MaxNLocator
+
+    figure.suptitle(_in_lines(title), x=0.02, ha="left", fontsize=14)
     heights = [height for height, _ in panels]
     grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (_, draw_panel) in zip(grid, panels, strict=True):
@@ -100,13 +109,13 @@ def _draw(figure: Figure, title: str, panels: Sequence[Panel], end: float) -> No
         axes.set_axisbelow(True)
     grid[-1].set_xlim(BETWEEN, end)
     grid[-1].set_xlabel("step")
-    grid[-1].locator_params(axis="x", integer=True)
+    grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     named = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=2, frameon=False)
 
 
 def run_title(timeline: Timeline) -> str:
-    """The finding, for example: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost`."""
+    """The finding, for example: `120 steps, 4 out-of-memory errors survived, 2 % of the time in failed attempts`."""
     numbers = [record["step"] for record in timeline.steps]
     logs_all = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     found = [count_of(len(numbers), "step" if logs_all else "logged step")]
@@ -117,10 +126,17 @@ def run_title(timeline: Timeline) -> str:
         seconds = {step: tokens / rate for step, tokens, rate in rates if rate > 0}
         if all(is_number(event.get("lost_seconds")) and event["step"] in seconds for event in recoveries):
             share = sum(event["lost_seconds"] for event in recoveries) / sum(seconds.values())
-            found.append(f"{100 * share:.1f} % of the time lost")
+            found.append(f"{100 * share:.1f} % of the time in failed attempts")
     if timeline.events and timeline.events[-1].get("kind") == EXHAUSTED:
         found.append(f"ended out of memory in step {timeline.events[-1]['step']}")
-    return ", ".join(found) if len(found) > 1 else f"{found[0]}, none out of memory"
+    if len(found) > 1:
+        return ", ".join(found)
+    constant = [changes[0] for changes in _limits(timeline).values() if not _changes(changes)]
+    rows = [each for each in constant if each.get("unit") == "rows"]
+    limit = (
+        f" in microbatches of at most {count_of(rows[0]['after'], 'row')}" if len(constant) == len(rows) == 1 else ""
+    )
+    return f"{found[0]}{limit}, none out of memory"
 
 
 def _limits(timeline: Timeline) -> dict[str, list[Record]]:
@@ -135,6 +151,11 @@ def _limits(timeline: Timeline) -> dict[str, list[Record]]:
             shown = {**event, "kind": RECOVERY} if survived else event
             found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(shown)
     return found
+
+
+def _changes(limit: Sequence[Record]) -> bool:
+    """Whether there is more to draw than a horizontal line."""
+    return len({event["after"] for event in limit}) > 1 or any(event["kind"] in MARKS for event in limit)
 
 
 def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) -> None:
@@ -175,8 +196,10 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     steps, peaks, budgets = timeline.series("peak_bytes", "budget_bytes")
     unit, per = _unit_of(max(budgets))
     axes.set_title(f"peak memory of the fullest rank ({unit})", loc="left", fontsize=11)
-    axes.plot(steps, [peak / per for peak in peaks], color=INK, lw=1.2, label="peak")
-    axes.step(steps, [budget / per for budget in budgets], where="mid", color=RED, lw=1.2, ls="--", label="budget")
+    mark, line = (".", "_") if len(steps) == 1 else ("", "")  # of one step a line would not be visible
+    axes.plot(steps, [peak / per for peak in peaks], color=INK, lw=1.2, marker=mark, label="peak")
+    bounds = [budget / per for budget in budgets]
+    axes.step(steps, bounds, where="mid", color=RED, lw=1.2, ls="--", marker=line, label="budget")
     axes.set_ylim(0, 1.1 * max(*peaks, *budgets) / per)
 
 

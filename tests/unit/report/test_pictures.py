@@ -89,7 +89,10 @@ def test_the_limit_is_a_line_of_steps_with_marks_where_it_changed(tmp_path: Path
 
 def test_the_title_says_what_happened(tmp_path: Path) -> None:
     journal = a_run(tmp_path)
-    assert run_title(read_timeline(tmp_path)) == "30 steps, 2 out-of-memory errors survived, 9.1 % of the time lost"
+    assert (
+        run_title(read_timeline(tmp_path))
+        == "30 steps, 2 out-of-memory errors survived, 9.1 % of the time in failed attempts"
+    )
     journal.event(changed(RECOVERY, 20, 8, 4))  # without seconds, no share is known
     journal.step(40, {})
     assert run_title(read_timeline(tmp_path)) == "31 logged steps, 3 out-of-memory errors survived"
@@ -108,7 +111,7 @@ def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(tmp_p
     assert marked(figure.axes[0], "X") == [(4, 1)]
     assert figure.axes[0].get_xlim()[1] == 4.5
     started(tmp_path, step=3).step(4, {})
-    assert run_title(read_timeline(tmp_path)) == "4 steps, none out of memory"
+    assert run_title(read_timeline(tmp_path)) == "4 steps in microbatches of at most 1 row, none out of memory"
 
 
 def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, drawn: list[Any]) -> None:
@@ -116,7 +119,7 @@ def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, drawn: li
     journal = started(tmp_path)
     journal.event(changed(RECOVERY, 0, 16, 8, stage="reference"))
     for step, after in ((0, 2 * GIB), (2, 4 * GIB)):
-        set_to(journal, 8, step, "reference")
+        set_to(journal, 8 - step, step, "reference")
         set_to(journal, after, step, "policy", "bytes")
     journal.event(changed(RECOVERY, 4, 4 * GIB, 3 * GIB, stage="policy", unit="bytes"))
     for step in range(1, 5):
@@ -127,7 +130,7 @@ def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, drawn: li
         "reference: most rows in a microbatch",
         "policy: most memory of a microbatch, predicted (GiB)",
     ]
-    assert line_of(reference, "limit") == ([0.5, 2.5, 4.5], [8, 8, 8])
+    assert line_of(reference, "limit") == ([0.5, 2.5, 4.5], [8, 6, 6])
     assert line_of(policy, "limit") == ([0.5, 2.5, 4, 4.5], [2, 4, 3, 3])
 
 
@@ -147,12 +150,46 @@ def test_ranks_that_wait_for_the_busiest_have_a_panel_where_that_can_be_helped(
     assert waiting == ["work of the busiest rank above the mean: 17 % on average"] * shown
 
 
+def test_a_run_of_one_step_shows_its_memory_as_points_and_one_whole_number_on_the_axis(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    started(tmp_path).step(1, {"peak_bytes": GIB, "budget_bytes": 2 * GIB})
+    (memory,) = drawn_run(tmp_path, drawn).axes
+    assert [line.get_marker() for line in memory.lines] == [".", "_"]
+    low, high = memory.get_xlim()
+    assert [tick for tick in memory.get_xticks() if low <= tick <= high] == [1]
+
+
+def test_a_title_is_broken_only_between_its_parts(tmp_path: Path, drawn: list[Any]) -> None:
+    a_run(tmp_path)
+    lines = drawn_run(tmp_path, drawn).get_suptitle().splitlines()
+    assert lines == ["30 steps, 2 out-of-memory errors survived,", "9.1 % of the time in failed attempts"]
+
+
+def test_a_limit_that_never_changed_is_in_the_title_and_has_no_panel(tmp_path: Path, drawn: list[Any]) -> None:
+    journal = started(tmp_path)
+    for step in (0, 2):  # two epochs
+        set_to(journal, 8, step)
+    for step in (1, 2, 3, 4):
+        journal.step(step, {"peak_bytes": GIB, "budget_bytes": GIB})
+    figure = drawn_run(tmp_path, drawn)
+    assert titles(figure) == [MEMORY]
+    assert figure.get_suptitle() == "4 steps in microbatches of at most 8 rows, none out of memory"
+
+
+def test_a_limit_that_never_changed_is_drawn_if_nothing_else_was_recorded(tmp_path: Path, drawn: list[Any]) -> None:
+    journal = started(tmp_path)
+    set_to(journal, 8)
+    journal.step(1, {})
+    assert titles(drawn_run(tmp_path, drawn)) == ["most rows in a microbatch"]
+
+
 def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, drawn: list[Any]) -> None:
     journal = started(tmp_path)
     set_to(journal, 8)
     journal.step(1, {"samples": 16})
     journal.step(2, {"samples": 32})
-    assert titles(drawn_run(tmp_path, drawn))[1:] == ["samples of a step, all ranks"]
+    assert titles(drawn_run(tmp_path, drawn)) == ["samples of a step, all ranks"]
 
 
 def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(tmp_path: Path, drawn: list[Any]) -> None:
