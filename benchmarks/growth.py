@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
 from torchtune_adaptive.report.journal import read_timeline
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.results import Result
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config, run_ppo
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 
 SEEDS = (0, 1, 2, 3, 4)
 ITERATIONS = 30

@@ -21,7 +21,7 @@ except ImportError as error:
     raise SystemExit(f"{error}: the peers are not installed; pip install -e '.[bench]'") from None
 
 if TYPE_CHECKING:
-    from tests.searching import Trained
+    from tests.searched_model import Trained
 
 STEPS = 3
 """Steps for which a batch size is tried: Lightning's default."""

@@ -30,7 +30,7 @@ from benchmarks.overhead import SIZES
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import COMMAND_MARK, end_marked, environment
-from tests.searching import Shape, Trained
+from tests.searched_model import Shape, Trained
 
 RANKS = 2
 FAILING_RANK = 1

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.peers import Found, by_accelerate, by_lightning
 from benchmarks.results import Result, compared
-from tests.searching import HEAD_DOMINATED, Shape, Trained
+from tests.searched_model import HEAD_DOMINATED, Shape, Trained
 from torchtune_adaptive import MemoryMeter, find_max_batch_size
 from torchtune_adaptive.engine.oom import forget_frames
 

@@ -1,12 +1,12 @@
-"""What all tests need of the process that they run in."""
+"""Set up the process of all tests."""
 
 import gc
 import signal
 
 import pytest
 
-# A shell starts what it puts into the background with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and whatever is
-# started from there inherits that: runs that are to be ended by them would not hear it.
+# A shell starts background jobs with SIGINT and SIGQUIT ignored, nohup ignores SIGHUP, and child processes inherit
+# this. Runs under test have to receive these signals.
 DEFAULTS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGQUIT: signal.SIG_DFL,
@@ -18,15 +18,23 @@ for number, default in DEFAULTS.items():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select what `make test` runs, and run slow tests first, so that all workers finish at about the same time."""
     items.sort(key=is_unit_test)
+    missing: set[tuple[str, str]] = set()
+    collected: set[tuple[str, str]] = set()
     for item in items:
         marker = item.get_closest_marker("smoke")
         if is_unit_test(item):
             item.add_marker("smoke")
-        elif isinstance(item, pytest.Function) and marker and marker.args and item.callspec.id not in marker.args:
-            item.own_markers.remove(marker)
+        elif isinstance(item, pytest.Function) and marker and marker.args:
+            test = item.nodeid.partition("[")[0]
+            missing |= {(test, case) for case in marker.args}
+            collected.add((test, item.callspec.id))
+            if item.callspec.id not in marker.args:
+                item.own_markers.remove(marker)
+    if (missing := missing - collected) and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"smoke names cases that do not exist: {sorted(missing)}")
 
 
 def is_unit_test(item: pytest.Item) -> bool:
@@ -34,7 +42,7 @@ def is_unit_test(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imports_are_no_garbage() -> None:
-    """A run collects garbage where it begins, a probe every time; torch and the tests are a lot to look through."""
+def freeze_imports() -> None:
+    """Keep imported modules out of garbage collection: every probe collects, and torch and the tests are large."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A device for policies: its figures are what a test says."""
+"""A fake memory device for policies: tests set its figures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of its own, and never longer than it may."""
+"""Run a function on several gloo ranks, one process per rank, with a timeout."""
 
 import faulthandler
 import multiprocessing
@@ -19,31 +19,31 @@ from typing import Any
 
 # Forked from a server that has already imported torch and torchtune: a rank starts in a fraction of a second.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.warm"])
+_CONTEXT.set_forkserver_preload(["tests.forkserver_preload"])
 _ROOT = Path(__file__).parents[1]
 _STARTING = threading.Lock()
 """Threads share one working directory."""
 
 _MOST_GROUPS, _NEXT_PORTS = 100, "TORCHTUNE_ADAPTIVE_TEST_PORTS"
 PATIENCE = 4
-"""How much longer things may take here than on two idle cores: only what hangs takes longer than that."""
+"""Factor on all timeouts. They are given for two idle cores; only a hang takes four times longer."""
 
 
 class RankFailed(AssertionError):
-    """A rank raised or died."""
+    """A rank raised an exception or died."""
 
 
 class RanksHung(AssertionError):
-    """Some rank was still running when the time was over."""
+    """A rank was still running at the timeout."""
 
 
 def run_on_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60, in_group: bool = True
 ) -> list[Any]:
-    """`function(*args)` on every rank of a gloo process group; what it returned, in order of rank.
+    """Run `function(*args)` on every rank of a gloo process group; return the results in order of rank.
 
-    Like torchrun, it ends all ranks as soon as one has failed. With `in_group=False` the function joins a group itself.
-    `timeout_s` is for an idle machine.
+    Like torchrun, end all ranks as soon as one fails. With `in_group=False` the function joins a group itself.
+    `timeout_s` is given for an idle machine.
     """
     timeout_s *= PATIENCE
     ports = free_ports(1 if in_group else _MOST_GROUPS)
@@ -64,12 +64,12 @@ def run_on_ranks(
 
 
 def started(main: Callable[..., None], *args: Any) -> BaseProcess:
-    """`main(*args)` in a forked process."""
+    """Run `main(*args)` in a forked process."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
     process = _CONTEXT.Process(target=main, args=args, daemon=True)
     with _STARTING:
         here = Path.cwd()
-        os.chdir(_ROOT)  # where the server finds what it is to import, if this is what starts it
+        os.chdir(_ROOT)  # if this starts the server: where the server finds the modules to import
         try:
             forkserver.ensure_running()
         finally:
@@ -94,7 +94,8 @@ def _collect(results: dict[int, Connection], deadline: float) -> list[Any]:
             if not succeeded:
                 failed[rank] = value
             returned[rank] = value
-        if failed:  # on a crowded machine, one that has lost a peer may be heard at the same time as that peer
+        # on a busy machine, the error of a rank that lost its peer can arrive together with the error of that peer
+        if failed:
             rank = min(failed, key=lambda rank: "RanksPartedError" in failed[rank])
             raise RankFailed(f"rank {rank} raised:\n{failed[rank]}")
     return [returned[rank] for rank in sorted(returned)]
@@ -114,7 +115,7 @@ def _rank_main(
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     if not in_group:
         os.environ[_NEXT_PORTS] = " ".join(map(str, ports[1:]))
-    # Show where a rank dies of a native error, and where a hung one is, which ends even if the parent is gone.
+    # Print tracebacks of native errors and of hangs. Exit at the timeout even if the parent is gone.
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
@@ -126,25 +127,27 @@ def _rank_main(
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         result = function(*args)
         if dist.is_initialized():
-            dist.barrier()  # nobody leaves while a peer still communicates
+            dist.barrier()  # a rank must not leave while a peer still communicates
         sender.send((True, result))
     except BaseException:  # noqa: BLE001 - the parent raises it
         sender.send((False, traceback.format_exc()))
-    # Threads of gloo would be joined at exit, also those that wait for a peer that is gone.
+    # Exit would join gloo's threads, including those that wait for a dead peer.
     os._exit(0)
 
 
-def meet_anew() -> None:
-    """In a rank that joins groups itself, one after another: the next one meets at a port of its own, since a port is
-    not free again at once. `demo_config` calls it."""
+def use_next_port() -> None:
+    """Choose the next port for a rank that joins several groups in turn: a used port is not free again immediately.
+    `demo_config` calls it.
+    """
     if _NEXT_PORTS in os.environ:
         port, *others = os.environ[_NEXT_PORTS].split()
         os.environ.update({"MASTER_PORT": port, _NEXT_PORTS: " ".join(others)})
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports below those that the system gives to connections, which would take them before their turn comes; never one
-    that tests running beside these may choose."""
+    """Return free ports below the range of ephemeral ports, where a connection could take them first. Parallel test
+    workers never choose the same port.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with ExitStack() as open_sockets:
@@ -153,6 +156,6 @@ def free_ports(count: int) -> list[int]:
             port = random.SystemRandom().randrange(12_000 + worker, 32_000, workers)
             probe = open_sockets.enter_context(socket.socket())
             with suppress(OSError):
-                probe.bind(("", port))  # on all interfaces, as a store listens
+                probe.bind(("", port))  # on all interfaces, like a store
                 ports.append(port)
         return ports

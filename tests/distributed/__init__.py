@@ -1,1 +1,1 @@
-"""Ranks beside each other, in steps without a recipe. What all rooms need: small models, and ways to share them out."""
+"""Tests on several ranks without a recipe. This package has the shared models and meshes."""

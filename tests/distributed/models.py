@@ -31,7 +31,7 @@ Gradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The ways of training that differ in what FSDP communicates and in what autograd keeps."""
+    """Options that change what FSDP communicates and what autograd keeps."""
 
     layers: int = 2
     dim: int = 32
@@ -43,17 +43,17 @@ class ModelConfig:
     bf16: bool = False
     sharded: bool = True
     joined: bool = False
-    """Samples one after another in one row, without padding."""
+    """Samples packed into one row without padding."""
     replicas: int = 1
-    """Of the sharded model: more than one are hybrid sharding."""
+    """Number of replicas of the sharded model; more than one is hybrid sharding."""
     offload: bool = False
-    """Shards and gradients live on the host, and are copied to the device and back: here, from memory to memory."""
+    """Keep shards and gradients on the host and copy them to the device and back (here from memory to memory)."""
     head_chunks: int = 0
-    """Chunks of states for which the head, in a group of its own, is gathered one after the other; 0: all at once."""
+    """Number of chunks for which the head, in its own FSDP group, is gathered in turn; 0 for all at once."""
 
 
 def build(config: ModelConfig) -> nn.Module:
-    """The same model on every rank."""
+    """Build the same model on every rank."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCABULARY,
@@ -85,13 +85,13 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
-    """What training.shard_model does, which cannot pass on a mixed precision policy."""
+    """Shard like training.shard_model, which cannot pass on a mixed precision policy."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = half if config.bf16 else MixedPrecisionPolicy()
     options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy}
     if config.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        copy_what_is_offloaded()
+        copy_offloaded_tensors()
     mesh = mesh_of(config.replicas)
     alone = ["output"] if config.head_chunks else []
     for name, module in reversed(list(model.named_modules())):
@@ -103,11 +103,11 @@ def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
 _to = Tensor.to
 
 
-def copy_what_is_offloaded() -> None:
-    """From here on, in this process: what FSDP sends from host to device and back is copied, as with a device.
+def copy_offloaded_tensors() -> None:
+    """From here on, in this process, copy what FSDP moves between host and device, as a real device would.
 
-    Host and device are the same here, and cannot be told apart by `cpu` and `cpu:0` as fakes can: a real tensor on
-    `cpu:0` says that it is on `cpu`. FSDP names what it sends, since nobody else says `non_blocking`.
+    Host and device are the same here. `cpu` and `cpu:0` do not distinguish them: a real tensor on `cpu:0` reports
+    `cpu`. Moves by FSDP are recognized by `non_blocking`, which only FSDP passes.
     """
 
     def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -117,9 +117,9 @@ def copy_what_is_offloaded() -> None:
     Tensor.to = to
 
 
-@cache  # a mesh keeps its groups for good
+@cache  # meshes keep their groups forever
 def mesh_of(replicas: int = 1) -> DeviceMesh:
-    """Collective: all ranks in one dimension, or in two."""
+    """Collective: return a mesh of all ranks in one or two dimensions."""
     ranks = dist.get_world_size()
     if replicas == 1:
         return init_device_mesh("cpu", (ranks,))
@@ -127,14 +127,14 @@ def mesh_of(replicas: int = 1) -> DeviceMesh:
 
 
 def samples_of(rank: int, count: int, seed: int = 0, longest: int = 8) -> list[Tensor]:
-    """Token sequences of different lengths, different on every rank."""
+    """Return token sequences of different lengths, different on every rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     lengths = torch.randint(longest // 2, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
 def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[Sequence[Tensor]], Totals]:
-    """Next-token loss, summed over target tokens; what a recipe passes to StepRunner."""
+    """Return the function that a recipe passes to StepRunner: next-token loss, summed over target tokens."""
     if joined:
         return partial(_joined_forward_backward, model)
 
@@ -154,7 +154,7 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
 
 
 def _filled_up(chunks: int, states: Tensor) -> Tensor:
-    """As many states as make so many chunks."""
+    """Pad the states so that they divide into `chunks` chunks."""
     return F.pad(states, (0, 0, 0, -states.size(1) % chunks))
 
 
@@ -165,7 +165,7 @@ def runner_of(
     recovery: Recovery | None = None,
     stage: str = "",
 ) -> StepRunner[Tensor]:
-    """Collective: of token sequences; a number is one of rows."""
+    """Collective: return a runner for token sequences; an integer limit is a row limit."""
     limit = RowLimit(limit) if isinstance(limit, int) else limit
     kind = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
     forward_backward = forward_backward or forward_backward_of(model)
@@ -184,7 +184,7 @@ def _joined_forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Tot
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """A copy of this rank's shard of every gradient."""
+    """Return a copy of this rank's shard of every gradient."""
     return {name: _copy(parameter.grad) for name, parameter in model.named_parameters()}
 
 
@@ -194,8 +194,8 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.clone()
 
 
-def same_gradients(left: Gradients, right: Gradients) -> bool:
-    """Bitwise."""
+def gradients_equal(left: Gradients, right: Gradients) -> bool:
+    """Return True if all gradients are bitwise equal."""
     return left.keys() == right.keys() and all(_same(left[name], right[name]) for name in left)
 
 

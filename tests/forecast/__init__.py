@@ -1,1 +1,1 @@
-"""What `adaptive_plan` says, beside what a training run needs."""
+"""Predictions of `adaptive_plan` compared with the needs of training runs."""

@@ -1,6 +1,6 @@
-"""A rank of a run, which writes down its steps: python -m tests.forecast.one_rank FOLDER STEPS recipe args
+"""One rank of a run that records its steps: python -m tests.forecast.one_rank FOLDER STEPS recipe args
 
-Where nothing is computed, speeds mean nothing: as in a rehearsal, of two sizes the smaller one stays.
+Without computation, measured speed is meaningless; as in a rehearsal, a trial keeps the smaller size.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Questions to `adaptive_plan`, asked on the command line."""
+"""`adaptive_plan` on the command line."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def answer(config: str, *words: str, cwd: Path) -> Any:
 
 
 @pytest.mark.smoke
-def test_what_fits_is_what_a_run_with_that_batch_size_takes(tmp_path: Path) -> None:
+def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(tmp_path: Path) -> None:
     question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False")
     found = answer(*question, cwd=tmp_path)
     (chosen,) = (row for row in found["predictions"] if row["chosen"])
@@ -59,10 +59,11 @@ def test_what_fits_is_what_a_run_with_that_batch_size_takes(tmp_path: Path) -> N
     given = answer(*question, f"batch_size={chosen['rows']}", cwd=tmp_path)
     (row,) = given["predictions"]
     assert (row["rows"], row["fits"], row["allocator_retries"]) == (chosen["rows"], True, 0)
-    assert row["reserved_bytes"] == pytest.approx(chosen["reserved_bytes"], rel=0.03)  # it begins with no cache
+    # the run starts with an empty cache
+    assert row["reserved_bytes"] == pytest.approx(chosen["reserved_bytes"], rel=0.03)
 
 
-def test_each_number_of_ranks_has_an_answer_and_more_ranks_need_less(tmp_path: Path) -> None:
+def test_each_number_of_ranks_has_a_prediction_and_more_ranks_need_less(tmp_path: Path) -> None:
     found = answer(*DEMO, "world_size=[2,4]", "memory_limit=h100", "batch_size=4", "use_maximum_batch_size=False",
                    "sequence_length=512", cwd=tmp_path)  # fmt: skip
     first, second = found["predictions"]
@@ -70,7 +71,7 @@ def test_each_number_of_ranks_has_an_answer_and_more_ranks_need_less(tmp_path: P
     assert first["allocated_bytes"] > second["allocated_bytes"]
 
 
-def test_where_nothing_fits_it_says_what_does_and_how_to_train_so(tmp_path: Path) -> None:
+def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_path: Path) -> None:
     sizes = ("model.num_layers=8", "memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=1")
     ended = asked(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
     assert ended.returncode == 1
@@ -88,31 +89,31 @@ def test_where_nothing_fits_it_says_what_does_and_how_to_train_so(tmp_path: Path
         ("ppo", {"generate", "train_policy", "train_value"}),
     ],
 )
-def test_every_recipe_answers_by_stage(config: str, stages: set[str], tmp_path: Path) -> None:
+def test_every_recipe_has_a_prediction_by_stage(config: str, stages: set[str], tmp_path: Path) -> None:
     found = answer(f"adaptive/demo/{config}", "device=cuda", "memory_limit=4GiB", "world_size=2", cwd=tmp_path)
     assert stages <= {row["stage"] for row in found["predictions"] if row["chosen"]}
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected"),
     [
         (("sequence_length=5000",), "samples of 5000 tokens, but the model takes at most 4096"),
         (("optimizer._component_=bitsandbytes.optim.PagedAdamW8bit",), "pip install bitsandbytes"),
     ],
 )
-def test_what_the_recipe_refuses_is_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_config_that_the_recipe_refuses_is_refused(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     ended = asked(*DEMO, "memory_limit=h100", *words, cwd=tmp_path)
     assert ended.returncode == 1
-    assert says in ended.stderr.splitlines()[-1]
+    assert expected in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("config", ["llama3_2/8B_to_1B_KD_lora_distributed", "llama3/8B_qat_full"])
-def test_a_config_of_a_recipe_that_is_not_known_is_refused(config: str) -> None:
+def test_config_of_an_unknown_recipe_is_refused(config: str) -> None:
     with pytest.raises(ConfigError, match="so it would answer for another training"):
         read_question(read_config(locate(config), ["memory_limit=h100"]), config, ())
 
 
-def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
+def test_smaller_batches_are_tried_before_other_settings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def nothing_fits(candidate: Question) -> Found:
@@ -122,13 +123,13 @@ def test_fewer_rows_than_were_asked_about_are_tried_before_other_settings(
     words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
     cfg = read_config(locate("adaptive/demo/full"), words)
     assert list(advice.advise(read_question(cfg, "", words))) == []
-    said = capsys.readouterr().err.splitlines()
+    message = capsys.readouterr().err.splitlines()
     fewer = "use_maximum_batch_size=True"
-    assert said[:2] == [f"trying {fewer} (1 rank, 256 tokens)", f"{fewer}: None rows do not fit"]
-    assert sum("64 rows" in line for line in said) == len(said) // 2 - 1
+    assert message[:2] == [f"trying {fewer} (1 rank, 256 tokens)", f"{fewer}: None rows do not fit"]
+    assert sum("64 rows" in line for line in message) == len(message) // 2 - 1
 
 
-def test_where_fewer_rows_fit_nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_setting_is_tried_if_fewer_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def fits(candidate: Question) -> Found:
         rehearsed = Rehearsed(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
                               steps=[{"allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}])  # fmt: skip
@@ -138,11 +139,11 @@ def test_where_fewer_rows_fit_nothing_else_is_tried(monkeypatch: pytest.MonkeyPa
     words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
     asked = read_question(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
     (tried,) = advice.advise(asked)
-    # as many samples a step
+    # the same samples per step
     assert " batch_size=64 use_maximum_batch_size=True " in command(tried.found.question, tried.found.rows)
 
 
-def test_a_signal_ends_all_questions_and_not_only_the_one_that_is_asked() -> None:
+def test_signal_ends_all_questions() -> None:
     def end_this() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -153,14 +154,14 @@ def test_a_signal_ends_all_questions_and_not_only_the_one_that_is_asked() -> Non
     soon.join()
 
 
-def test_several_processes_are_told_how_to_ask_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_refused_with_the_option_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="but 4 were started: leave out --nproc_per_node, and add world_size=4"):
         adaptive_plan.main(read_config(locate("adaptive/demo/full"), []), Path("full.yaml"), [])
 
 
-def test_lengths_may_be_those_of_the_configs_own_dataset() -> None:
+def test_lengths_may_be_those_of_the_configs_dataset() -> None:
     words = ["device=cuda", "memory_limit=8GiB", "lengths=dataset"]
     asked = read_question(read_config(locate("adaptive/demo/full"), words), "", ())
     known = {len(sample["tokens"]) for sample in demo_dataset(demo_tokenizer(max_seq_len=512), samples=512)}
@@ -178,7 +179,7 @@ def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
     assert sum(errors for errors, _ in errors_and_flushes(found)) > 0
 
 
-def test_lengths_that_vary_are_told_over_time(tmp_path: Path) -> None:
+def test_varying_lengths_are_reported_over_time(tmp_path: Path) -> None:
     question = (*DEMO, "world_size=2", "memory_limit=4500MiB", "lengths=100:2000", "steps=30", "batch_size=16")
     found = answer(*question, "use_maximum_batch_size=False", "gradient_accumulation_steps=1", cwd=tmp_path)
     (over_time,) = found["over_time"]

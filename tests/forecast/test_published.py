@@ -1,7 +1,7 @@
-"""Peaks that torchtune's README gives for Llama 3.2 3B: each line of its table adds a technique to the last.
+"""Peaks that torchtune's README gives for Llama 3.2 3B: each line of the table adds a technique to the previous one.
 
 "Peak memory active", one A100, bf16, 2 rows packed to 4096 tokens, torchtune 0.6.1. docs/published.md has the whole
-table, and why some lines are not here. One line stays in the suite; `make published` asks for all.
+table, and the reason for omitted lines. The suite runs one line; `make published` runs all.
 """
 
 import os
@@ -42,9 +42,9 @@ QUICK = {"packed"}
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_of_torchtunes_readme(line: str) -> None:
+def test_line_of_torchtunes_readme(line: str) -> None:
     if line not in QUICK and not ALL:
-        pytest.skip("one line stands for all: make published")
+        pytest.skip("`make published` runs all lines")
     skip_without_null_device()
     gib, (name, *overrides) = LINES[line]
     cfg = OmegaConf.load(STOCK / "configs" / "llama3_2" / f"{name}.yaml")

@@ -1,9 +1,9 @@
-"""A question over time beside the run itself: two processes on null devices, which agree over gloo.
+"""Compare a forecast over time with a run: two processes on null devices, which agree over gloo.
 
-python -m tests.forecast.two_ranks        200 steps; writes benchmarks/results/over_time.json
+python -m tests.forecast.two_ranks     200 steps; writes benchmarks/results/over_time.json
 
-NCCL sends nothing on a null device, but ranks agree for real: one that runs out of memory makes the other repeat its
-step.
+NCCL transfers no data on a null device, but the agreement is real: an out-of-memory error on one rank makes the other
+repeat its step.
 """
 
 import os
@@ -29,7 +29,9 @@ RUN = ("device=cuda", "use_maximum_batch_size=False", "gradient_accumulation_ste
 
 
 def question(steps: int, *, alike: bool, memory: str = "4500MiB") -> Question:
-    """`alike`: both ranks have samples of the same lengths, so that neither waits for the other to recover."""
+    """Return the settings; with `alike`, both ranks have samples of the same lengths, so that neither waits for the
+    other's recovery.
+    """
     given = (*SIZES, *RUN, "batch_size=16")
     cfg = OmegaConf.merge(OmegaConf.load(locate("adaptive/demo/full")), OmegaConf.from_dotlist([*given]))
     assert isinstance(cfg, DictConfig)
@@ -41,7 +43,7 @@ def question(steps: int, *, alike: bool, memory: str = "4500MiB") -> Question:
 
 
 def trained(question: Question) -> list[Rehearsed]:
-    """The same config on two ranks, each of which writes down its steps."""
+    """Run the config on two ranks that record their steps."""
     usable_bytes = question.gpu.memory - question.overhead_bytes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,7 +53,7 @@ def trained(question: Question) -> list[Rehearsed]:
         subprocess.run(
             [*launcher, *rank, "--config", str(folder / "config.yaml")],
             env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},
-            check=False,  # one leaves first, and is missed in the last step
+            check=False,  # one rank exits first, and the other fails in its last step
             timeout=3600,
             stdout=subprocess.DEVNULL,
         )
@@ -61,7 +63,7 @@ def trained(question: Question) -> list[Rehearsed]:
 
 
 def errors_and_flushes(found: Rehearsed) -> list[tuple[int, int]]:
-    """Of each step."""
+    """Return errors and flushes of each step."""
     return [(sum(error["step"] == step["step"] for error in found.errors), step["flushes"]) for step in found.steps]
 
 

@@ -1,4 +1,4 @@
-"""Each test runs its body in processes of their own, on a GPU; without one, in small, what a CPU can show as well."""
+"""Each test runs its body in new processes on a GPU; without one, a smaller version of some tests runs on the CPU."""
 
 from collections.abc import Iterator
 

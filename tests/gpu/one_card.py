@@ -1,4 +1,4 @@
-"""Steps of Llama 3.2 1B on one card, real or rehearsed, that tell their memory: python -m tests.gpu.one_card plain"""
+"""Steps of Llama 3.2 1B on one card, real or rehearsed, which print their memory: python -m tests.gpu.one_card plain"""
 
 import json
 import os
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 VOCABULARY, ROWS = 128_256, 4
 LENGTHS = (512, 2048, 1024, 1536, 2048)
-"""Tokens of the samples of each step."""
+"""Tokens of the samples in each step."""
 
 
 def llama() -> LlamaForCausalLM:
@@ -62,7 +62,7 @@ class Reporting(TrainerCallback):
 
 
 def trainer() -> None:
-    """Two batches a step, checkpointed, in bf16."""
+    """Train with two batches per step, checkpointing and bf16."""
     samples = [torch.randint(0, VOCABULARY, (length,)) for length in LENGTHS for _ in range(2 * ROWS)]
     options: dict[str, Any] = {"save_strategy": "no", "report_to": [], "train_sampling_strategy": "sequential"}
     with torch.device("cuda"):

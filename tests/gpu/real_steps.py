@@ -1,4 +1,4 @@
-"""A recipe's own step on real tensors, in a fresh process: what the tests of this folder, and a benchmark, train."""
+"""A recipe's step on real tensors in a new process, for the tests of this folder and a benchmark."""
 
 import logging
 import math
@@ -50,39 +50,39 @@ Result = TypeVar("Result")
 GIB = 2**30
 
 AT_ONCE = {"cpu": 1, "cuda": 5}
-"""Cases that run side by side: most of their time goes into starting processes, and they fit on one card."""
+"""Cases that run in parallel: most time goes into starting processes, and they fit on one card."""
 
 
 @contextmanager
 def side_by_side(
     device: str, run: Callable[[Case], Result], cases: Iterable[Case]
 ) -> Iterator[dict[Case, Future[Result]]]:
-    """What comes of every case."""
+    """Yield a future for the result of every case."""
     with ThreadPoolExecutor(AT_ONCE[device]) as pool:
         yield {case: pool.submit(run, case) for case in cases}
 
 
 ON_NULL = LIBRARY in os.environ.get("LD_PRELOAD", "")
-"""Whether the card is one that computes nothing: tests/null/test_gpu.py."""
+"""True on a null device: tests/null/test_gpu.py."""
 
 
 @contextmanager
 def fresh_processes() -> Iterator[None]:
-    """Where there is a GPU, ranks are not forked: importing torchtune initialises CUDA, which no fork can use then."""
+    """On a GPU, do not fork ranks: importing torchtune initializes CUDA, and forks cannot use it then."""
     how = "spawn" if torch.cuda.is_available() and not ON_NULL else "forkserver"
     context, variables = multiprocessing.get_context(how), {}
     if ON_NULL:
-        context.set_forkserver_preload(["tests.null.warm"])
+        context.set_forkserver_preload(["tests.null.forkserver_preload"])
         variables = FORKING_ON_NULL
-    alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # or compiling starts processes that nobody would end
+    alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # or the compiler would start processes that outlive the test
     with mock.patch.object(ranks, "_CONTEXT", context), mock.patch.dict(os.environ, {**alone, **variables}):
         yield
 
 
 def use(name: str) -> torch.device:
-    """The device of this rank; all ranks share one card."""
+    """Return the device of this rank; all ranks share one card."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
-    os.environ["LOCAL_RANK"] = "0"  # or DeviceMesh and torchtune would look for a card of this rank's own
+    os.environ["LOCAL_RANK"] = "0"  # or DeviceMesh and torchtune would expect a card per rank
     if name == "cpu":
         return torch.device(name)
     device = torch.device(name, 0)
@@ -92,7 +92,7 @@ def use(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class RealStep:
-    """Model, optimizer and step of the recipe that a config is for."""
+    """Model, optimizer and step of the recipe that a config belongs to."""
 
     settings: Settings
     model: nn.Module
@@ -107,7 +107,7 @@ class RealStep:
         return ForwardBackward(self.model, self.loss_fn, data, self.settings, self.device)
 
     def runner(self, rows: int, on_change: Callable[[Change], object] = lambda _: None) -> StepRunner[Sample]:
-        """Collective: what the recipe runs its steps with."""
+        """Collective: return the runner that the recipe uses."""
         return StepRunner(
             self.model,
             self.forward_backward,
@@ -117,7 +117,7 @@ class RealStep:
         )
 
     def to_search(self, tokens: int) -> TrainingStep[Sample]:
-        """Collective: what `find_max_batch_size` takes."""
+        """Collective: return the input of `find_max_batch_size`."""
         return TrainingStep(
             runner=self.runner(1),
             sample=worst(tokens),
@@ -128,7 +128,7 @@ class RealStep:
         )
 
     def train(self, rows: int, tokens: int) -> None:
-        """Collective: a step without anything of ours around it, as a probe and a prediction have it."""
+        """Collective: run a plain step without our code, like a probe."""
         microbatches = [[TEXT.stand_in(worst(tokens))], [worst(tokens)] * rows]
         target_tokens = sum(self.forward_backward(samples).target_tokens for samples in microbatches)
         self.optimization.update(target_tokens)
@@ -139,7 +139,7 @@ class RealStep:
 
 
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
-    """Collective: in the recipe's order, with weights made up, in the process group that there is."""
+    """Collective: build in the recipe's order, with random weights, in the existing process group."""
     settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
     place = Place(device, mesh_of(device, settings))
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
 
 @torch.no_grad()
 def _fill(model: nn.Module) -> None:
-    """Made-up weights hold nothing, and made-up peers send nothing."""
+    """Fill weights with random values: they are uninitialized, and fake peers would not send any."""
     for parameter in model.parameters():
         for plain in plain_tensors(parameter):
             plain.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
@@ -169,7 +169,9 @@ def worst(tokens: int) -> Sample:
 
 
 def samples_of(seed: int, count: int, tokens: int, *, mixed: bool = False) -> list[Sample]:
-    """Random tokens: so many in each sample, or log-normally many up to that, as in instruction data."""
+    """Return random tokens with a fixed number per sample, or a log-normal number up to that, as in instruction
+    data.
+    """
     draw = random.Random(seed)
     lengths = [tokens] * count
     if mixed:
@@ -180,7 +182,7 @@ def samples_of(seed: int, count: int, tokens: int, *, mixed: bool = False) -> li
 
 @contextmanager
 def metered(step: RealStep) -> Iterator[Memory]:
-    """What tells how much memory the step needs, and what can limit it."""
+    """Yield the memory meter of the step, which can also limit it."""
     if step.device.type == "cuda":
         yield CudaMemory()
         return
@@ -190,7 +192,7 @@ def metered(step: RealStep) -> Iterator[Memory]:
 
 
 def limit(memory: Memory, limit_bytes: float) -> None:
-    """From now on; infinity is all that there is."""
+    """Limit memory from here on; infinity removes the limit."""
     if isinstance(memory, MemoryMeter):
         memory.cap_bytes = None if math.isinf(limit_bytes) else int(limit_bytes)
     else:
@@ -202,6 +204,6 @@ def live_bytes(memory: Memory) -> int:
 
 
 def demo(kind: str, device: str, *changes: str, **sizes: int) -> DictConfig:
-    """The demo's config for a device, with a model of these sizes."""
+    """Return the demo's config for a device, with a model of these sizes."""
     model = [f"model.{name}={size}" for name, size in sizes.items()]
     return demo_config(kind, Path("unused"), f"device={device}", *model, *changes)

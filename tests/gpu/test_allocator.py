@@ -1,4 +1,4 @@
-"""The allocator at its limit; tests/null/ has more of it."""
+"""The allocator at its limit; tests/null/ tests it in more detail."""
 
 import pytest
 import torch
@@ -28,15 +28,15 @@ def limit_of_a_gpu(name: str) -> None:
     assert memory.peak_bytes == 0
 
 
-def test_a_limit_is_the_budget_and_the_allocator_enforces_it(cuda: str) -> None:
+def test_limit_is_the_budget_and_the_allocator_enforces_it(cuda: str) -> None:
     run_on_ranks(1, limit_of_a_gpu, cuda)
 
 
 def budget_beside_another_process(name: str) -> int:
-    """Collective: on each rank, the budget that is lost when rank 0 takes some GiB."""
+    """Collective: return on each rank by how much its budget shrinks when rank 0 allocates several GiB."""
     device = use(name)
     memory = CudaMemory()
-    torch.zeros(1, device=device)  # every context is there
+    torch.zeros(1, device=device)  # create every context first
     dist.barrier()
     before = memory.budget_bytes
     dist.barrier()
@@ -49,7 +49,7 @@ def budget_beside_another_process(name: str) -> int:
 
 
 @pytest.mark.real_gpu
-def test_what_another_process_holds_is_not_in_the_budget(cuda: str) -> None:
+def test_memory_of_another_process_is_excluded_from_the_budget(cuda: str) -> None:
     holder, other = run_on_ranks(2, budget_beside_another_process, cuda)
     assert holder == pytest.approx(0, abs=GIB / 10)
     assert other == pytest.approx(8 * GIB * (1 - FRAGMENTATION), rel=0.02)

@@ -1,4 +1,4 @@
-"""Whole runs of the recipes on a GPU, in one process with NCCL, with all memory and with too little of it."""
+"""Whole runs of the recipes on a GPU, in one process with NCCL, with unlimited and with limited memory."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.real_steps import side_by_side, use
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, load_stock, run_ours
 
 SIZES = {"embed_dim": 512, "intermediate_dim": 1024, "vocab_size": 32_768}
@@ -34,9 +34,9 @@ VARIANTS = {
 }
 STEPS = 96 // 16
 TOO_LITTLE = 0.8
-"""Of what the largest step allocates."""
+"""Share of the memory that the largest step allocates."""
 CLOSE = 0.01
-"""bf16 adds up differently in other microbatches."""
+"""Tolerance: bf16 sums differ with other microbatches."""
 
 
 class Runs(NamedTuple):
@@ -49,7 +49,7 @@ class Runs(NamedTuple):
 
 
 def train(kind: str, folder: Path, *changes: str) -> bool:
-    """The whole life of a recipe; whether its optimizer was fused."""
+    """Run a recipe; return True if its optimizer was fused."""
     use("cuda")
     recipe = run_ours(kind, demo_config(kind, folder, *MODEL, *PLAIN, *changes))
     return bool(recipe.optimization.checkpointed.defaults["fused"])
@@ -65,7 +65,7 @@ def train_stock(kind: str, folder: Path) -> None:
 
 
 def train_twice(folder: Path, kind: str, *changes: str) -> Runs:
-    """With all memory, then with less than the largest step needs; each in a process of its own."""
+    """Train with unlimited memory, then with less than the largest step needs, in separate processes."""
     fused = run_on_ranks(1, train, kind, folder / "unlimited", *changes, timeout_s=200, in_group=False)[0]
     unlimited = read_log(folder / "unlimited" / "log.jsonl")
     limit_gib = TOO_LITTLE * max(step["peak_memory_alloc"] for step in unlimited)
@@ -83,7 +83,7 @@ def runs(cuda: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mappin
 
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_with_too_little_memory_recovers_to_the_losses_of_one_with_all(
+def test_run_with_limited_memory_recovers_to_the_losses_of_an_unlimited_run(
     runs: Mapping[str, Future[Runs]], name: str
 ) -> None:
     unlimited, limited, fused = runs[name].result()
@@ -97,7 +97,7 @@ def test_a_run_with_too_little_memory_recovers_to_the_losses_of_one_with_all(
 
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("name", ["full, compiled", "full, offloading"])
-def test_compile_and_offloading_change_no_loss(runs: Mapping[str, Future[Runs]], name: str) -> None:
+def test_compile_and_offloading_do_not_change_losses(runs: Mapping[str, Future[Runs]], name: str) -> None:
     assert runs[name].result().losses() == pytest.approx(runs["full"].result().losses(), rel=CLOSE)
 
 
@@ -113,7 +113,7 @@ def search(folder: Path) -> None:
     train("full", folder, *limits, "batch_size=2", "gradient_accumulation_steps=8")
 
 
-def test_the_search_trains_with_more_rows_than_were_configured(cuda: str, tmp_path: Path) -> None:
+def test_search_trains_with_more_rows_than_configured(cuda: str, tmp_path: Path) -> None:
     run_on_ranks(1, search, tmp_path / "run", timeout_s=120, in_group=False)
     log = read_log(tmp_path / "run" / "log.jsonl")
     assert len(log) == STEPS

@@ -1,4 +1,4 @@
-"""Memory that really runs out, on one rank or several, of which all share one card and talk through gloo."""
+"""Real out-of-memory errors on one or several ranks that share one card and communicate over gloo."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.models import gradients_of, same_gradients
+from tests.distributed.models import gradients_equal, gradients_of
 from tests.gpu.real_steps import (
     ON_NULL,
     Memory,
@@ -32,44 +32,44 @@ from torchtune_adaptive.engine.step import KindOfPass
 from torchtune_adaptive.tune.samples import Sample
 
 OnHost: TypeAlias = dict[str, torch.Tensor]
-"""Gradients, by parameter."""
+"""Gradients by parameter."""
 
 ROWS = 8
 SMALLER = (4, 2, 1)
 TOKENS = {"cpu": 64, "cuda": 2048}
-# few parameters, which gloo has to carry through the host, and large activations
+# few parameters, because gloo copies them through the host, and large activations
 SIZES = {
     "cpu": {"num_layers": 2, "embed_dim": 64, "intermediate_dim": 128},
     "cuda": {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "vocab_size": 8192},
 }
 SHARES = (0.9, 0.6, 0.3, 0.1)
-"""Of the way from what two rows need to what all rows need: where the limits are."""
+"""Positions of the limits between the needs of two rows (0) and of all rows (1)."""
 CLOSE = 1e-4
 LEFT_OVER_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
-"""What the failing rank may have less of: buffers of its last collectives, which the streams of gloo hold a while."""
+"""Memory that the failing rank may lack: buffers of its last collectives, which gloo's streams hold for a while."""
 
 
 class Repeated(NamedTuple):
-    """A step under a limit, compared with one that had all memory."""
+    """A step under a limit, compared with an unlimited step."""
 
     failed_at: tuple[int, ...]
-    """Collectives that this rank had issued when its memory ran out."""
+    """Collectives that this rank had issued when it ran out of memory."""
     recoveries: int
     rows: int
     bitwise: bool
     largest_difference: float
     left_over_bytes: int
-    """What the repeated step had less to start with on this rank."""
+    """Bytes by which the repeated step started with less memory on this rank."""
 
 
 class Recoveries(NamedTuple):
     deterministic: bool
-    """Whether undisturbed steps are bitwise equal here, in each of the splits."""
+    """True if undisturbed steps are bitwise equal here, in each split."""
     steps: list[Repeated]
 
 
 class Watched:
-    """Collective: a runner of this step that notes where memory runs out and what there is before a microbatch."""
+    """Collective: a runner of this step that records where memory runs out and the memory before each microbatch."""
 
     def __init__(self, step: RealStep, memory: Memory) -> None:
         self._memory = memory
@@ -94,9 +94,9 @@ class Watched:
 
 
 def recover(name: str, failing: tuple[int, ...], first_pass: bool) -> Recoveries:
-    """Collective: the same step under lower and lower limits on the failing ranks."""
+    """Collective: repeat a step under decreasing limits on the failing ranks."""
     device = use(name)
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it, cuBLAS may add up in another order each time
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it, the order of cuBLAS's sums may vary
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", message=".*deterministic")
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -105,13 +105,13 @@ def recover(name: str, failing: tuple[int, ...], first_pass: bool) -> Recoveries
     fails = dist.get_rank() in failing
     with metered(step) as memory:
         expected = {rows: undisturbed(step, samples, rows) for rows in SMALLER}
-        deterministic = all(same_gradients(undisturbed(step, samples, rows), expected[rows]) for rows in SMALLER)
+        deterministic = all(gradients_equal(undisturbed(step, samples, rows), expected[rows]) for rows in SMALLER)
         need = {rows: need_bytes(step, memory, samples, rows) for rows in (2, ROWS)}
         steps = []
         for share in SHARES:
             watched = Watched(step, memory)
             step.model.zero_grad()
-            if not first_pass:  # otherwise it does not know what a microbatch communicates
+            if not first_pass:  # otherwise it has no record of a microbatch's collectives
                 watched.run(samples)
                 step.model.zero_grad()
             release()
@@ -125,7 +125,7 @@ def recover(name: str, failing: tuple[int, ...], first_pass: bool) -> Recoveries
 
 
 def undisturbed(step: RealStep, samples: Sequence[Sample], rows: int) -> OnHost:
-    """Collective: plain FSDP2, or plain PyTorch, in microbatches of so many rows."""
+    """Collective: run plain FSDP2 or plain PyTorch in microbatches of `rows` rows."""
     step.model.zero_grad()
     for start in range(0, len(samples), rows):
         step.forward_backward(samples[start : start + rows])
@@ -133,7 +133,7 @@ def undisturbed(step: RealStep, samples: Sequence[Sample], rows: int) -> OnHost:
 
 
 def need_bytes(step: RealStep, memory: Memory, samples: Sequence[Sample], rows: int) -> int:
-    """Collective: above what there is between two steps, and beside gradients of an earlier microbatch."""
+    """Collective: return the memory needed on top of the state between steps and an earlier microbatch's gradients."""
     undisturbed(step, samples[:rows], rows)
     step.model.zero_grad()
     release()
@@ -154,7 +154,7 @@ def compared(watched: Watched, recoveries: int, found: OnHost, expected: dict[in
         failed_at=tuple(watched.failed_at),
         recoveries=recoveries,
         rows=rows,
-        bitwise=same_gradients(found, expected[rows]),
+        bitwise=gradients_equal(found, expected[rows]),
         largest_difference=furthest(found, expected[rows]),
         left_over_bytes=watched.live_bytes[-ROWS // rows] - watched.live_bytes[0],
     )
@@ -170,7 +170,7 @@ class Case(NamedTuple):
 
 
 CASES = (Case(1, (0,)), Case(2, (1,)), Case(2, (1,), first_pass=True), Case(2, (0, 1)), Case(3, (0,)))
-WITHOUT_A_GPU = CASES[:2]  # tests/distributed/ shows more on a CPU, tests/null/test_recovery.py on a null device
+WITHOUT_A_GPU = CASES[:2]  # tests/distributed/ tests more on a CPU, tests/null/test_recovery.py on a null device
 Recovered: TypeAlias = Mapping[Case, Future[list[Recoveries]]]
 
 
@@ -185,17 +185,15 @@ def recovered(device: str) -> Iterator[Recovered]:
 
 @pytest.fixture
 def ranks(recovered: Recovered, case: Case) -> list[Recoveries]:
-    """What each rank of the case saw."""
+    """Results of each rank of the case."""
     if case not in recovered:
-        pytest.skip("two cases show without a GPU that this test works")
+        pytest.skip("without a GPU, two cases suffice")
     return recovered[case].result()
 
 
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_gradient_after_running_out_of_memory_is_that_of_an_undisturbed_step(
-    ranks: list[Recoveries], case: Case
-) -> None:
+def test_gradient_after_oom_is_that_of_an_undisturbed_step(ranks: list[Recoveries], case: Case) -> None:
     for deterministic, steps in ranks:
         for step in steps:
             assert step.recoveries >= 1
@@ -204,7 +202,7 @@ def test_the_gradient_after_running_out_of_memory_is_that_of_an_undisturbed_step
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_memory_runs_out_on_the_limited_ranks_only_and_at_several_places(ranks: list[Recoveries], case: Case) -> None:
+def test_only_limited_ranks_run_out_of_memory_and_at_several_places(ranks: list[Recoveries], case: Case) -> None:
     for rank, (_, steps) in enumerate(ranks):
         failed = [step.failed_at[0] for step in steps if step.failed_at]
         assert len(failed) == (len(SHARES) if rank in case.failing else 0)
@@ -213,7 +211,7 @@ def test_memory_runs_out_on_the_limited_ranks_only_and_at_several_places(ranks: 
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.first_pass], ids=str)
-def test_a_repeated_step_starts_with_the_memory_that_the_failed_one_had(
+def test_repeated_step_starts_with_the_memory_of_the_failed_one(
     device: str, ranks: list[Recoveries], case: Case
 ) -> None:
     for rank in case.failing:

@@ -1,4 +1,6 @@
-"""The search on a model of a billion parameters: its answer beside brute force, its trace, what the answer is worth."""
+"""The search on a model with a billion parameters: compared with brute force, its side effects, and the speed of its
+result.
+"""
 
 import statistics
 from time import perf_counter
@@ -32,7 +34,7 @@ from torchtune_adaptive.engine.search import SearchResult
 
 TOKENS = {"cpu": 128, "cuda": 1024}
 ROOM_BYTES = {"cpu": 12 * 2**20, "cuda": 16 * GIB}
-"""Above what is resident, so that a large card stands in for a small one."""
+"""On top of resident memory, so that a large card can represent a small one."""
 SIZES = {"cpu": {}, "cuda": {"embed_dim": 256, "intermediate_dim": 1024, "vocab_size": 8192}}
 ROOM_TOGETHER_BYTES = {"cpu": 24 * 2**20, "cuda": 8 * GIB}
 REPEATS = 3
@@ -40,10 +42,10 @@ WORTH = 0.98
 
 
 class Measured(NamedTuple):
-    """A step of so many rows, run by itself."""
+    """A separate step with this many rows."""
 
     peak_bytes: int | None
-    """None where it ran out of memory."""
+    """`None` after an out-of-memory error."""
     retries: int
 
     def accepted(self, budget_bytes: int) -> bool:
@@ -54,17 +56,17 @@ class Judged(NamedTuple):
     linear: SearchResult
     binary: SearchResult
     left_no_trace: bool | None
-    """None on a null device, which has no results."""
+    """None on a null device, which computes no results."""
     around: dict[int, Measured]
-    """By rows, from the answer on, up to the first that was not accepted."""
+    """By rows, from the search result up to the first rejected size."""
     tokens_per_second: dict[int, float]
-    """By rows; those of powers of two that trained without running out of memory. None on a null device."""
+    """By rows, for powers of two that trained without an out-of-memory error. None on a null device."""
     retries: dict[int, int]
-    """Of the allocator, while that was measured."""
+    """Retries of the allocator during that measurement."""
 
     @property
     def best(self) -> int:
-        """The answer of brute force."""
+        """The result of brute force."""
         return max(rows for rows, each in self.around.items() if each.accepted(self.linear.budget_bytes))
 
 
@@ -76,11 +78,11 @@ def config(device: str) -> DictConfig:
 
 
 def search_and_judge(name: str) -> Judged:
-    """Collective: everything about one model, which takes a while to make."""
+    """Collective: run all measurements of one model, which takes a while to build."""
     device, tokens = use(name), TOKENS[name]
     step = build(config(name), device)
     with metered(step) as memory:
-        step.train(1, tokens)  # what stays for good, optimizer state among it
+        step.train(1, tokens)  # allocate permanent memory, including optimizer state
         release()
         before = None if ON_NULL else state_of(step)
         limit(memory, live_bytes(memory) + ROOM_BYTES[name])
@@ -95,7 +97,7 @@ def search_and_judge(name: str) -> Judged:
 
 
 def brute_force(step: RealStep, memory: Memory, found: SearchResult, tokens: int) -> dict[int, Measured]:
-    """Collective: plain steps of more and more rows, beginning a little below the answer."""
+    """Collective: run plain steps of increasing size, starting a little below the search result."""
     measured: dict[int, Measured] = {}
     rows = max(1, found.rows - 1)
     while rows <= found.rows or measured[rows - 1].accepted(found.budget_bytes):
@@ -105,7 +107,7 @@ def brute_force(step: RealStep, memory: Memory, found: SearchResult, tokens: int
 
 
 def measure(step: RealStep, memory: Memory, rows: int, tokens: int) -> Measured:
-    """Collective: what this step needs, after whatever came before."""
+    """Collective: measure this step after any earlier one."""
     release()
     memory.reset_peak()
     retries = memory.retries
@@ -128,7 +130,7 @@ def trains(step: RealStep, rows: int, tokens: int) -> bool:
 
 
 def speeds_around(step: RealStep, memory: Memory, rows: int, tokens: int) -> tuple[dict[int, float], dict[int, int]]:
-    """Collective: one step's samples in microbatches of each power of two, up to more than fits."""
+    """Collective: run one step's samples in microbatches of each power of two, until they do not fit."""
     chosen = 1 << (rows.bit_length() - 1)
     samples = samples_of(0, 4 * chosen, tokens)
     speeds, retries = {}, {}
@@ -149,7 +151,7 @@ def speeds_around(step: RealStep, memory: Memory, rows: int, tokens: int) -> tup
 
 
 def state_of(step: RealStep) -> list[torch.Tensor]:
-    """All that training depends on, on the host."""
+    """Return everything that training depends on, on the host."""
     states = [value for each in step.optimization.optimizers[0].state.values() for value in each.values()]
     tensors = [*step.model.parameters(), *step.model.buffers(), *states]
     random = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if step.device.type == "cuda" else [])]
@@ -162,7 +164,7 @@ def same_state(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def search_together(name: str) -> SearchResult:
-    """Collective: a search under FSDP2, with less memory on the last rank."""
+    """Collective: search under FSDP2 with less memory on the last rank."""
     step = build(demo("full", name, **SIZES[name]), use(name))
     with metered(step) as memory:
         step.train(1, TOKENS[name])
@@ -172,7 +174,7 @@ def search_together(name: str) -> SearchResult:
         return find_max_batch_size(step.to_search(TOKENS[name]), memory=memory, strategy="binary", round_to="none")
 
 
-def test_ranks_on_one_card_search_together_and_none_hangs(device: str) -> None:
+def test_ranks_on_one_card_search_together_without_hanging(device: str) -> None:
     first, second = run_on_ranks(2, search_together, device, timeout_s=120)
     assert first == second
     assert first.rows > 1
@@ -184,18 +186,18 @@ def judged(device: str) -> Judged:
     return run_on_ranks(1, search_and_judge, device, timeout_s=240)[0]
 
 
-def test_linear_is_never_above_brute_force_and_at_least_95_percent_of_it(judged: Judged) -> None:
+def test_linear_finds_95_to_100_percent_of_brute_force(judged: Judged) -> None:
     assert 0.95 * judged.best <= judged.linear.rows <= judged.best
     assert judged.linear.out_of_memory_count == 0
-    assert len(judged.linear.probes) <= 5  # 4, but where one row costs more than the second
+    assert len(judged.linear.probes) <= 5  # 4, except if one row costs more than the second
 
 
-def test_binary_runs_out_of_memory_on_its_way_and_finds_what_brute_force_finds(judged: Judged) -> None:
+def test_binary_runs_out_of_memory_and_finds_the_brute_force_size(judged: Judged) -> None:
     assert judged.binary.out_of_memory_count > 0
     assert judged.binary.rows == judged.best
 
 
-def test_an_answer_was_measured_and_needed_no_flush_of_the_cache(judged: Judged) -> None:
+def test_result_was_measured_without_a_flush_of_the_cache(judged: Judged) -> None:
     for result in (judged.linear, judged.binary):
         (answer,) = (probe for probe in result.probes if probe.rows == result.rows)
         assert answer.peak.retries == 0
@@ -203,12 +205,12 @@ def test_an_answer_was_measured_and_needed_no_flush_of_the_cache(judged: Judged)
 
 
 @pytest.mark.real_gpu
-def test_a_search_leaves_no_trace(judged: Judged) -> None:
+def test_search_has_no_side_effects(judged: Judged) -> None:
     assert judged.left_no_trace
 
 
 @pytest.mark.real_gpu
-def test_the_found_size_is_as_fast_as_any_power_of_two_around_it(device: str, judged: Judged) -> None:
+def test_found_size_is_as_fast_as_any_nearby_power_of_two(device: str, judged: Judged) -> None:
     if device == "cpu":
         pytest.skip("more rows are no faster on a CPU")
     chosen = 1 << (judged.linear.rows.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Samples one after another on a GPU: the kernel against padded rows, the law of their memory, and their speed."""
+"""Unpadded samples on a GPU: the kernel compared with padded rows, their memory, and their speed."""
 
 from time import perf_counter
 from typing import Any
@@ -20,9 +20,11 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SEEN = {"cpu": [(1, 64), (4, 32), (6, 48), (9, 16)], "cuda": [(1, 4096), (4, 2048), (512, 16), (64, 128)]}
 HELD_OUT = {"cpu": [(2, 64), (20, 24)], "cuda": [(3, 4096), (256, 64)]}
-"""Samples and the tokens of each. The last of each has no logits: of two tokens, half would have none."""
+"""Numbers of samples and their tokens. The last of each list has no logits: half
+the samples of two tokens would be without a label.
+"""
 MIXED = tuple(range(16, 2048, 96)) + (16,) * 43
-"""Of which padding to the longest makes more than three times as many tokens."""
+"""Padding to the longest sample would more than triple the tokens."""
 
 
 def model_on(device: str) -> torch.nn.Module:
@@ -30,7 +32,7 @@ def model_on(device: str) -> torch.nn.Module:
 
 
 def compare(device: str) -> tuple[float, float, int]:
-    """By how much the loss and the gradients differ from those of padded rows, and the difference in target tokens."""
+    """Return differences to padded rows: of loss, gradients and target tokens."""
     model, where = model_on(device), torch.device(device)
     batch = samples((1, 7, 33, 2, 19, 64, 5, 1, 40))
     expected, gradients = totals_and_gradients(model, padded, batch, device=where)
@@ -64,7 +66,7 @@ def peak_of(model: torch.nn.Module, device: str, rows: int, tokens: int) -> int:
     return meter.peak_bytes
 
 
-def test_what_a_microbatch_needs_is_a_surface_over_samples_and_tokens(device: str) -> None:
+def test_memory_of_a_microbatch_is_a_surface_over_samples_and_tokens(device: str) -> None:
     (measured,) = run_on_ranks(1, peaks, device, timeout_s=120)
     surface = fit_surface({at: measured[at] for at in SEEN[device]})
     for at in HELD_OUT[device]:
@@ -72,7 +74,7 @@ def test_what_a_microbatch_needs_is_a_surface_over_samples_and_tokens(device: st
 
 
 def seconds_of_both(device: str) -> tuple[float, float]:
-    """The best of five passes without padding, and with it."""
+    """Return the shortest of five passes, without padding and with it."""
     model, batch, best = model_on(device), samples(MIXED), []
     for collate in (unpadded, padded):
         times = []
@@ -86,7 +88,7 @@ def seconds_of_both(device: str) -> tuple[float, float]:
 
 
 @pytest.mark.real_gpu
-def test_what_is_not_padded_takes_less_time(cuda: str) -> None:
+def test_unpadded_samples_take_less_time(cuda: str) -> None:
     ((joined, rows),) = run_on_ranks(1, seconds_of_both, cuda, timeout_s=120)
     print(f"{rows / joined:.2f} times as fast")
     assert rows > 1.5 * joined

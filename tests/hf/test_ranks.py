@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.commands import run_here
+from tests.forked_commands import run_forked
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -93,7 +93,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processe
 def test_the_examples_train_on_with_less_memory(launcher: list[str], example: list[str]) -> None:
     if example[0] == "examples/sft_trl.py":
         pytest.importorskip("trl")
-    run = run_here([sys.executable, *launcher, *example], cwd=ROOT, timeout_s=120)
+    run = run_forked([sys.executable, *launcher, *example], cwd=ROOT, timeout_s=120)
     assert run.status == 0, run.output
     assert "microbatch 16 -> 8 rows, step repeated" in run.output
     losses = [float(loss) for loss in re.findall(r"'loss': '?(\d+\.\d+)", run.output)]

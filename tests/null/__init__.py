@@ -1,1 +1,1 @@
-"""torch's own CUDA code, over a device that computes nothing: `make test-null`."""
+"""torch's CUDA code on a device without computation: `make test-null`."""

@@ -1,4 +1,4 @@
-"""Everything that is measured on null devices: python -m tests.null"""
+"""All measurements on null devices: python -m tests.null"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Steps under what the recipes' own searches found; writes benchmarks/results/null_after_search_VERSION.json.
+"""Train with the row counts that the recipes' searches found; write benchmarks/results/null_after_search_VERSION.json.
 
 python -m tests.null.after_search
 """
@@ -15,7 +15,7 @@ from torchtune_adaptive.forecast.question import read_question
 from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
 
 LENGTHS, LONGEST = "300:2048", 2048
-"""Median and longest, drawn as those of instructions."""
+"""Median and longest length, drawn like those of instruction data."""
 STEPS = 50
 RANKS = 8
 CASES = tuple(

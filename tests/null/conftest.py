@@ -1,4 +1,4 @@
-"""Each test runs its body in a process of its own on a null device."""
+"""Each test runs its body in a separate process on a null device."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.null.processes import OnNull, null_processes, skip_without_null_devic
 
 @pytest.fixture(scope="session", autouse=True)
 def library() -> None:
-    """What it takes; without it, all of these tests are skipped."""
+    """Skip these tests if null devices are unavailable."""
     skip_without_null_device()
 
 

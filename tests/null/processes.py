@@ -1,4 +1,4 @@
-"""Processes on null devices, forked from one that has been on a null device from its start."""
+"""Processes on null devices, forked from a process that used a null device from its start."""
 
 import multiprocessing
 import os
@@ -16,7 +16,9 @@ from torchtune_adaptive.null_cuda import NullCudaError, build, environment
 OnNull = Callable[..., Any]
 
 FORKING_ON_NULL = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""By CUDA's own count, torch takes every later fork for a broken one; expandable segments log every failure."""
+"""The NVML check keeps forks usable, because CUDA's check would reject them; without the log level, expandable
+segments log every failure.
+"""
 
 
 def skip_without_null_device() -> None:
@@ -27,12 +29,14 @@ def skip_without_null_device() -> None:
 
 
 def _preload() -> None:
-    on_ranks._CONTEXT.set_forkserver_preload(["tests.null.warm"])
+    on_ranks._CONTEXT.set_forkserver_preload(["tests.null.forkserver_preload"])
 
 
 @contextmanager
 def null_processes() -> Iterator[OnNull]:
-    """`on_null(function, *args)` returns what the function does there; with `ranks=2`, on each of two gloo ranks."""
+    """Yield `on_null(function, *args)`, which runs the function in a process on a null device; with `ranks=2`, on two
+    gloo ranks.
+    """
     variables = {**environment(), **FORKING_ON_NULL}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _preload) as pool:
 

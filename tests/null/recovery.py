@@ -1,4 +1,4 @@
-"""Real out-of-memory errors of torch's allocator at every tenth operation of a step, in the recipes themselves.
+"""Out-of-memory errors of torch's allocator at every tenth operation of a step, in the recipes.
 
 python -m tests.null.recovery                 every case; writes benchmarks/results/null_recovery_VERSION.json
 python -m tests.null.recovery --every 50      every fiftieth operation
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.results import save
+from tests.null.full_card import PPO, Outcome, sweep
 from tests.null.processes import OnNull, null_processes
-from tests.null.scarce import PPO, Outcome, sweep
 
 
 class Case(NamedTuple):
@@ -52,16 +52,16 @@ class Counted(NamedTuple):
     operations: int
     """Tried."""
     recovered: int
-    """Ended with a recovery on every rank; after the others, nothing was asked of the card any more."""
+    """Operations that led to a recovery on every rank; after the others, the card was not used."""
     left_over: int
-    """The repeated attempt began with more than the first, on some rank."""
+    """The largest additional memory of a repeated attempt at its start, on any rank."""
     most_left_over_bytes: int
     wrong: int
-    """Ranks disagree on recoveries or positions, or something is allocated after the step that was not before."""
+    """Ranks disagree on recoveries or positions, or memory stays allocated after the step."""
 
 
 def count(outcomes: list[tuple[Outcome, ...]]) -> Counted:
-    """For each operation, what every rank saw."""
+    """Count the outcomes, given those of every rank for each operation."""
     left = [max(each.left_over_bytes for each in ranks) for ranks in outcomes]
     return Counted(
         operations=len(outcomes),
@@ -88,7 +88,7 @@ def run(on_null: OnNull, case: Case, every: int, timeout_s: float = 900) -> Coun
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--every", type=int, default=10, help="operations from one to the next (default: 10)")
+    arguments.add_argument("--every", type=int, default=10, help="step size in operations (default: 10)")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     options = arguments.parse_args()
     rows, name = [], f"null_recovery_{torch.__version__.split('+')[0]}"

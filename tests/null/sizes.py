@@ -1,4 +1,4 @@
-"""Searches, fragmentation and thrashing on torch's own allocator; writes benchmarks/results/null_sizes_VERSION.json.
+"""Searches, fragmentation and thrashing with torch's allocator; writes benchmarks/results/null_sizes_VERSION.json.
 
 python -m tests.null.sizes
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.results import save
-from tests.null.at_size import TOKENS, budgeted, crowded, drift, searched
+from tests.null.full_size_models import TOKENS, budgeted, crowded, drift, searched
 from tests.null.processes import null_processes
 
 GB = 10**9

@@ -1,4 +1,4 @@
-"""The library is built once, by any number of processes, and says in one line where it cannot be."""
+"""The library is built once by any number of processes; if a build is impossible, one line gives the reason."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ print(torch.cuda.is_available(), torch.cuda.device_count(), card.name, card.majo
 """
 
 
-def test_processes_that_build_at_once_end_with_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_builds_end_with_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     killed = tmp_path / "torchtune_adaptive" / "unfinished-killed"
     killed.mkdir(parents=True)
@@ -38,15 +38,15 @@ def test_processes_that_build_at_once_end_with_one_library(tmp_path: Path, monke
     assert list(library.parent.parent.iterdir()) == [library.parent]
 
 
-def test_the_command_runs_a_program_on_the_cards_that_it_is_asked_for() -> None:
+def test_command_runs_a_program_on_the_requested_cards() -> None:
     asked = ["--memory", "24GiB", "--devices", "3", "--name", "A card"]
     command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", *asked, "--", sys.executable, "-c", ASK]
-    there = {**os.environ, "NULL_CUDA_CAPABILITY": "8.6", "NULL_CUDA_MEMORY": "80GB"}  # the latter is told otherwise
+    there = {**os.environ, "NULL_CUDA_CAPABILITY": "8.6", "NULL_CUDA_MEMORY": "80GB"}  # the option overrides the latter
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=there)
     assert (done.returncode, done.stdout) == (0, f"True 3 A card 8 6 {24 * 2**30}\n"), done.stderr
 
 
-def test_a_card_is_called_by_its_capability_so_that_compilers_keep_apart_what_is_for_another(
+def test_card_name_contains_its_capability_so_that_compile_caches_stay_separate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library, name = ctypes.CDLL(str(build())), ctypes.create_string_buffer(256)
@@ -62,7 +62,7 @@ def test_a_card_is_called_by_its_capability_so_that_compilers_keep_apart_what_is
 
 
 def refused(tmp_path: Path, **environment: str) -> str:
-    """What the command prints where it cannot build, with a cache that is empty."""
+    """Return the output of the command if it cannot build with an empty cache."""
     command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", "--", sys.executable, "-c", ""]
     there = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=there)
@@ -74,28 +74,28 @@ def refused(tmp_path: Path, **environment: str) -> str:
     ("version", "built_for"),
     [("__version__, cuda = '2.99.0+cpu', None", "the CPU only"), ("__version__, cuda = '2.99.0', '12.8'", "CUDA 12.8")],
 )
-def test_a_torch_that_is_not_built_for_cuda_13_is_refused(tmp_path: Path, version: str, built_for: str) -> None:
+def test_torch_not_built_for_cuda_13_is_refused(tmp_path: Path, version: str, built_for: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "version.py").write_text(version)
-    said = refused(tmp_path, PYTHONPATH=str(tmp_path))
-    assert said.startswith("error: a null device needs a torch built for CUDA 13; torch 2.99.0")
-    assert said.endswith(f" is built for {built_for}\n")
+    message = refused(tmp_path, PYTHONPATH=str(tmp_path))
+    assert message.startswith("error: a null device needs a torch built for CUDA 13; torch 2.99.0")
+    assert message.endswith(f" is built for {built_for}\n")
 
 
-def test_without_a_compiler_it_says_what_to_install(tmp_path: Path) -> None:
-    said = refused(tmp_path, PATH=str(tmp_path), CC="")
-    assert said == "error: a null device needs a C compiler (cc and nm): install gcc or build-essential\n"
+def test_missing_compiler_names_the_packages_to_install(tmp_path: Path) -> None:
+    message = refused(tmp_path, PATH=str(tmp_path), CC="")
+    assert message == "error: a null device needs a C compiler (cc and nm): install gcc or build-essential\n"
 
 
-def test_on_another_platform_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_platform_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     with pytest.raises(NullCudaError, match=r"needs Linux on x86_64 or aarch64; this is Darwin arm64"):
         build()
 
 
-def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(NullCudaError, match=r"cannot write to .*file/torchtune_adaptive.*: set XDG_CACHE_HOME"):
@@ -103,44 +103,44 @@ def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("folder", ["with space", "co:lon"])
-def test_a_cache_that_ld_preload_would_split_is_refused(folder: str, tmp_path: Path) -> None:
-    said = refused(tmp_path, XDG_CACHE_HOME=str(tmp_path / folder))
-    assert said.startswith("error: the path of the cache has a space or a colon")
+def test_cache_path_that_ld_preload_would_split_is_refused(folder: str, tmp_path: Path) -> None:
+    message = refused(tmp_path, XDG_CACHE_HOME=str(tmp_path / folder))
+    assert message.startswith("error: the path of the cache has a space or a colon")
 
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache of its own, without what only torch asks for, and torch is imported once: that takes the longest."""
+    """Use a separate cache and a small build, and import torch only once, which takes the longest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(BUILDING, "_wanted", lambda *_: set())
     monkeypatch.setattr(BUILDING, "_run", run_once)
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_compiler_that_is_not_there_is_refused_and_one_with_arguments_is_taken(
+def test_missing_compiler_is_refused_and_one_with_arguments_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for compiler, says in (
+    for compiler, expected in (
         ("/nope/gcc", "needs a C compiler"),
         ("cc '", "building the null device failed: "),
         ("false", r"status 1; is CC a C compiler that works\?$"),
         ("true", "true has written nothing"),
     ):
         monkeypatch.setenv("CC", compiler)
-        with pytest.raises(NullCudaError, match=says):
+        with pytest.raises(NullCudaError, match=expected):
             build()
     monkeypatch.setenv("CC", "cc -O0")
     assert build().stat().st_size > 0
 
 
-def test_an_interrupted_build_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_build_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["null_cuda", "--", "true"])
     with mock.patch("torchtune_adaptive.null_cuda.__main__.environment", side_effect=KeyboardInterrupt):
         assert main() == 130
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_damaged_library_is_built_anew() -> None:
+def test_damaged_library_is_rebuilt() -> None:
     library = build()
     library.write_bytes(b"")
     assert build().stat().st_size > 0
@@ -149,7 +149,7 @@ def test_a_damaged_library_is_built_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "says"),
+    ("option", "value", "expected"),
     [
         ("--memory", "lots", "not an amount of memory: lots; for example 80GB or 24GiB"),
         ("--memory", "80", "not an amount of memory: 80; for example 80GB or 24GiB"),
@@ -158,8 +158,8 @@ def test_a_damaged_library_is_built_anew() -> None:
     ],
 )
 @pytest.mark.parametrize("by_variable", [False, True])
-def test_a_wrong_value_is_refused(
-    option: str, value: str, says: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch,
+def test_wrong_value_is_refused(
+    option: str, value: str, expected: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     if by_variable:
@@ -168,4 +168,4 @@ def test_a_wrong_value_is_refused(
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    assert says in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(900)
-def test_what_is_not_marked_real_gpu_passes() -> None:
+def test_gpu_tests_not_marked_real_gpu_pass() -> None:
     on_null = [sys.executable, "-m", "torchtune_adaptive.null_cuda", "--", sys.executable, "-m", "pytest"]
     ended = subprocess.run(
         [*on_null, "tests/gpu", "-q", "-p", "no:cacheprovider", "-m", "not nightly and not real_gpu"],
@@ -20,4 +20,4 @@ def test_what_is_not_marked_real_gpu_passes() -> None:
         timeout=800,
     )
     assert ended.returncode == 0, ended.stdout[-5000:]
-    assert int(ended.stdout.rpartition(" passed")[0].split()[-1]) >= 11  # and is not skipped for want of a card
+    assert int(ended.stdout.rpartition(" passed")[0].split()[-1]) >= 11  # and tests are not skipped for lack of a card

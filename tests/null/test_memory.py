@@ -1,4 +1,4 @@
-"""Memory is counted to the byte, and runs out where a card's would."""
+"""Memory is counted to the byte and runs out where a card's memory would."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from torchtune_adaptive.null_cuda import set_memory, used_memory
 
 MIB, GIB = 2**20, 2**30
 SEGMENT = 20 * MIB
-"""What the allocator asks for where 1 to 10 MiB are wanted."""
+"""The allocator reserves this much for 1 to 10 MiB."""
 
 EXPANDABLE = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 
@@ -23,11 +23,11 @@ def take(size: int) -> torch.Tensor:
 
 
 def use(expandable: bool) -> None:
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"  # read when CUDA is initialised
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"  # read when CUDA is initialized
 
 
 def counted() -> list[tuple[int, int, int]]:
-    """Allocated, reserved, and gone from the card, after each of some allocations."""
+    """Return bytes allocated, reserved and used on the card after each of several allocations."""
     held, rows = [], []
     for size in (1, 513, 3 * MIB, 700 * MIB):
         held.append(take(size))
@@ -39,14 +39,14 @@ def counted() -> list[tuple[int, int, int]]:
     return [*rows, (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free)]
 
 
-def test_allocated_and_reserved_are_what_the_allocator_rounds_to(on_null: OnNull) -> None:
+def test_allocated_and_reserved_bytes_follow_the_allocators_rounding(on_null: OnNull) -> None:
     allocated, reserved, gone = zip(*on_null(counted), strict=True)
     assert allocated == (512, 1536, 1536 + 3 * MIB, 1536 + 703 * MIB, 0)
     assert reserved == gone == (2 * MIB, 2 * MIB, 2 * MIB + SEGMENT, 722 * MIB, 0)
 
 
 def fill() -> tuple[list[torch.Tensor], str]:
-    """Blocks of 1 GiB until no more fit, and what the error says then."""
+    """Allocate blocks of 1 GiB until memory runs out; return them and the error message."""
     held = []
     try:
         while True:
@@ -63,7 +63,7 @@ def filled(expandable: bool) -> tuple[int, str, int, int, int]:
 
 
 @EXPANDABLE
-def test_the_allocator_raises_its_own_error_at_the_limit_of_the_card(on_null: OnNull, expandable: bool) -> None:
+def test_allocator_raises_its_error_at_the_limit_of_the_card(on_null: OnNull, expandable: bool) -> None:
     blocks, text, allocated, errors, retries = on_null(filled, expandable)
     assert (blocks, allocated, errors) == (80, 80 * GIB, 1)
     assert retries == 1
@@ -76,13 +76,13 @@ def without_addresses() -> None:
     take(40 * GIB)
 
 
-def test_a_limit_of_this_machine_is_not_told_as_the_cards(on_null: OnNull) -> None:
+def test_address_space_limit_of_the_machine_is_not_reported_as_the_cards(on_null: OnNull) -> None:
     with pytest.raises(RankFailed, match=r"this machine gives a null device no more addresses"):
         on_null(without_addresses)
 
 
 def in_pieces(expandable: bool) -> int:
-    """40 GiB, where every other of a segment's 64 GiB is in use and 16 are free; 0 if they do not fit."""
+    """Allocate 40 GiB if every second of a segment's 64 GiB is used and 16 GiB are free; return 0 if that fails."""
     use(expandable)
     take(64 * GIB)
     held = [take(GIB) for _ in range(64)]
@@ -94,7 +94,7 @@ def in_pieces(expandable: bool) -> int:
 
 
 @EXPANDABLE
-def test_only_expandable_segments_use_memory_that_lies_in_pieces(on_null: OnNull, expandable: bool) -> None:
+def test_only_expandable_segments_use_fragmented_memory(on_null: OnNull, expandable: bool) -> None:
     assert on_null(in_pieces, expandable) == (40 * GIB if expandable else 0)
 
 
@@ -109,7 +109,7 @@ def under_a_fraction(expandable: bool) -> tuple[str, int]:
 
 
 @EXPANDABLE
-def test_a_fraction_of_memory_is_enforced_and_lifted(on_null: OnNull, expandable: bool) -> None:
+def test_memory_fraction_is_enforced_and_lifted(on_null: OnNull, expandable: bool) -> None:
     text, allocated = on_null(under_a_fraction, expandable)
     assert "20.00 GiB allowed" in text
     assert allocated == 75 * GIB
@@ -130,7 +130,7 @@ def pinned() -> tuple[bool, bool, bool, bool, str]:
     )
 
 
-def test_pinned_memory_is_known_and_can_run_out(on_null: OnNull) -> None:
+def test_pinned_memory_is_tracked_and_can_run_out(on_null: OnNull) -> None:
     is_pinned, other, same, counted, text = on_null(pinned)
     assert (is_pinned, other, same, counted) == (True, False, True, True)
     assert "CUDA error: out of memory" in text
@@ -150,7 +150,9 @@ def test_managed_memory_counts_as_the_hosts(on_null: OnNull) -> None:
 
 
 def copies() -> tuple[int, int, bool, bool]:
-    """What is read back: untouched memory, after a copy on the card, over an odd border, of zeros over ones."""
+    """Return values read back: untouched memory, after a copy on the card, across an odd boundary, and zeros over
+    ones.
+    """
     untouched = int(take(GIB)[-1])
     host = torch.randint(1, 255, (5 * MIB + 3,), dtype=torch.uint8)
     card = torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda")
@@ -162,7 +164,7 @@ def copies() -> tuple[int, int, bool, bool]:
 
 
 def resident() -> int:
-    """Bytes of this machine that 40 GiB on the card take, copied and set to zero."""
+    """Return the host memory used by 40 GiB on the card, copied and set to zero."""
 
     def now() -> int:
         with open("/proc/self/statm") as statm:
@@ -176,9 +178,9 @@ def resident() -> int:
     return now() - before
 
 
-def test_copies_are_true_and_nobody_has_written_but_zeros(on_null: OnNull) -> None:
+def test_copies_are_exact_and_other_memory_reads_as_zero(on_null: OnNull) -> None:
     assert on_null(copies) == (0, 0, True, False)
 
 
-def test_memory_of_the_card_takes_none_of_this_machine(on_null: OnNull) -> None:
+def test_card_memory_uses_no_host_memory(on_null: OnNull) -> None:
     assert on_null(resident) < 64 * MIB

@@ -1,4 +1,4 @@
-"""What of torch runs on a null device: everything that is decided on the host."""
+"""torch features that work on a null device: everything decided on the host."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def streams() -> tuple[bool, bool, float]:
     return end.query(), side.query(), start.elapsed_time(end)
 
 
-def test_streams_and_events_are_over_at_once(on_null: OnNull) -> None:
+def test_streams_and_events_finish_immediately(on_null: OnNull) -> None:
     over, empty, milliseconds = on_null(streams)
     assert over
     assert empty
@@ -42,7 +42,7 @@ def captured() -> tuple[int, int]:
     return with_graph, torch.cuda.memory_reserved()
 
 
-def test_a_cuda_graph_keeps_its_memory(on_null: OnNull) -> None:
+def test_cuda_graph_keeps_its_memory(on_null: OnNull) -> None:
     with_graph, without = on_null(captured)
     assert with_graph >= 5 * 2**28 > without
 
@@ -56,14 +56,14 @@ def attended() -> tuple[str, int]:
     return kernel, sum(head.grad.numel() for head in heads if head.grad is not None)
 
 
-def test_attention_runs_by_the_kernel_that_torch_chooses_for_the_card(on_null: OnNull) -> None:
+def test_attention_uses_the_kernel_that_torch_chooses_for_the_card(on_null: OnNull) -> None:
     kernel, numbers = on_null(attended)
     assert kernel in ("ScaledDotProductCudnnAttentionBackward0", "ScaledDotProductFlashAttentionBackward0")
     assert numbers == 3 * 2 * 8 * 256 * 64
 
 
 def libraries() -> dict[str, int]:
-    """Bytes that were requested for operations of cuSOLVER, cuFFT and cuSPARSE, and for a kernel of NVRTC's."""
+    """Return the bytes requested by operations of cuSOLVER, cuFFT and cuSPARSE, and by a kernel of NVRTC."""
     square = torch.zeros(64, 64, device="cuda")
     sparse = torch.eye(64).to_sparse_csr().to("cuda")
     operations: dict[str, Callable[[], object]] = {
@@ -84,7 +84,7 @@ def libraries() -> dict[str, int]:
     return requested
 
 
-def test_libraries_ask_for_no_workspace(on_null: OnNull) -> None:
+def test_libraries_request_no_workspace(on_null: OnNull) -> None:
     requested = on_null(libraries)
     assert all(0 < each < 2**20 for each in requested.values()), requested
 
@@ -93,19 +93,19 @@ def recurrent() -> None:
     nn.LSTM(64, 64, device="cuda")
 
 
-def test_recurrent_layers_of_cudnn_are_refused_in_one_line(on_null: OnNull) -> None:
+def test_recurrent_cudnn_layers_are_refused_in_one_line(on_null: OnNull) -> None:
     with pytest.raises(RankFailed, match="cuDNN error: not available on a null device"):
         on_null(recurrent)
 
 
 def exchanged() -> tuple[list[float], int]:
-    """The sum of what two ranks have on their cards, and what this one has on its card."""
+    """Return the sum over two ranks' cards, and the bytes allocated on this rank's card."""
     mine = torch.full((3,), dist.get_rank() + 1.0).cuda()
     dist.all_reduce(mine)
     return mine.tolist(), torch.cuda.memory_allocated()
 
 
-def test_gloo_carries_what_is_on_the_cards_of_two_ranks(on_null: OnNull) -> None:
+def test_gloo_transfers_data_of_two_ranks_cards(on_null: OnNull) -> None:
     for total, allocated in on_null(exchanged, ranks=2):
         assert total == [3.0, 3.0, 3.0]
         assert allocated == 512
@@ -121,5 +121,5 @@ def by_nccl() -> tuple[list[float], list[float]]:
     return on_card.tolist(), on_host.tolist()
 
 
-def test_collectives_of_nccl_return_and_send_nothing(on_null: OnNull) -> None:
+def test_nccl_collectives_return_and_transfer_no_data(on_null: OnNull) -> None:
     assert on_null(by_nccl, ranks=2, in_group=False) == [([5.0, 5.0], [10.0, 10.0])] * 2

@@ -1,4 +1,4 @@
-"""What the package imports is what it declares."""
+"""The package declares exactly the dependencies that it imports."""
 
 import re
 import sys
@@ -28,21 +28,21 @@ def packages_of(paths: list[Path]) -> set[str]:
     return {NAMED_OTHERWISE.get(package, package) for package in found}
 
 
-def test_every_import_is_declared_and_every_declaration_imported() -> None:
+def test_imports_and_declared_dependencies_agree() -> None:
     extras = project()["optional-dependencies"]
     declared = names([*project()["dependencies"], *extras["recipes"], *extras["plot"], *extras["hf"]])
     assert packages_of([*FILES, *RECIPES]) == declared
 
 
-def test_the_library_and_rehearsals_import_only_required_packages_and_matplotlib() -> None:
+def test_library_and_rehearsals_import_only_required_packages_and_matplotlib() -> None:
     rooms = ("engine", "report", "rehearse", "null_cuda")
     files = [path for path in FILES if path.parent.name in rooms or path.parent == PACKAGE]
     required = names(project()["dependencies"])
     assert packages_of(files) - required == {"accelerate", "matplotlib"}  # accelerate: to follow its own launcher
 
 
-def test_constraints_name_versions_of_what_is_declared_or_comes_with_it() -> None:
-    """A pinned version has to be one that the requirement allows, or no installation under constraints succeeds."""
+def test_constraints_pin_allowed_versions_of_declared_packages() -> None:
+    """A pinned version outside the declared range would make every installation under constraints fail."""
     from packaging.requirements import Requirement
 
     extras = [each for extra in project()["optional-dependencies"].values() for each in extra]

@@ -1,4 +1,4 @@
-"""What others rely on before they read any code: the workflow, the hooks, the changelog, the targets of make."""
+"""The workflow, hooks, changelog and make targets."""
 
 import re
 import tomllib
@@ -20,7 +20,7 @@ TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_the_workflow_tries_every_python_and_torch_that_the_package_supports() -> None:
+def test_workflow_covers_every_supported_python_and_torch() -> None:
     pairs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["test-all"]["strategy"]["matrix"]["include"]
     (torch,) = (each.removeprefix("torch") for each in PROJECT["dependencies"] if re.match(r"torch\W", each))
     for pair in pairs:
@@ -33,19 +33,19 @@ def test_the_workflow_tries_every_python_and_torch_that_the_package_supports() -
     assert {pair["torch"] for pair in pairs} == {version.rpartition(".")[0] for version in versions}
 
 
-def test_what_the_workflow_and_ci_make_is_there() -> None:
+def test_make_targets_used_by_ci_exist() -> None:
     scripts = WORKFLOW.read_text(encoding="utf-8") + (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     made = set(re.findall(r"\bmake ([a-z-]+)$", scripts, re.MULTILINE))
     assert made == {"docs", "test"}
     assert made <= TARGETS
 
 
-def test_every_target_that_is_no_file_is_called_phony() -> None:
+def test_phony_lists_every_target_without_a_file() -> None:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
     assert set(phony.split()) == TARGETS
 
 
-def test_hooks_are_the_tools_of_the_environment_and_none_is_fetched() -> None:
+def test_hooks_use_installed_tools() -> None:
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     assert [each["repo"] for each in repositories] == ["local"]
     for hook in repositories[0]["hooks"]:
@@ -54,7 +54,7 @@ def test_hooks_are_the_tools_of_the_environment_and_none_is_fetched() -> None:
         assert all((ROOT / test).is_file() for test in tests), hook
 
 
-def test_the_changelog_has_the_version_and_only_kinds_of_changes_that_have_a_name() -> None:
+def test_changelog_has_the_current_version_and_only_known_kinds_of_changes() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d|unreleased))?$", text, re.MULTILINE)
     released = versions[1:] if versions[0] == ("Unreleased", "") else versions

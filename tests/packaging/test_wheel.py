@@ -1,4 +1,4 @@
-"""The wheel, in an environment that has nothing else of this project."""
+"""The wheel in an environment without other files of this project."""
 
 import shutil
 import sys
@@ -24,11 +24,11 @@ def run_ok(*command: str, cwd: Path, timeout_s: float = 120) -> Finished:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since building leaves files beside the source."""
+    """Build from a copy, because building leaves files in the source tree."""
     source = tmp_path_factory.mktemp("source") / "project"
     leave_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "runs", "__pycache__")
     shutil.copytree(ROOT, source, ignore=leave_out)
-    # torch needs setuptools, so it is here already
+    # torch needs setuptools, so it is installed already
     run_ok(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", cwd=source)
     (built,) = (source / "out").glob("*.whl")
     return built
@@ -36,12 +36,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has the wheel, and the test environment's packages without this project."""
+    """An interpreter with the wheel and the test environment's packages, without this project."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python3*/site-packages")
-    # a path of a .pth file is searched, but its own .pth files, among them those of editable installs, are not read
+    # a path in a .pth file is searched, but the .pth files in it (for example of editable installs) are not read
     (site / "the-others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     install = ("install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
     run_ok(sys.executable, "-m", "pip", "--python", str(python), *install, str(wheel), cwd=folder)
@@ -54,7 +54,7 @@ def files(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_recipes_modules_configs_licence_and_type_marker_are_inside_and_nothing_else(files: set[str]) -> None:
+def test_wheel_contains_recipes_modules_configs_licence_and_type_marker_only(files: set[str]) -> None:
     assert {name for name in files if "/" not in name} == RECIPES
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtune_adaptive").rglob("*.py")}
     assert {*modules, "torchtune_adaptive/py.typed"} <= files
@@ -66,7 +66,7 @@ def test_recipes_modules_configs_licence_and_type_marker_are_inside_and_nothing_
     assert tops == {"torchtune_adaptive"}
 
 
-def test_what_is_installed_is_the_wheel(python: str, tmp_path: Path) -> None:
+def test_installed_package_is_the_wheel(python: str, tmp_path: Path) -> None:
     names = ["torchtune_adaptive", "torchtune_adaptive.configs", "adaptive_full_finetune_distributed"]
     look = f"from importlib.util import find_spec\nfor name in {names}: print(find_spec(name).origin)"
     places = run_ok(python, "-c", look, cwd=tmp_path).output.split()

@@ -1,1 +1,1 @@
-"""README and the pages of docs/ say what is so: links, commands, tables, figures."""
+"""README and docs/ are correct: links, commands, tables, figures."""

@@ -1,6 +1,6 @@
-"""What README and the pages of docs/ tell a reader to type, and where they point: all of it is there, and would run.
+"""Commands and links in README and docs/ are valid.
 
-Commands are checked and not started: what trains is validated as its run would do it, what only answers is asked.
+These tests do not train: they validate configs as a run would, and run only commands that print a result.
 """
 
 import importlib.util
@@ -22,14 +22,14 @@ from torchtune_adaptive.config.registry import FULL, RECIPES, config_files, our_
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.smoke
 HISTORY = {"decisions.md", "CHANGELOG.md"}
-"""They name commands that are gone."""
+"""These pages name commands that no longer exist."""
 ALL_PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in ALL_PAGES if page.name not in HISTORY]
 ON_THE_SITE = ("docs", "examples", "benchmarks")
 """Folders that `make docs` copies."""
 PROGRAMS = ("tune", "tune-adaptive", "make", "python", "torchrun", "pip")
 MINE = "mine.yaml"
-"""What a command may call a reader's own config."""
+"""Name of a reader's config in commands."""
 _STARTS = re.compile(rf"(?:^|[\s(])((?:{'|'.join(PROGRAMS)}) .*)")
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
 
@@ -45,12 +45,12 @@ class Shown(NamedTuple):
     def words(self) -> list[str]:
         try:
             return shlex.split(self.text, comments=True)
-        except ValueError:  # an apostrophe: prose
+        except ValueError:  # prose with an apostrophe
             return []
 
 
 def code_of(text: str) -> Iterator[str]:
-    """Lines of blocks, fenced or indented, joined where one goes on in the next; then code between words."""
+    """Yield lines of fenced or indented blocks, with continuation lines joined; then inline code."""
     fenced = re.compile(r"^```[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     blocks = [*fenced.findall(text), *re.findall(r"(?:^ {4}.*\n)+", text := fenced.sub("", text), re.MULTILINE)]
     for block in blocks:
@@ -78,7 +78,7 @@ RUNS = those_of("tune", "run")
 ANSWERS = those_of("tune-adaptive")
 
 
-def test_the_rule_sees_the_commands_of_the_readme() -> None:
+def test_commands_of_the_readme_are_found() -> None:
     assert len(RUNS) >= 7
     assert len(ANSWERS) >= 6
     assert any("--rdzv_endpoint" in shown.text and "use_maximum_batch_size=True" in shown.text for shown in RUNS)
@@ -87,8 +87,8 @@ def test_the_rule_sees_the_commands_of_the_readme() -> None:
 
 
 @pytest.fixture
-def at_a_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a config and a recipe of the reader's own."""
+def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a reader's config and recipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / MINE).write_bytes(config_files()["adaptive/llama3_2/1B_full"].read_bytes())
     (tmp_path / "mine.py").write_bytes(recipe_files()[FULL.name].read_bytes())
@@ -96,8 +96,8 @@ def at_a_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("shown", RUNS, ids=str)
-def test_a_run_that_is_shown_would_start(shown: Shown, at_a_readers: Path) -> None:
-    options = get_args_parser().parse_args(shown.words[2:])  # torchrun's own: an unknown flag ends it
+def test_shown_run_would_start(shown: Shown, readers_folder: Path) -> None:
+    options = get_args_parser().parse_args(shown.words[2:])  # torchrun's parser exits at an unknown flag
     recipe, (flag, name, *overrides) = options.training_script, options.training_script_args
     assert flag == "--config"
     path = config_files().get(name) or Path(name)
@@ -108,18 +108,18 @@ def test_a_run_that_is_shown_would_start(shown: Shown, at_a_readers: Path) -> No
 
 
 @pytest.mark.parametrize("shown", ANSWERS, ids=str)
-def test_a_shown_question_is_answered(shown: Shown, at_a_readers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shown_command_prints_a_result(shown: Shown, readers_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shown.words[1:]
-    if "|" in words or words[0] == "status":  # a list of commands; a run that only its reader has
+    if "|" in words or words[0] == "status":  # a list of commands, or a run that only the reader has
         assert {"ls", "cp", "validate", "status"} >= {word for word in words[:-1:2] if word != "|"}
         return
-    if words[0] == "rehearse":  # tests/rehearse runs what takes seconds
+    if words[0] == "rehearse":  # tests/rehearse runs those that take seconds
         assert parse(words).run
         return
     if words[0] == "cp":
-        for path in at_a_readers.iterdir():
+        for path in readers_folder.iterdir():
             path.unlink()
-    if len(words) == 1 and words[0] != "ls":  # its name in a sentence
+    if len(words) == 1 and words[0] != "ls":  # the command's name in a sentence
         with pytest.raises(SystemExit):
             parse([*words, "--help"])
         return
@@ -128,14 +128,14 @@ def test_a_shown_question_is_answered(shown: Shown, at_a_readers: Path, capsys: 
     assert left.value.code == 0, capsys.readouterr().err
 
 
-def test_the_targets_of_make_that_are_shown_are_there() -> None:
+def test_shown_make_targets_exist() -> None:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     shown = {word for each in those_of("make") for word in each.words[1:] if "=" not in word}
     assert shown - set(phony.split()) == set()
 
 
 @pytest.mark.parametrize("shown", [*those_of("python"), *those_of("torchrun")], ids=str)
-def test_a_program_that_is_shown_is_there(shown: Shown) -> None:
+def test_shown_programs_exist(shown: Shown) -> None:
     words = shown.words[1:]
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]) is not None
@@ -145,7 +145,7 @@ def test_a_program_that_is_shown_is_there(shown: Shown) -> None:
     assert all((ROOT / script).is_file() for script in scripts)
 
 
-def test_a_file_of_python_that_a_page_names_is_there() -> None:
+def test_python_files_named_on_pages_exist() -> None:
     named = {
         name
         for page in PAGES
@@ -156,14 +156,14 @@ def test_a_file_of_python_that_a_page_names_is_there() -> None:
     assert {name for name in named if not any((place / name).is_file() for place in places)} == set()
 
 
-def test_extras_that_are_to_be_installed_exist() -> None:
+def test_shown_extras_exist() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     for shown in those_of("pip"):
         for extra in re.findall(r"torchtune-adaptive\[(\w+)\]", shown.text):
             assert re.search(rf"^{extra} = \[", project, re.MULTILINE), shown
 
 
-def test_a_config_says_by_which_command_it_is_started() -> None:
+def test_config_files_show_a_valid_start_command() -> None:
     for name, path in ((config.name, config.path) for config in our_configs()):
         (line,) = re.findall(r"^#\s+tune run (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         options = get_args_parser().parse_args(line.split())
@@ -172,7 +172,7 @@ def test_a_config_says_by_which_command_it_is_started() -> None:
 
 
 def anchors_of(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub generates for headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -183,7 +183,7 @@ def links_of(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
-def test_a_link_leads_to_a_file_and_to_a_heading_that_are_there(page: Path) -> None:
+def test_links_lead_to_existing_files_and_headings(page: Path) -> None:
     for link in links_of(page):
         if link.startswith(("https://", "http://", "mailto:")):
             continue
@@ -195,14 +195,14 @@ def test_a_link_leads_to_a_file_and_to_a_heading_that_are_there(page: Path) -> N
         assert not anchor or anchor in anchors_of(target), link
 
 
-def test_a_page_of_docs_can_be_found_from_another() -> None:
+def test_every_page_of_docs_is_linked() -> None:
     linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links_of(page)}
     assert set((ROOT / "docs").glob("*.md")) - linked == set()
     contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in contents] == []
 
 
-def test_a_link_by_name_has_its_address() -> None:
+def test_reference_links_are_defined_and_used() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         defined = set(re.findall(r"^\[([^\]]+)\]: ", text, re.MULTILINE))

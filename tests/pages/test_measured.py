@@ -12,13 +12,13 @@ from tools import measured
 @pytest.mark.parametrize(
     ("page", "name"), [(measured.README, "measured at a glance"), (measured.PAGE, "measured")], ids=["README", "page"]
 )
-def test_a_page_shows_what_was_measured(page: Path, name: str) -> None:
+def test_page_shows_the_current_measurements(page: Path, name: str) -> None:
     text = page.read_text(encoding="utf-8")
     assert measured.begin(name) in text
     assert measured.renewed(text) == text, "it has drifted: python -m tools.measured"
 
 
-def test_the_readme_follows_the_results(tmp_path: Path) -> None:
+def test_readme_table_follows_the_results(tmp_path: Path) -> None:
     for stored in RESULTS.glob("*.json"):
         (tmp_path / stored.name).write_bytes(stored.read_bytes())
     content = json.loads((tmp_path / "faults.json").read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def test_the_readme_follows_the_results(tmp_path: Path) -> None:
     assert "7 hung" in measured.glance(tmp_path)
 
 
-def test_the_page_on_preferences_shows_what_two_limits_gain() -> None:
+def test_preference_page_shows_the_gain_of_two_limits() -> None:
     page = (measured.README.parent / "docs" / "preference.md").read_text(encoding="utf-8")
     for row in measured.rows_of("stages"):
         ratio, *ends = (f"{row[f'{name} by CPU time']:.2f}" for name in ("ratio", "lowest", "highest"))
@@ -37,7 +37,7 @@ def test_the_page_on_preferences_shows_what_two_limits_gain() -> None:
 
 
 @pytest.mark.parametrize("name", [line.__name__ for line in measured.LINES])
-def test_a_line_follows_its_results(name: str, tmp_path: Path) -> None:
+def test_table_line_follows_its_results(name: str, tmp_path: Path) -> None:
     for stored in RESULTS.glob("*.json"):
         (tmp_path / stored.name).write_bytes(stored.read_bytes())
     content = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Runs a recipe, ours or the installed stock one, inside a rank of a test."""
+"""Run a recipe, ours or the installed stock one, inside a rank of a test."""
 
 import os
 import re
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
-from tests.ranks import PATIENCE, meet_anew
+from tests.ranks import PATIENCE, use_next_port
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
 from torchtune_adaptive.tune import place
 
@@ -37,14 +37,15 @@ OURS = {
     "lora_grpo": ("adaptive_grpo_lora_finetune_distributed", "AdaptiveGRPOLoraFinetuneDistributed"),
 }
 DEMO = {"full_dpo": "dpo"}
-"""The demo's config of a kind, where it has another name."""
+"""Names of demo configs that differ from the kind."""
 SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.fused=False")
-"""For comparing weights: Adam divides by what may be next to nothing, so that the order in which a CPU adds up can move
-a weight by a part of the learning rate."""
+"""Used to compare weights: Adam divides by values near zero, so the order of summation on a CPU can change a weight by
+part of the learning rate.
+"""
 RELATIVE = 1e-5
-"""By how much losses, gradient norms and, with SGD, weights may differ from CPU to CPU."""
+"""Tolerance between CPUs for losses, gradient norms and, with SGD, weights."""
 RELATIVE_AFTER_ADAM = 1e-4
-"""Likewise losses and gradient norms."""
+"""The same for losses and gradient norms after Adam."""
 COMMAND_MARK = "TORCHTUNE_ADAPTIVE_TEST_COMMAND"
 STOCK_CLASSES = {
     "full": ("full_finetune_distributed", "FullFinetuneRecipeDistributed"),
@@ -55,7 +56,7 @@ STOCK_CLASSES = {
 
 
 def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config of this kind in small, as `config_in` has it."""
+    """Return a small demo config of this kind; see `config_in`."""
     small = (
         "dataset.samples=64",
         "batch_size=4",
@@ -68,13 +69,14 @@ def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
 
 
 def config_in(folder: Path, demo: str, *overrides: str) -> DictConfig:
-    """A config of the demo with its output in `folder` and its weights beside it, logging to `log.jsonl`. In a rank, a
-    run of it meets at a port of its own."""
-    meet_anew()
+    """Return a demo config with its output in `folder`, its weights next to it, and the log in `log.jsonl`. In a rank,
+    each run uses a new port.
+    """
+    use_next_port()
     cfg = OmegaConf.load(locate(f"adaptive/demo/{demo}"))
     ours = [
         f"output_dir={folder / 'out'}",
-        "metric_logger._component_=tests.recipes.recording.JsonLogger",
+        "metric_logger._component_=tests.recipes.recorders.JsonLogger",
         f"metric_logger.path={folder / 'log.jsonl'}",
         *(f"{key}.checkpoint_dir={folder.parent / 'weights'}" for key in cfg if str(key).endswith("checkpointer")),
     ]
@@ -90,13 +92,13 @@ def load_ours(kind: str) -> Any:
 
 
 def load_stock(kind: str) -> Any:
-    """The class of the installed stock recipe."""
+    """Return the class of the installed stock recipe."""
     module, name = STOCK_CLASSES[kind]
     return runpy.run_path(str(STOCK / f"{module}.py"))[name]
 
 
 def run_ours(kind: str, cfg: DictConfig) -> Any:
-    """Collective: the whole life of our recipe; returns it."""
+    """Collective: set up, train and clean up our recipe; return it."""
     recipe = load_ours(kind)(cfg)
     recipe.setup()
     recipe.train()
@@ -104,8 +106,8 @@ def run_ours(kind: str, cfg: DictConfig) -> Any:
     return recipe
 
 
-def start_here(kind: str, *arguments: str, train: bool = False) -> None:
-    """Our recipe as the command line starts it, on one rank, in this process; without `train` only until it could."""
+def start_in_process(kind: str, *arguments: str, train: bool = False) -> None:
+    """Start our recipe as the command line does, on one rank, in this process. Without `train`, stop after setup."""
     try:
         recipe = load_ours(kind)(read_config(*config_and_overrides(arguments)))
         recipe.setup()
@@ -117,7 +119,7 @@ def start_here(kind: str, *arguments: str, train: bool = False) -> None:
 
 
 def run_stock(kind: str, cfg: DictConfig) -> None:
-    """Collective: the whole life of the stock recipe, with the names replaced that fail on a CPU."""
+    """Collective: set up, train and clean up the stock recipe, with the calls replaced that fail on a CPU."""
     with stock_on_cpu():
         if kind != "full":
             dist.init_process_group("gloo")
@@ -132,8 +134,9 @@ def join_with_gloo(join: Callable[[str], None], _: str) -> None:
 
 
 def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Averaging, gloo divides in a thread of its own, and corrupts the heap where the tensor has a graph: the DPO
-    recipe's loss."""
+    """For averages, gloo divides in another thread and corrupts the heap if the tensor has a graph, for example the
+    loss of the DPO recipe.
+    """
     if not tensor.requires_grad:
         return reduce(tensor, *args, **options)
     plain = tensor.detach().clone()
@@ -144,12 +147,12 @@ def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args
 
 @contextmanager
 def stock_on_cpu() -> Iterator[None]:
-    """Without what exists on accelerators only."""
+    """Replace calls that exist only on accelerators."""
     with (
         mock.patch("torchtune.training.get_memory_stats", return_value={}),
         mock.patch("torchtune.training.log_memory_stats"),
         mock.patch("torchtune.training.cleanup_before_training"),
-        # for asynchronous checkpoints it asks for gloo beside the device's backend, which here is gloo already
+        # for asynchronous checkpoints it requests gloo in addition to the device's backend, which is gloo here
         mock.patch("torch.distributed.init_process_group", partial(join_with_gloo, dist.init_process_group)),
         mock.patch("torch.distributed.all_reduce", partial(reduce_without_graph, dist.all_reduce)),
     ):
@@ -157,7 +160,7 @@ def stock_on_cpu() -> Iterator[None]:
 
 
 def saved_weights(folder: Path, epoch: int = 0) -> dict[str, torch.Tensor]:
-    """What a finished run has saved."""
+    """Load the weights saved by a finished run."""
     loaded: dict[str, torch.Tensor] = torch.load(
         folder / "out" / f"epoch_{epoch}" / "model-00001-of-00001.bin", weights_only=True
     )
@@ -170,7 +173,7 @@ class Finished:
 
     status: int
     output: str
-    """What it wrote to stdout and stderr, in the order in which a user sees it."""
+    """Its stdout and stderr, interleaved as a user sees them."""
     seconds: float
 
 
@@ -184,10 +187,10 @@ def assert_only_torchruns_report_follows(error: str, output: str) -> None:
 
 
 def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
-    """The command with a mark in its environment, so that none of its processes outlives it, nor the timeout, which is
-    for an idle machine.
+    """Run a command with a mark in its environment; kill all its processes at the end or after the timeout (given for
+    an idle machine).
 
-    torchrun's ranks have sessions of their own, so a session would not be enough.
+    A session would not be enough, because torchrun starts every rank in a new session.
     """
     timeout_s *= PATIENCE
     began = time.monotonic()
@@ -220,20 +223,20 @@ def tune_run(
     timeout_s: float,
     run: Callable[..., Finished] = run_command,
 ) -> Finished:
-    """`tune run`, as a user calls it; without `ranks` there is no launcher, and the recipe runs in tune's process."""
+    """Run `tune run` as a user does. Without `ranks`, there is no launcher and the recipe runs in tune's process."""
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
     tune = str(Path(sys.executable).parent / "tune")
     return run([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
 
 
 def end_marked(name: str, mark: str) -> list[int]:
-    """Ends all processes that were started with this mark in their environment; returns which those were."""
+    """Kill all processes started with this mark in their environment; return their IDs."""
     found = marked(name, mark)
     for process in found:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + 10 * PATIENCE
-    while marked(name, mark) and time.monotonic() < deadline:  # what is killed takes a moment to end
+    while marked(name, mark) and time.monotonic() < deadline:  # killed processes take a moment to end
         time.sleep(0.05)
     return found
 
@@ -248,7 +251,9 @@ def marked(name: str, mark: str) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """What a user's shell has: nothing of a test's, and one thread a process, because the ranks share the cores."""
+    """Return a user's environment: without the variables of tests, and with one thread per process because ranks share
+    the cores.
+    """
     from_outside = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         from_outside.pop(key, None)

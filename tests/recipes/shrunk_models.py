@@ -55,7 +55,7 @@ Arguments = dict[str, Any]
 
 @contextlib.contextmanager
 def shrunk_models() -> Iterator[list[Arguments]]:
-    """While open, every model that torchtune builds is small; the list says what with."""
+    """While open, every model that torchtune builds is small; collect the arguments of each build."""
     builds: list[Arguments] = []
     with contextlib.ExitStack() as patches:
         for name, module in list(sys.modules.items()):
@@ -83,14 +83,14 @@ def _smaller(given: Arguments) -> Arguments:
 
 
 def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
-    """One for all stays one for all, one for each stays one for each, groups stay groups."""
+    """Keep the kind of attention: one shared head, one head per query head, or groups."""
     if num_kv_heads in (None, num_heads):
         return SMALL["num_heads"]
     return 1 if num_kv_heads == 1 else SMALL["num_heads"] // 2
 
 
 def write_checkpoint(cfg: DictConfig) -> None:
-    """Random weights for `cfg.model`, in the format and the files that `cfg.checkpointer` names."""
+    """Write random weights for `cfg.model`, in the format and the files that `cfg.checkpointer` names."""
     directory = Path(cfg.checkpointer.checkpoint_dir)
     directory.mkdir(parents=True)
     dtype = training.get_dtype(cfg.dtype, device=torch.device("cpu"))
@@ -107,7 +107,7 @@ def write_checkpoint(cfg: DictConfig) -> None:
 
 
 def _opened(weight: torch.Tensor) -> torch.Tensor:
-    """New vision models have gates of 0, behind which nothing has a gradient. Trained ones are open."""
+    """Open the gates of new vision models: gates of 0 block gradients, and trained models have open gates."""
     return weight if weight.any() else torch.full_like(weight, 0.1)
 
 
@@ -119,7 +119,7 @@ def file_names(cfg: DictConfig) -> list[str]:
 
 
 def _save_in_format(cfg: DictConfig, weights: dict[str, torch.Tensor], names: list[str]) -> None:
-    """torchtune's own checkpointer converts and writes; the files then move to where it will read them."""
+    """Let torchtune's checkpointer convert and write; then move the files to where it will read them."""
     directory = Path(cfg.checkpointer.checkpoint_dir)
     drafts = directory.with_name("drafts")
     section = {**cfg.checkpointer, "output_dir": str(drafts)}
@@ -134,7 +134,7 @@ def _save_in_format(cfg: DictConfig, weights: dict[str, torch.Tensor], names: li
 
 
 class _RoundRobin(dict[str, str]):
-    """Deals out keys to numbered files."""
+    """Assigns keys to numbered files in turn."""
 
     def __init__(self, files: int) -> None:
         self._files = files
@@ -145,7 +145,7 @@ class _RoundRobin(dict[str, str]):
 
 
 def _huggingface_config(builds: list[Arguments]) -> dict[str, Any]:
-    """The sizes that torchtune's conversion to and from Hugging Face's format asks for."""
+    """Return the sizes that torchtune needs for conversion to and from Hugging Face's format."""
     decoder = next(build for build in builds if "vocab_size" in build)
     text = {
         "num_attention_heads": decoder["num_heads"],
@@ -162,7 +162,7 @@ def _huggingface_config(builds: list[Arguments]) -> dict[str, Any]:
 
 def _vision_config(text: dict[str, Any], encoder: Arguments, decoder: Arguments) -> dict[str, Any]:
     fusions = decoder["num_layers"] // decoder["fusion_interval"]
-    # Hugging Face counts a fusion layer as a layer of its own, before the one that torchtune joins it to
+    # Hugging Face counts a fusion layer as a separate layer, before the layer that torchtune joins it to
     cross = [index * (decoder["fusion_interval"] + 1) + decoder["fusion_interval"] - 1 for index in range(fusions)]
     ratios = [(h, w) for h in range(1, MAX_TILES + 1) for w in range(1, MAX_TILES + 1) if h * w <= MAX_TILES]
     return {

@@ -1,8 +1,8 @@
-"""Every config that torchtune ships for the two recipes, made to run on CPUs without network or weights.
+"""Adapt every config that torchtune ships for these recipes to CPUs without network or weights.
 
-What has to be replaced, and nothing else: the device, the places of files, the sizes of models and images, the
-tokenizers' vocabularies, the rows of the datasets, offloading to the CPU and the compiler's code generation. All
-other keys keep their values, and the rest of torchtune runs as it is: builders, transforms, packing, checkpointers.
+Replace only: the device, file paths, sizes of models and images, vocabularies of tokenizers, rows of datasets, CPU
+offloading and the code generation of the compiler. All other keys keep their values, and the rest of torchtune runs
+unchanged: builders, transforms, packing, checkpointers.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.data import Message
 
-from tests.ranks import RankFailed, meet_anew, run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks, use_next_port
 from tests.recipes.running import run_ours
 from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, shrunk_models, write_checkpoint
 from torchtune_adaptive.demo.dataset import demo_row
@@ -36,9 +36,9 @@ RECIPES = {
     "full_dpo_distributed": "full_dpo",
     "lora_dpo_distributed": "lora_dpo",
 }
-"""torchtune's recipes and the kinds of ours."""
+"""torchtune's recipes and our kinds."""
 BYTES_PER_TOKEN = 4
-# more than fit into a pack
+# more rows than fit into a pack
 ROWS_PER_PACK = 24
 VISION = "torchtune.models.llama3_2_vision._transform"
 TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
@@ -81,7 +81,7 @@ def stock_configs() -> list[StockConfig]:
 
 
 def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> dict[StockConfig, str]:
-    """Our recipes over these configs; returns why each that failed did so."""
+    """Run our recipe with these configs; return the error of each config that failed."""
     failures = {}
     _spare_garbage_collector()
     for stock in stocks:
@@ -101,11 +101,11 @@ def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> d
 
 
 def _train_each(stocks: Sequence[StockConfig], folder: Path) -> None:
-    """Collective: one run after the other, each in a process group of its own."""
+    """Collective: run one config after the other, each in a new process group."""
     os.environ["TORCH_COMPILE_BACKEND"] = "eager"
     for stock in stocks:
         _spare_garbage_collector()
-        meet_anew()
+        use_next_port()
         cfg = on_cpu(stock.load(), stock.folder(folder))
         with _offline(cfg, int(os.environ["WORLD_SIZE"])):
             run_ours(RECIPES[stock.recipe], cfg)
@@ -113,12 +113,14 @@ def _train_each(stocks: Sequence[StockConfig], folder: Path) -> None:
 
 
 def _spare_garbage_collector() -> None:
-    """torchtune collects after each of up to 191 files of a checkpoint: not through all of torch every time."""
+    """Freeze garbage collection: torchtune collects after each of up to 191 checkpoint files, and would scan all of
+    torch each time.
+    """
     gc.freeze()
 
 
 def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:
-    """The config with the keys changed that a machine without GPU, network and weights cannot take."""
+    """Return the config with the keys changed that need a GPU, network or weights."""
     changed = cfg.copy()
     changed.device = "cpu"
     changed.output_dir = str(directory / "out")
@@ -126,7 +128,7 @@ def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:
     if "ref_checkpointer" in cfg:
         changed.ref_checkpointer.checkpoint_dir = changed.checkpointer.checkpoint_dir
     if cfg.get("fsdp_cpu_offload"):
-        # FSDP pins what it offloads, which no machine without an accelerator can
+        # FSDP pins offloaded memory, which needs an accelerator
         changed.fsdp_cpu_offload = False
     if "image_size" in cfg.tokenizer:
         changed.tokenizer.image_size = changed.model.image_size = IMAGE_SIZE
@@ -136,7 +138,7 @@ def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:
 
 
 def import_model(cfg: DictConfig) -> None:
-    """Imports the models of a config. torchtune's vision models import torchvision, for images alone."""
+    """Import the models of a config. torchtune's vision models import torchvision, only for images."""
     package = cfg.model._component_.rpartition(".")[0]
     missing = importlib.util.find_spec("torchvision") is None
     stand_ins = {name: mock.MagicMock() for name in TORCHVISION} if missing else {}
@@ -149,13 +151,13 @@ def import_model(cfg: DictConfig) -> None:
 
 
 def steps_of(cfg: DictConfig) -> int:
-    """Two where the first step's learning rate is that of a warmup's start, which is 0; one suffices otherwise."""
+    """Return two if a warmup starts with a learning rate of 0, otherwise one."""
     return 2 if "lr_scheduler" in cfg else 1
 
 
 @contextlib.contextmanager
 def _offline(cfg: DictConfig, world_size: int) -> Iterator[None]:
-    """While open, models are small, and rows, image tiles and vision's tokenizer are made on the spot."""
+    """While open, models are small, and rows, image tiles and the vision tokenizer are generated."""
     import_model(cfg)
     rows = cfg.batch_size * cfg.gradient_accumulation_steps * world_size * steps_of(cfg)
     if cfg.dataset.get("packed"):
@@ -177,7 +179,7 @@ def _load_rows(count: int, source: str, **_: Any) -> list[dict[str, Any]]:
 
 
 def _row(source: str, index: int) -> dict[str, Any]:
-    """A row with the columns of the dataset at `source`."""
+    """Return a row with the columns of the dataset at `source`."""
     row = demo_row(0, index)
     if "alpaca" in source:
         return {"instruction": row["input"], "input": "", "output": row["output"]}
@@ -187,7 +189,7 @@ def _row(source: str, index: int) -> dict[str, Any]:
 
 
 class RandomTiles:
-    """Stands in for CLIPImageTransform: an image is a number, and gives one to four tiles of noise."""
+    """Replaces CLIPImageTransform: an image is a number and yields one to four tiles of noise."""
 
     def __init__(self, *, tile_size: int, max_num_tiles: int, **_: Any) -> None:
         assert (tile_size, max_num_tiles) == (IMAGE_SIZE, MAX_TILES)
@@ -199,7 +201,9 @@ class RandomTiles:
 
 
 class SmallTokenizer(DemoTokenizer):
-    """As many tokens as a real tokenizer has for a text, and one for images, which vision models embed apart."""
+    """Yields about the token counts of a real tokenizer, plus one token for images, which vision models embed
+    separately.
+    """
 
     image_id = VOCAB_SIZE
 
@@ -214,5 +218,5 @@ class SmallTokenizer(DemoTokenizer):
 
 
 def small_tokenizer(*_: Any, max_seq_len: int | None = None, **__: Any) -> SmallTokenizer:
-    """Takes the arguments of any of torchtune's tokenizers, and reads no file."""
+    """Accept the arguments of any torchtune tokenizer; read no file."""
     return SmallTokenizer(max_seq_len=max_seq_len)

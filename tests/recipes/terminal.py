@@ -1,4 +1,4 @@
-"""`tune run` as a terminal starts it: in a session of its own, read and signalled while it runs."""
+"""Start `tune run` as a terminal does, in a new session; read its output and send signals while it runs."""
 
 import subprocess
 import sys
@@ -10,16 +10,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.commands import Forked
+from tests.forked_commands import Forked
 from tests.recipes.running import COMMAND_MARK, end_marked, environment, marked
 
 STARTS_S = 200.0
-"""Ranks share the cores with whatever else runs."""
+"""Ranks share the cores with other processes."""
 
 
 @dataclass
 class Started:
-    """`tune run` in a session of its own, as a terminal starts it, and what it has written so far."""
+    """A running `tune run` in a new session, and its output so far."""
 
     process: subprocess.Popen[str] | Forked
     mark: str = ""
@@ -41,7 +41,7 @@ class Started:
             time.sleep(0.05)
 
     def ranks(self) -> list[int]:
-        """Processes of the command that have a rank."""
+        """Return the processes of the command that have a rank."""
         if isinstance(self.process, Forked):
             return [pid for pid in self.process.processes() if pid != self.process.pid]
         found = []
@@ -51,7 +51,7 @@ class Started:
         return found
 
     def end(self) -> None:
-        """With what it has left."""
+        """Kill the command and all its processes."""
         if isinstance(self.process, Forked):
             self.process.end()
         else:
@@ -59,10 +59,10 @@ class Started:
 
 
 @contextmanager
-def in_a_terminal(
+def run_in_terminal(
     folder: Path, arguments: Sequence[str], *, forked: bool = False, **variables: str
 ) -> Iterator[Started]:
-    """`tune run`, with these variables besides those of every test; `forked` as tests/commands.py has it."""
+    """Start `tune run` with these extra environment variables; with `forked`, see tests/forked_commands.py."""
     command = [str(Path(sys.executable).parent / "tune"), "run", *arguments]
     started = Started(Forked(command, folder, **variables)) if forked else _of_its_own(command, folder, **variables)
     reader = threading.Thread(target=started.read, daemon=True)

@@ -1,1 +1,1 @@
-"""Scripts that know nothing of a rehearsal, rehearsed: each in a process of its own, on a null device."""
+"""Rehearsals of ordinary scripts, each in a separate process on a null device."""

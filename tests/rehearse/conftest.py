@@ -15,9 +15,9 @@ from tests.null.processes import skip_without_null_device
 class Answer(NamedTuple):
     status: int
     found: Any
-    """The answer as JSON, or as text."""
+    """The result as JSON or as text."""
     printed: str
-    """What the script itself has printed."""
+    """The output of the script."""
 
 
 Rehearse = Callable[..., Answer]
@@ -25,7 +25,7 @@ Rehearse = Callable[..., Answer]
 
 @pytest.fixture
 def rehearse(tmp_path: Path) -> Rehearse:
-    """`rehearse(script, *options, command=[...])`: the script is a text that is saved as train.py."""
+    """Return `rehearse(script, *options, command=[...])`, which saves the script as train.py and rehearses it."""
     skip_without_null_device()
 
     def run(script: str, *options: str, command: tuple[str, ...] = ("train.py",), json_format: bool = True) -> Answer:

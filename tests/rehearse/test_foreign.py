@@ -1,4 +1,4 @@
-"""What scripts written elsewhere do, and a rehearsal stumbled over. Each script runs as a user would run it."""
+"""Regressions: scripts by others that once failed in rehearsals. Each runs as a user would run it."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def library() -> None:
 
 
 def rehearsed(folder: Path, script: str, *options: str) -> str:
-    """What the script, which must have fitted, wrote to standard error."""
+    """Rehearse a script that fits; return its standard error."""
     (folder / "train.py").write_text(STEP + script)
     program = [str(Path(sys.executable).parent / "tune-adaptive"), "rehearse"]
     command = [*program, "--steps", "0", "--format", "json", *options]
@@ -49,24 +49,24 @@ with torch.cuda.graph(graph):
     x.add_(1)
 graph.replay()
 
-# a mask that nobody has computed selects everything
+# a mask without computed values selects everything
 rows = torch.zeros(4096, 1024, device="cuda")
 chosen = rows[torch.zeros(4096, dtype=torch.long, device="cuda") != -100]
 assert chosen.shape == rows.shape
 
-# weights that are drawn on the host take none of its memory
+# random weights on the host take no host memory
 import resource
 model = torch.nn.Linear(1024, 2**20, dtype=torch.bfloat16)
 torch.nn.init.trunc_normal_(model.weight)
 model.cuda()
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20
 
-# autotuning compares no kernels
+# autotuning does not compare kernels
 step(torch.compile(torch.nn.Linear(1024, 1024, device="cuda"), mode="max-autotune"), rows=1024)
 """
 
 
-def test_kernels_masks_graphs_and_autotuning_run_on_a_card_between_compiled_ones(
+def test_kernels_masks_graphs_and_autotuning_run_on_a_card_between_compiled_capabilities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -84,7 +84,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_that_the_script_would_spawn_runs_in_its_own_process(tmp_path: Path) -> None:
+def test_rank_that_the_script_would_spawn_runs_in_its_own_process(tmp_path: Path) -> None:
     rehearsed(tmp_path, SPAWNED, "--ranks", "2", "--rank", "1")
 
 
@@ -102,7 +102,7 @@ assert torch.load("whole.pt", weights_only=False)[1].equal(torch.arange(10**6))
 """
 
 
-def test_a_checkpoint_takes_no_room_on_the_disk(tmp_path: Path) -> None:
+def test_checkpoint_takes_no_disk_space(tmp_path: Path) -> None:
     rehearsed(tmp_path, SAVED, "--ranks", "4", "--rank", "3")
     files = [path.stat() for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(file.st_size for file in files) > 2 * 2**26
@@ -125,7 +125,7 @@ optimizer.step()
 
 
 def save_config(folder: Path) -> None:
-    """In a folder, and as the hub's cache has it."""
+    """Save the config in a folder and in the layout of the hub's cache."""
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 1}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, **sizes}
     cached = folder / "cache" / "models--org--llama"
@@ -136,7 +136,7 @@ def save_config(folder: Path) -> None:
     (cached / "refs" / "main").write_text("0" * 40)
 
 
-def test_a_model_at_hand_by_name_only_is_built_from_its_config(tmp_path: Path) -> None:
+def test_model_without_local_weights_is_built_from_its_config(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     save_config(tmp_path)
     assert "no weights of org/llama on this machine; it is built from its config" in rehearsed(tmp_path, BY_NAME)

@@ -1,4 +1,4 @@
-"""What `tune-adaptive rehearse` says about small scripts, beside what these measure themselves."""
+"""Results of `tune-adaptive rehearse` for small scripts, compared with the scripts' own measurements."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.null.processes import skip_without_null_device
-from tests.pictures import pictures
 from tests.rehearse.conftest import Rehearse
+from tests.saved_figures import pictures
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.rehearse.picture import draw
 from torchtune_adaptive.rehearse.rehearsed import Rehearsed
@@ -61,8 +61,8 @@ SHARDED = """
 """
 
 
-def test_each_step_has_the_peaks_and_flushes_that_the_script_measures(rehearse: Rehearse) -> None:
-    # weights, gradients and moments take 1 GiB; then large blocks of different sizes, which only a flush lets in
+def test_each_step_has_the_peaks_and_flushes_measured_by_the_script(rehearse: Rehearse) -> None:
+    # weights, gradients and moments take 1 GiB; then large blocks of different sizes, which require a flush
     rows = ("100", "60000", "200", "40000", "66000")
     answer = rehearse(TRAINS, "--memory", "11GiB", "--memory-overhead", "0", command=("train.py", *rows))
     measured = [json.loads(line) for line in answer.printed.splitlines() if line.startswith("[")]
@@ -78,11 +78,11 @@ def test_each_step_has_the_peaks_and_flushes_that_the_script_measures(rehearse: 
 
 
 @pytest.mark.smoke
-def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(rehearse: Rehearse) -> None:
+def test_oom_is_reported_with_its_place_and_the_contents_of_memory(rehearse: Rehearse) -> None:
     answer = rehearse(TRAINS, "--memory", "6GiB", "--memory-overhead", "0", command=("train.py", "100", "90000"))
     error = answer.found["out_of_memory"]
     assert (answer.status, answer.found["fits"], error["step"]) == (1, False, 2)
-    assert error["asked_bytes"] == 704 * 2 * 2**20  # 90,000 rows, in the blocks that the allocator takes
+    assert error["asked_bytes"] == 704 * 2 * 2**20  # 90,000 rows, rounded to the allocator's blocks
     assert error["file"].endswith("train.py")
     assert "model(torch.randn" in TRAINS.splitlines()[error["line"] - 1]
     assert error["source"] == TRAINS.splitlines()[error["line"] - 1].strip()
@@ -95,12 +95,12 @@ def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(reh
     assert error["free_bytes"] + error["reserved_bytes"] <= 6 * GIB == error["allowed_bytes"]
 
 
-def test_a_sharded_model_is_one_rank_of_as_many_as_asked_and_launchers_are_seen_through(rehearse: Rehearse) -> None:
+def test_sharded_model_runs_as_one_of_the_requested_ranks_with_any_launcher(rehearse: Rehearse) -> None:
     answer = rehearse(SHARDED, "--rank", "3", command=("torchrun", "--nproc_per_node", "4", "train.py", "8"))
     weights = 4 * 8192 * 8192 * 4
     assert answer.status == 0
     assert f"ranks {[3] * 4} allocated {weights // 4}" in answer.printed
-    whole = weights // 4  # one layer's
+    whole = weights // 4  # of one layer
     assert weights // 4 + 2 * whole <= answer.found["steps"][1]["allocated_bytes"] < 2 * weights
 
 
@@ -131,9 +131,9 @@ ACCELERATE = """
         (("accelerate", "launch", "--num_processes", "4"), 4),
         (("accelerate", "launch", "--num_processes", "1"), 1),
     ],
-    ids=["none", "by a variable", "a module", "by a file", "by an option", "a single rank"],
+    ids=["none", "variable", "module", "file", "option", "single rank"],
 )
-def test_a_launcher_says_how_many_ranks_there_are_and_an_earlier_launch_does_not(
+def test_launcher_determines_the_number_of_ranks_and_an_earlier_launch_does_not(
     launcher: tuple[str, ...], ranks: int, rehearse: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.yaml").write_text(dedent(ACCELERATE))
@@ -145,7 +145,7 @@ def test_a_launcher_says_how_many_ranks_there_are_and_an_earlier_launch_does_not
     assert f"ranks {ranks if ranks > 1 else None} cards {ranks} 1\n" in answer.printed
 
 
-def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
+def test_gathered_parameters_are_distinguished_from_shards(rehearse: Rehearse) -> None:
     answer = rehearse(SHARDED, "--ranks", "8", "--memory", "10GiB", command=("train.py", "100000"))
     held = answer.found["out_of_memory"]["held_bytes"]
     shards, layer = 4 * 8192 * 8192 * 4 // 8, 8192 * 8192 * 4
@@ -157,7 +157,7 @@ def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
     assert (held["parameters"], held["gradients"]) == (shards, shards)
 
 
-def test_the_only_step_is_reported_with_what_a_second_one_needs(rehearse: Rehearse) -> None:
+def test_single_step_is_reported_with_the_memory_of_a_second_step(rehearse: Rehearse) -> None:
     sizes = ("--memory", "11GiB", "--memory-overhead", "0")
     alone = rehearse(TRAINS, *sizes, command=("train.py", "60000")).found
     first, second = rehearse(TRAINS, *sizes, command=("train.py", "60000", "60000")).found["steps"]
@@ -171,8 +171,8 @@ def test_the_only_step_is_reported_with_what_a_second_one_needs(rehearse: Rehear
     assert f"another would need about {needs} of" in answer.found["verdict"]
 
 
-@pytest.mark.parametrize("update", ["w -= w.grad", "pass"], ids=["an update by hand", "inference"])
-def test_a_script_without_an_optimizer_gets_a_peak_and_a_verdict(rehearse: Rehearse, update: str) -> None:
+@pytest.mark.parametrize("update", ["w -= w.grad", "pass"], ids=["manual update", "inference"])
+def test_script_without_an_optimizer_gets_a_peak_and_a_verdict(rehearse: Rehearse, update: str) -> None:
     script = f"""
         import sys, torch
 
@@ -193,7 +193,7 @@ def test_a_script_without_an_optimizer_gets_a_peak_and_a_verdict(rehearse: Rehea
     assert (answer.status, answer.found["verdict"].startswith("does not fit: out of memory, ")) == (1, True)
 
 
-def test_a_step_that_some_optimizers_have_taken_is_not_over_when_memory_runs_out(rehearse: Rehearse) -> None:
+def test_step_taken_by_some_optimizers_is_not_complete_at_oom(rehearse: Rehearse) -> None:
     script = """
         import sys, torch
 
@@ -211,10 +211,10 @@ def test_a_step_that_some_optimizers_have_taken_is_not_over_when_memory_runs_out
         assert (answer.status, error["step"], len(answer.found["steps"])) == (1, iteration, iteration - 1)
         assert (
             error["held_bytes"]["activations"] == 2**20 * 1024 * 4
-        )  # and not the optimizer's, which calls the forward
+        )  # and not of the optimizer, which calls the forward
 
 
-def test_steps_end_though_each_trains_a_model_of_its_own(rehearse: Rehearse) -> None:
+def test_steps_end_even_if_each_trains_a_new_model(rehearse: Rehearse) -> None:
     script = """
         import torch
 
@@ -228,7 +228,7 @@ def test_steps_end_though_each_trains_a_model_of_its_own(rehearse: Rehearse) -> 
     assert len(rehearse(script, "--steps", "3").found["steps"]) == 3
 
 
-def test_a_script_that_raises_its_own_error_for_memory_that_ran_out_does_not_fit(rehearse: Rehearse) -> None:
+def test_script_that_raises_another_error_after_oom_does_not_fit(rehearse: Rehearse) -> None:
     script = """
         import torch
 
@@ -253,7 +253,7 @@ def test_a_script_that_raises_its_own_error_for_memory_that_ran_out_does_not_fit
     assert answer.found["verdict"].endswith("training has failed; memory had run out before (see below)")
 
 
-def test_ddps_buckets_and_a_loss_outside_of_modules_are_told_in_every_step(rehearse: Rehearse) -> None:
+def test_ddp_buckets_and_a_loss_outside_modules_are_counted_in_every_step(rehearse: Rehearse) -> None:
     script = """
         import torch, torch.distributed as dist
         import torch.nn.functional as F
@@ -278,7 +278,7 @@ def test_ddps_buckets_and_a_loss_outside_of_modules_are_told_in_every_step(rehea
     assert held["activations"] >= 4 * 20000 * 4096 * 4 + 20000 * 4096 * 4  # of layers and of the loss
 
 
-def test_what_is_offloaded_takes_no_memory_of_this_machine(rehearse: Rehearse) -> None:
+def test_offloaded_tensors_take_no_host_memory(rehearse: Rehearse) -> None:
     script = """
         import resource, torch
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -299,11 +299,12 @@ def test_what_is_offloaded_takes_no_memory_of_this_machine(rehearse: Rehearse) -
     answer = rehearse(script, "--ranks", "2")
     assert (answer.status, len(answer.found["steps"])) == (0, 2), answer.printed
     held_kib = int(re.search(r"held (\d+)", answer.printed)[1])  # type: ignore[index]
-    assert held_kib < 2.5 * 2**20  # written, weights, gradients and state would be 4 GiB beside torch's own
+    # if written, weights, gradients and state would be 4 GiB in addition to torch's memory
+    assert held_kib < 2.5 * 2**20
 
 
 @pytest.mark.smoke
-def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
+def test_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
     recipe = ("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed")
     config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")
     asked = ("use_maximum_batch_size=False", "batch_size=4", "gradient_accumulation_steps=1", "seed=1")
@@ -314,7 +315,7 @@ def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehear
     assert "recovered from" in answer.found["verdict"]
     assert len(answer.found["steps"]) == 10
     written = [path.name for path in (tmp_path / "runs" / "demo" / "full").iterdir()]
-    assert not {"adaptive_run.json", "epoch_0", "latest"} & set(written)  # nothing that a run could resume from
+    assert not {"adaptive_run.json", "epoch_0", "latest"} & set(written)  # no file that a run could resume from
 
 
 def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +337,7 @@ def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse, monke
     assert [each["step"] for each in answer.found["steps"]] == [1, 2, 3]
 
 
-def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_takes_none(rehearse: Rehearse) -> None:
+def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse) -> None:
     script = """
         import torch
 
@@ -365,7 +366,7 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
 
 
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "expected"),
     [
         ("raise ValueError('no such data')", "no answer: the script failed in step 1: ValueError: no such data"),
         ("import os; os.write(2, b'error: no such data\\n50 %'); exit(1)", "no answer: the script failed in step 1: "
@@ -378,14 +379,14 @@ def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_take
         ("import torch.distributed as dist; dist.broadcast_object_list([None])", "no answer: rank 3 waits for objects "
          "of another one: rehearse rank 0, which has them"),
     ],
-    ids=["failed", "exits", "trains nothing", "killed", "waits for rank 0"],
+    ids=["failed", "exits", "no training", "killed", "waits for rank 0"],
 )  # fmt: skip
-def test_a_script_that_takes_no_step_gets_no_answer(rehearse: Rehearse, script: str, says: str) -> None:
+def test_script_without_a_step_gives_no_prediction(rehearse: Rehearse, script: str, expected: str) -> None:
     answer = rehearse(script, "--ranks", "4", "--rank", "3", json_format=False)
-    assert (answer.status, answer.found.splitlines()[0]) == (2, says)
+    assert (answer.status, answer.found.splitlines()[0]) == (2, expected)
 
 
-def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_or_not(rehearse: Rehearse) -> None:
+def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse) -> None:
     script = (
         ONE_STEP
         + """
@@ -395,7 +396,7 @@ def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_o
         pass
     if os.fork() == 0:
         import time
-        time.sleep(600)  # if it were not ended, whoever reads what it prints would wait as long
+        time.sleep(600)  # unless it is killed, readers of its output would wait this long
     sys.exit(0 if len(sys.argv) == 1 else "that is all")
     """
     )
@@ -407,7 +408,7 @@ def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_o
 
 
 @pytest.mark.parametrize(
-    ("variables", "words", "says"),
+    ("variables", "words", "expected"),
     [
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, (), "only torch's own caching allocator can be rehearsed"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, (), "only torch's own caching allocator"),
@@ -420,8 +421,8 @@ def test_a_script_that_leaves_after_an_error_that_it_caught_is_not_said_to_fit_o
         ({}, ("--picture", "nowhere/plan.png"), "--picture is nowhere/plan.png, which cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_script_runs(
-    variables: dict[str, str], words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_invalid_options_are_refused_before_the_script_runs(
+    variables: dict[str, str], words: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     skip_without_null_device()
@@ -431,10 +432,10 @@ def test_what_cannot_be_is_refused_before_the_script_runs(
     with pytest.raises(SystemExit) as left:
         main(["rehearse", *words, "--", str(tmp_path / "train.py")])
     assert left.value.code == 2
-    assert says in capsys.readouterr().err.splitlines()[-1]
+    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_guessed_and_told(
+def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_reported(
     rehearse: Rehearse,
 ) -> None:
     script = """
@@ -450,11 +451,11 @@ def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_gu
             chosen = (experts != 3).nonzero()  # guessed
             assert chosen.shape == (4096, 1)
             rows = max(1, experts.max().item())  # guessed
-            del lengths, chosen  # what the host wrote there is not what a tensor has that comes to lie there
+            del lengths, chosen  # a new tensor at this address must not get the old values
             ones = torch.empty(4096, dtype=torch.long, device="cuda")
             assert torch.bincount(ones, minlength=8).tolist() == [0] * 8  # guessed
             tokens = torch.full((2**22,), 0x7F8000007F800000).cuda()
-            del tokens  # as numbers of a gradient they are infinite
+            del tokens  # as floats these are infinite
             assert torch.empty(2**23, device="cuda").cpu().sum() == 0
             out = model(torch.zeros(rows, 1024, device="cuda"))
             out.register_hook(lambda gradient: gradient * (not torch.isnan(gradient).any()))
@@ -473,7 +474,7 @@ def test_what_the_host_wrote_is_read_and_what_the_card_would_have_computed_is_gu
     assert "an integer that the card would have computed was read as 0 at train.py:" in text
 
 
-def test_what_the_card_would_have_changed_or_made_unique_is_guessed(rehearse: Rehearse) -> None:
+def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehearse) -> None:
     script = """
         import torch
 
@@ -505,7 +506,7 @@ def test_what_the_card_would_have_changed_or_made_unique_is_guessed(rehearse: Re
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
-def test_what_the_card_would_have_computed_is_guessed_on_the_host_too(rehearse: Rehearse) -> None:
+def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehearse) -> None:
     script = """
         import torch
 
@@ -513,7 +514,7 @@ def test_what_the_card_would_have_computed_is_guessed_on_the_host_too(rehearse: 
         shown += rows.sum(1).tolist()  # guessed
         shown.append(int(rows.sum(1).cpu().sum()))  # guessed
         shown.append((torch.arange(64, device="cuda") < 8).cpu().sum().item())  # guessed
-        for _ in range(2):  # the second lies where a number has lain
+        for _ in range(2):  # the second reuses the address of a number
             scores = torch.rand(64).cuda()
             shown.append((scores > -1).to("cpu").sum().item())  # guessed
             del scores
@@ -534,7 +535,7 @@ def test_what_the_card_would_have_computed_is_guessed_on_the_host_too(rehearse: 
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
-def test_what_is_counted_or_compared_in_numbers_of_the_host_is_known(rehearse: Rehearse) -> None:
+def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> None:
     script = """
         import torch
 
@@ -556,7 +557,7 @@ def test_what_is_counted_or_compared_in_numbers_of_the_host_is_known(rehearse: R
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
-def test_a_mask_of_documents_is_made_from_numbers_of_the_host(rehearse: Rehearse) -> None:
+def test_document_mask_is_computed_from_host_values(rehearse: Rehearse) -> None:
     script = """
         import torch
         from torch.nn.attention.flex_attention import create_block_mask
@@ -573,7 +574,7 @@ def test_a_mask_of_documents_is_made_from_numbers_of_the_host(rehearse: Rehearse
     assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
 
 
-def test_an_optimizer_that_takes_no_step_is_told_and_one_that_goes_by_values_is_not_answered(
+def test_idle_optimizer_is_reported_and_a_value_dependent_one_gives_no_prediction(
     rehearse: Rehearse,
 ) -> None:
     script = """
@@ -589,7 +590,7 @@ def test_an_optimizer_that_takes_no_step_is_told_and_one_that_goes_by_values_is_
     assert "LBFGS keeps up to 2 × history_size + 5 = 205 copies of its parameters (0.80 GiB)" in other.found["verdict"]
 
 
-def test_a_closed_standard_input_and_an_unbuffered_python_change_nothing(tmp_path: Path) -> None:
+def test_closed_stdin_and_unbuffered_python_have_no_effect(tmp_path: Path) -> None:
     skip_without_null_device()
     (tmp_path / "train.py").write_text(dedent(ONE_STEP))
     command = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--", "python", "-u", "train.py"]
@@ -599,7 +600,7 @@ def test_a_closed_standard_input_and_an_unbuffered_python_change_nothing(tmp_pat
     assert closed.stdout.startswith("fits: "), closed.stderr
 
 
-def test_numbers_that_the_host_wrote_are_known_after_a_collective_in_every_step(rehearse: Rehearse) -> None:
+def test_host_values_are_known_after_a_collective_in_every_step(rehearse: Rehearse) -> None:
     script = """
         import torch, torch.distributed as dist
 
@@ -609,14 +610,14 @@ def test_numbers_that_the_host_wrote_are_known_after_a_collective_in_every_step(
             each, whole = [torch.empty_like(own) for _ in range(3)], torch.empty(3, dtype=torch.long, device="cuda")
             dist.all_reduce(total)
             dist.all_gather(each, own)
-            dist.all_gather_into_tensor(whole, own.view(1, 1))  # as accelerate does
+            dist.all_gather_into_tensor(whole, own.view(1, 1))  # like accelerate
             everyone = [None] * 3
             dist.all_gather_object(everyone, "told")
             print(total.item(), [int(one) for one in each], whole.tolist(), everyone, flush=True)
             del total, own, each, whole
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP), "--ranks", "3")
-    assert answer.printed.count(f"3072 {[7] * 3} {[7] * 3} {['told'] * 3}\n") == 2, answer.printed
+    assert answer.printed.count(f"3072 {[7] * 3} {[7] * 3} {['message'] * 3}\n") == 2, answer.printed
     assert answer.found["guesses"] == []
 
 
@@ -640,7 +641,7 @@ ENDS_LATE = """
 """
 
 
-def test_a_signal_ends_what_a_shell_has_put_in_the_background_and_what_will_not_hear(
+def test_signal_ends_background_jobs_and_processes_that_ignore_it(
     rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=_ignore_interrupts))
@@ -651,11 +652,11 @@ def test_a_signal_ends_what_a_shell_has_put_in_the_background_and_what_will_not_
 
 
 def _ignore_interrupts() -> None:
-    """As a shell does for what it starts with &."""
+    """Ignore SIGINT, as a shell does for background jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def test_a_report_that_cannot_be_written_is_no_answer(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
     run = subprocess.run
     with Path("/dev/full").open("w") as full:
         to_full = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
@@ -665,7 +666,7 @@ def test_a_report_that_cannot_be_written_is_no_answer(rehearse: Rehearse, monkey
     assert answer.printed.splitlines()[-1].startswith("error: cannot write the output: No space left on device")
 
 
-def test_a_signal_ends_it_with_the_steps_until_then(rehearse: Rehearse) -> None:
+def test_signal_ends_it_with_the_steps_so_far(rehearse: Rehearse) -> None:
     script = """
         import os, signal, torch
 
@@ -683,15 +684,15 @@ def test_a_signal_ends_it_with_the_steps_until_then(rehearse: Rehearse) -> None:
     assert (len(answer.found["steps"]), answer.found["fits"], answer.printed) == (3, None, "")
 
 
-def test_it_ends_after_the_steps_asked_for(rehearse: Rehearse) -> None:
+def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:
     answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False)
     assert answer.status == 0
     assert "(2 steps)" in answer.found.splitlines()[0]
-    assert answer.printed.count("[8,") == 1  # the second step ends where its optimizer has stepped
+    assert answer.printed.count("[8,") == 1  # the second step ends after its optimizer step
 
 
 @pytest.mark.parametrize("searched", [False, True], ids=["recovered", "searched"])
-def test_a_trainer_with_the_mixin_tells_its_search_or_its_recoveries(rehearse: Rehearse, searched: bool) -> None:
+def test_trainer_with_the_mixin_reports_its_search_or_its_recoveries(rehearse: Rehearse, searched: bool) -> None:
     pytest.importorskip("accelerate")
     script = f"""
         from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -713,7 +714,7 @@ def test_a_trainer_with_the_mixin_tells_its_search_or_its_recoveries(rehearse: R
     assert len(answer.found["steps"]) == 2
 
 
-def test_the_example_is_answered_as_the_page_shows(rehearse: Rehearse) -> None:
+def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:
     page = (ROOT / "docs" / "rehearsing.md").read_text()
     example = str(ROOT / "examples" / "llama_8b_fsdp2.py")
     for rows in ("1", "2"):
@@ -722,7 +723,7 @@ def test_the_example_is_answered_as_the_page_shows(rehearse: Rehearse) -> None:
         assert answer.found.splitlines()[0] in page
 
 
-def test_steps_that_differ_and_memory_in_pieces_are_told() -> None:
+def test_varying_steps_and_fragmented_memory_are_reported() -> None:
     steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}
     about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
@@ -754,7 +755,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def rehearsed(steps: int, **about: Any) -> Rehearsed:
-    """Out of memory in the step after so many."""
+    """Return a rehearsal that runs out of memory after this many steps."""
     peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}
     taken = [{"step": step, **peaks, "flushes": step % 2} for step in range(1, steps + 1)]
     error = {"step": steps + 1, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB}
@@ -762,7 +763,7 @@ def rehearsed(steps: int, **about: Any) -> Rehearsed:
     return Rehearsed(4 * GIB, overhead_bytes=0, rank=0, ranks=8, **about, steps=taken, errors=[error])
 
 
-def test_a_rehearsal_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
+def test_rehearsal_is_plotted(tmp_path: Path, drawn: list[Any]) -> None:
     draw(rehearsed(3, status=1), tmp_path / "plan.png")
     (axes,) = drawn[0].axes
     heights = [round(bar.get_height()) for bar in axes.patches]
@@ -773,8 +774,8 @@ def test_a_rehearsal_is_drawn(tmp_path: Path, drawn: list[Any]) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("status", [1, 0], ids=["it ended the script", "the script caught it"])
-def test_an_error_in_the_first_step_has_a_legend_with_colours_and_whole_steps_on_the_axis(
+@pytest.mark.parametrize("status", [1, 0], ids=["ended the script", "caught by the script"])
+def test_oom_in_the_first_step_has_colours_in_its_legend_and_whole_steps_on_the_axis(
     tmp_path: Path, drawn: list[Any], status: int
 ) -> None:
     draw(rehearsed(0, status=status), tmp_path / "plan.png")

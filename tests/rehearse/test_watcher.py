@@ -15,7 +15,7 @@ from torchtune_adaptive.rehearse import run_script
 
 
 class Activations:
-    """What a forward holds, and a card's memory with it."""
+    """Tensors of a forward pass, which hold memory of the card."""
 
 
 class Writer:
@@ -26,7 +26,7 @@ class NothingRead:
     zeros = 0
 
 
-def test_to_look_where_a_script_waits_keeps_nothing_of_it(
+def test_watching_a_waiting_script_does_not_keep_tensors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_script, "SILENT_S", 0.2)
@@ -39,13 +39,13 @@ def test_to_look_where_a_script_waits_keeps_nothing_of_it(
             if "no step for" in capsys.readouterr().err:
                 break
         else:
-            pytest.fail("the thread said nothing")
+            pytest.fail("the thread printed no line")
         return weakref.ref(held)
 
     assert forward()() is None
 
 
-def test_a_compilation_is_named_as_the_cause_while_it_runs_in_forward_or_backward() -> None:
+def test_compilation_is_named_as_the_cause_while_it_runs_in_forward_or_backward() -> None:
     causes = []
 
     def compiler(graph: Any, _: object) -> Any:
@@ -57,7 +57,7 @@ def test_a_compilation_is_named_as_the_cause_while_it_runs_in_forward_or_backwar
     assert [*causes, run_script._cause(0)] == [" (torch.compile is compiling)"] * 2 + [""]
 
 
-def test_no_cause_is_named_in_a_checkpointed_layer_although_its_stack_has_frames_of_dynamo() -> None:
+def test_no_cause_is_named_in_a_checkpointed_layer_with_frames_of_dynamo() -> None:
     causes = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -83,6 +83,6 @@ READS = """
 """
 
 
-def test_numbers_that_only_the_card_would_know_are_counted_when_they_are_read_as_0(rehearse: Rehearse) -> None:
+def test_card_values_read_as_0_are_counted(rehearse: Rehearse) -> None:
     assert "counts [0, 0, 1, 1, 1, 1]" in rehearse(READS).printed
     assert run_script._cause(3) == " (it has read 3 numbers from the card in that time, all as 0)"

@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-# A property says nothing about time, and a busy machine must not make it fail.
+# Properties do not depend on time, and must not fail on a busy machine.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-# The same examples on every machine: who only wants to know whether it works here should not be the one to find a bug.
+# Use the same examples on every machine, so that nobody who only checks an installation finds a new bug.
 settings.register_profile("default", **PATIENT, derandomize=True)
 settings.register_profile("thorough", **PATIENT, max_examples=3000)
 

@@ -1,4 +1,4 @@
-"""What the source of the package says of itself: its modules, what each imports, and what it names."""
+"""Facts read from the package's source: its modules, their imports and their names."""
 
 import ast
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """`limits.padded_plan`; a folder's `__init__` is the folder."""
+    """Return the dotted name, for example `limits.padded_plan`; an `__init__` has the name of its folder."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -26,7 +26,7 @@ def room_of(name: str) -> str:
 
 
 def modules_in(rooms_or_modules: set[str]) -> set[str]:
-    """Those modules, and all of those rooms; fails for what is gone."""
+    """Return these modules, and all modules of these folders; fail if one no longer exists."""
     known = {*MODULES, *map(room_of, MODULES)}
     assert rooms_or_modules <= known, f"gone: {rooms_or_modules - known}; keep the rules in step with the modules"
     return {name for name in MODULES if {name, room_of(name)} & rooms_or_modules}
@@ -38,13 +38,13 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def docstrings_of(path: Path) -> list[ast.Constant]:
-    """Strings that stand by themselves: docstrings, and what follows a field or a constant."""
+    """Return strings that are statements: docstrings, also those of fields and constants."""
     alone = (node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr))
     return [value for value in alone if isinstance(value, ast.Constant) and isinstance(value.value, str)]
 
 
 def imported(path: Path) -> set[str]:
-    """Every name that a file imports anywhere in it: `a.b` and `a.b.c` for `from a.b import c`."""
+    """Return every name that a file imports: `a.b` and `a.b.c` for `from a.b import c`."""
     names: set[str] = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -61,7 +61,9 @@ def imports(path: Path, name: str) -> bool:
 
 @cache
 def arrows_from(name: str) -> frozenset[str]:
-    """Our modules that this one imports; a folder counts only where something of its `__init__` is used."""
+    """Return the package's modules that this module imports; a folder counts only if a name of its `__init__` is
+    used.
+    """
     targets: set[str] = set()
     for node in ast.walk(tree_of(MODULES[name])):
         if isinstance(node, ast.Import):
@@ -78,7 +80,7 @@ def arrows() -> Iterator[tuple[str, str]]:
 
 
 def reached_from(name: str) -> set[str]:
-    """A module, all that it imports, and all that those import."""
+    """Return a module and everything it imports, directly or indirectly."""
     reached, ahead = {name}, {name}
     while ahead:
         ahead = {target for module in ahead for target in arrows_from(module)} - reached
@@ -87,5 +89,5 @@ def reached_from(name: str) -> set[str]:
 
 
 def dotted_uses(path: Path) -> Iterator[str]:
-    """Attribute chains such as `torch.distributed.all_reduce`, which need no import of their own."""
+    """Yield attribute chains such as `torch.distributed.all_reduce`, which need no separate import."""
     return (ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))

@@ -1,4 +1,4 @@
-"""The rules between rooms, read from the source: which folder may import which."""
+"""Rules about imports between folders, checked in the source."""
 
 import ast
 import re
@@ -34,9 +34,9 @@ ROOMS_OF_TESTS = sorted(
 )
 
 GROUND = {"atomic_files", "dependencies", "errors", "rehearsal_flag", "text"}
-"""Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
+"""Top-level modules that everything may import, and that import only one another."""
 DOORS = {"__init__", "testing"}
-"""Modules beside the rooms that are for users; nothing of ours imports these but tests."""
+"""Top-level modules for users; within the project only tests import them."""
 
 ROOMS: dict[str, set[str]] = {
     "engine": set(),
@@ -46,16 +46,16 @@ ROOMS: dict[str, set[str]] = {
     "checkpoints": {"config", "life", "engine.memory", "engine.oom", "engine.ranks", "engine.snapshot"},
     "tune": {"config", "life", "checkpoints", "engine", "report"},
     "rl": {"tune", "config", "life", "checkpoints", "engine", "report"},
-    # a training script on it, whatever trains
+    # a training script on the engine, for any training
     "rehearse": {"null_cuda"},
     "forecast": {"rehearse", "null_cuda", "config", "life", "tune", "rl"},
     "cli": {"rehearse.command", "config", "life", "checkpoints", "forecast", "tune", "rl", "engine.search"},
     "demo": set(),
     "hf": {"engine", "report"},
-    # a package of its own, but for its place
+    # an independent package, apart from its location
     "null_cuda": set(),
 }
-"""What a room may import besides the ground and itself: a room, or only one module of it."""
+"""Folders or modules that a folder may import, in addition to GROUND and itself."""
 
 WITHOUT_TORCH = {
     "engine.limits",
@@ -80,9 +80,9 @@ WITHOUT_TORCH = {
 }
 TUNE_SIDE = {"config", "life", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}
 ABOUT_A_RUN = {"report.__main__", "hf.arguments"}
-"""A command that takes the folder of a run, and arguments that are called as keys are."""
+"""A command that takes the folder of a run, and arguments with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
-"""Keys of a config that are what the library calls it, too."""
+"""Config keys that are also names of library arguments."""
 
 A_TYPE = re.compile(r"^_*([A-Z]\w*[a-z]\w*)$")
 
@@ -96,7 +96,7 @@ def may_import(name: str, target: str) -> bool:
 
 
 def library() -> set[str]:
-    """Everything that plain PyTorch can use."""
+    """Return all modules that plain PyTorch can use."""
     return {name for name in MODULES if name.split(".")[0] not in TUNE_SIDE}
 
 
@@ -109,21 +109,21 @@ def test_every_folder_has_a_rule_and_every_rule_a_folder() -> None:
 @pytest.mark.parametrize(
     "folder", [*map(PACKAGE.joinpath, ROOMS), *ROOMS_OF_TESTS], ids=lambda folder: folder.relative_to(ROOT).as_posix()
 )
-def test_a_folder_says_what_lives_there(folder: Path) -> None:
+def test_every_folder_has_a_docstring(folder: Path) -> None:
     assert ast.get_docstring(tree_of(folder / "__init__.py"))
 
 
-def test_arrows_go_where_the_rules_allow() -> None:
+def test_imports_follow_the_rules() -> None:
     assert len(list(arrows())) > 150
     assert {arrow for arrow in arrows() if not may_import(*arrow)} == set()
 
 
-def test_no_circle_between_rooms() -> None:
+def test_folders_have_no_import_cycle() -> None:
     rooms = {room: {room_of(name) for name in modules_in(allowed)} for room, allowed in ROOMS.items()}
     assert len(list(TopologicalSorter(rooms).static_order())) == len(ROOMS)
 
 
-def test_no_circle_between_modules() -> None:
+def test_modules_have_no_import_cycle() -> None:
     try:
         order = list(TopologicalSorter({name: arrows_from(name) for name in MODULES}).static_order())
     except CycleError as circle:
@@ -132,22 +132,22 @@ def test_no_circle_between_modules() -> None:
 
 
 def keys_of_a_config() -> set[str]:
-    """As an error would write them; short words such as `loss` are no giveaway."""
+    """Return config keys as errors write them, without short words such as `loss`."""
     settings = {field.name for field in fields(Settings) if "_" in field.name}
     sections = {f"adaptive.{field.name}" for field in fields(AdaptiveConfig)} | {"tokenizer.", "recover_from_oom"}
     return settings | sections | {"use_maximum_batch_size", "batch_increase_function"}
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """What strings say, without docstrings."""
-    told = {id(docstring) for docstring in docstrings_of(path)}
+    """Yield the strings of a file, without docstrings."""
+    message = {id(docstring) for docstring in docstrings_of(path)}
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in message:
             yield node.value
 
 
-def test_the_library_does_not_speak_in_keys_of_a_config() -> None:
-    """It raises facts and remedies of its own; config/remedies.py says them in keys."""
+def test_library_messages_do_not_name_config_keys() -> None:
+    """The library raises facts and remedies; config/remedies.py translates them to keys."""
     keys = keys_of_a_config()
     assert {"adaptive.search", "enable_activation_checkpointing", "optimizer_in_bwd"} < keys
     assert any("adaptive.memory_limit" in text for text in texts_of(MODULES["config.remedies"]))
@@ -160,33 +160,33 @@ def test_the_library_does_not_speak_in_keys_of_a_config() -> None:
 
 
 @pytest.mark.parametrize("package", ["torchtune", "omegaconf"])
-def test_only_tune_demo_and_recipes_know_torchtune_and_its_configs(package: str) -> None:
+def test_only_tune_demo_and_recipes_import_torchtune_and_its_configs(package: str) -> None:
     assert imports(MODULES["config.components"], package)
     assert {name for name in library() if imports(MODULES[name], package)} == set()
 
 
-def test_only_hf_knows_transformers() -> None:
+def test_only_hf_imports_transformers() -> None:
     assert {room_of(name) for name in MODULES if imports(MODULES[name], "transformers")} == {"hf"}
 
 
-def test_below_tune_only_two_modules_speak_to_other_ranks() -> None:
-    """And one knows how FSDP2 does."""
+def test_below_tune_only_two_modules_communicate() -> None:
+    """A third module imports torch's FSDP2."""
 
     def speaks(path: Path) -> bool:
         return any(name.startswith("torch.distributed") for name in [*imported(path), *dotted_uses(path)])
 
-    rehearsing = modules_in({"rehearse"})  # it silences whatever speaks
+    rehearsing = modules_in({"rehearse"})  # it replaces the communication functions
     speaking = {name for name in library() - rehearsing if speaks(MODULES[name])}
     assert speaking == {"engine.ranks", "engine.collectives", "engine.fsdp"}
 
 
 @pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH)))
-def test_what_decides_needs_no_torch(name: str) -> None:
-    """Nor does anything that it imports."""
+def test_decision_modules_do_not_import_torch(name: str) -> None:
+    """Neither do the modules they import."""
     assert {module for module in reached_from(name) if imports(MODULES[module], "torch")} == set()
 
 
-def test_only_one_module_knows_the_insides_of_fsdp2() -> None:
+def test_only_one_module_uses_private_names_of_fsdp2() -> None:
     def reaches_inside(path: Path) -> bool:
         names = [*imported(path), *dotted_uses(path)]
         return any("._" in name for name in names if name.startswith("torch.distributed.fsdp."))
@@ -194,23 +194,23 @@ def test_only_one_module_knows_the_insides_of_fsdp2() -> None:
     assert {path for path in [*FILES, *RECIPES] if reaches_inside(path)} == {MODULES["engine.fsdp"]}
 
 
-def test_only_tests_let_things_fail() -> None:
-    """Faults are for tests: nothing that trains can reach them."""
+def test_only_tests_inject_faults() -> None:
+    """Training code cannot reach fault injection."""
     assert {name for name in MODULES if name != "testing" and "testing" in reached_from(name)} == set()
 
 
-def test_the_keys_of_a_pair_are_written_in_one_place() -> None:
+def test_keys_of_a_pair_are_defined_in_one_place() -> None:
     keys = [key for sequence in PAIR.sequences for key in (sequence.tokens, sequence.labels)]
     written = {path for path in [*FILES, *RECIPES] if any(f'"{key}"' in path.read_text() for key in keys)}
     assert written == {MODULES["tune.samples"]}
 
 
-def test_nothing_in_the_package_imports_a_recipe() -> None:
+def test_package_does_not_import_recipes() -> None:
     names = [path.stem for path in RECIPES] + ["recipes"]
     assert {path for path in FILES if any(imports(path, name) for name in names)} == set()
 
 
-def test_the_unit_tests_have_the_same_folders() -> None:
+def test_unit_tests_mirror_the_folders_of_the_package() -> None:
     unit = Path(__file__).parent
     folders = {path.parent.relative_to(unit).as_posix() for path in unit.rglob("*.py")}
     assert {"engine", "life"} < folders
@@ -218,7 +218,9 @@ def test_the_unit_tests_have_the_same_folders() -> None:
 
 
 def types_named_in(path: Path) -> Iterator[tuple[str, bool]]:
-    """Classes, aliases and type variables of a module, without underscores in front, and whether each is the last."""
+    """Yield classes, aliases and type variables of a module without leading underscores, and whether it is a type
+    variable.
+    """
     for node in tree_of(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in targets if isinstance(t, ast.Name)]
@@ -228,13 +230,13 @@ def types_named_in(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def test_no_two_types_share_a_name() -> None:
-    """A word means one thing; a type variable is written again in each module that needs it."""
+    """Each word has one meaning; type variables are repeated in each module that needs them."""
     places: dict[str, set[str]] = {}
     for path in FILES:
         for name, variable in types_named_in(path):
             places.setdefault(name, set()).add("type variables" if variable else str(path.relative_to(ROOT)))
     assert {"StepRunner", "AroundPass", "Totals", "Value"} < set(places)
     twins = {name: sorted(found) for name, found in places.items() if len(found) > 1}
-    # what the library runs without looking into it, and a dict to tune/
+    # an opaque type in the library, a dict in tune/
     assert twins.pop("Sample") == ["torchtune_adaptive/tune/samples.py", "type variables"]
     assert twins == {}

@@ -1,4 +1,4 @@
-"""Small files: whole or not there, and never the end of a run."""
+"""Small files are written atomically, and failures never end a run."""
 
 import os
 import random
@@ -22,7 +22,7 @@ while True:
 """
 
 
-def test_killed_at_any_moment_it_holds_the_old_content_or_the_new(tmp_path: Path) -> None:
+def test_killed_writer_leaves_the_old_or_the_new_content(tmp_path: Path) -> None:
     path, seconds = tmp_path / "folder" / "file", random.Random(0)
     seen = set()
     for _ in range(12):
@@ -43,7 +43,7 @@ def test_killed_at_any_moment_it_holds_the_old_content_or_the_new(tmp_path: Path
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
 
 
-def test_two_that_write_at_once_do_not_meet_in_the_draft(tmp_path: Path) -> None:
+def test_concurrent_writers_use_separate_drafts(tmp_path: Path) -> None:
     path = tmp_path / "file"
     command = [sys.executable, "-c", WRITING_FOREVER, atomic_files.__file__, str(path)]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
@@ -58,7 +58,7 @@ def test_two_that_write_at_once_do_not_meet_in_the_draft(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_what_fails_leaves_the_old_content_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -70,7 +70,7 @@ def test_what_fails_leaves_the_old_content_only(tmp_path: Path, monkeypatch: pyt
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_others_may_read_it_as_the_users_umask_says(tmp_path: Path) -> None:
+def test_file_mode_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         replace_file(tmp_path / "file", b"")
@@ -82,9 +82,9 @@ def test_others_may_read_it_as_the_users_umask_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"null", b"[1]", b"\xff", b"\0" * 9, b"[" * 100_000],
-    ids=["empty", "torn", "null", "list", "no UTF-8", "zeros", "deep"],
+    ids=["empty", "torn", "null", "list", "invalid UTF-8", "zeros", "deep"],
 )
-def test_a_file_that_is_no_json_object_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
+def test_invalid_json_object_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
     assert read_json(tmp_path / "file") is None
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match=r"."):
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_json_object_is_one_kind_of_error(tmp_path: Path, cont
         read_json(tmp_path)
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
     for name in ("file", "file.tmp"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match="not a regular file"):

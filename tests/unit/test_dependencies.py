@@ -50,7 +50,7 @@ def test_importing_torch_runs_no_code_of_this_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["ls"], ["cp", "adaptive/demo/full", "mine"], ["validate", "adaptive/demo/full"]])
-def test_a_command_that_needs_torchtune_names_the_extra_in_one_line(words: list[str], tmp_path: Path) -> None:
+def test_command_that_needs_torchtune_names_the_extra_in_one_line(words: list[str], tmp_path: Path) -> None:
     main = "from torchtune_adaptive.cli.main import main; main()"
     ended = run_without_torchtune(main, *words, cwd=tmp_path)
     assert ended.returncode == 1
@@ -58,7 +58,7 @@ def test_a_command_that_needs_torchtune_names_the_extra_in_one_line(words: list[
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_recipe_without_torchtune_names_the_extra_in_one_line(tmp_path: Path) -> None:
+def test_recipe_without_torchtune_names_the_extra_in_one_line(tmp_path: Path) -> None:
     recipe = "import runpy; sys.argv = ['adaptive_x.py']; runpy.run_module('adaptive_full_finetune_distributed')"
     ended = run_without_torchtune(recipe, cwd=tmp_path)
     assert ended.returncode == 1
@@ -78,19 +78,19 @@ main(["status", "."])
 """
 
 
-def test_the_library_and_status_work_with_torch_and_numpy_alone(tmp_path: Path) -> None:
+def test_library_and_status_work_with_only_torch_and_numpy(tmp_path: Path) -> None:
     ended = run_without_torchtune(LIBRARY, cwd=tmp_path, missing=(*RECIPES_EXTRA, "transformers", "matplotlib"))
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, ". contains no run\n", "")
 
 
-def test_the_trainer_can_be_imported_without_torchtune(tmp_path: Path) -> None:
+def test_trainer_can_be_imported_without_torchtune(tmp_path: Path) -> None:
     in_transformers = {"yaml", "tqdm"}
     code = "from torchtune_adaptive.hf import AdaptiveTrainer as T; print(T.__name__)"
     ended = run_without_torchtune(code, cwd=tmp_path, missing=sorted({*RECIPES_EXTRA} - in_transformers))
     assert (ended.returncode, ended.stdout) == (0, "AdaptiveTrainer\n"), ended.stderr
 
 
-def test_a_missing_private_name_of_fsdp2_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_private_name_of_fsdp2_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fsdp.missing_names(fsdp._TOUCHED) == []
     monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
     assert fsdp.missing_names(fsdp._TOUCHED) == ["FSDPModule.set_custom_all_gather"]
@@ -98,7 +98,7 @@ def test_a_missing_private_name_of_fsdp2_is_detected(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("arguments", [None, []])
-def test_an_interpreter_without_arguments_can_import_the_package(
+def test_interpreter_without_arguments_can_import_the_package(
     arguments: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if arguments is None:
@@ -109,7 +109,7 @@ def test_an_interpreter_without_arguments_can_import_the_package(
         refuse_torch("FSDP2 has no x")
 
 
-def test_an_unsupported_torch_ends_a_recipe_with_one_line_and_raises_in_the_library(
+def test_unsupported_torch_ends_a_recipe_with_one_line_and_raises_in_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     message = r"torch .* does not work with torchtune-adaptive \(FSDP2 has no x\): install torch 2.13 to 2.15"

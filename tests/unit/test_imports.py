@@ -1,4 +1,4 @@
-"""What tests, benchmarks and tools import from one another is there: a module that moved is missed here first."""
+"""Names that tests, benchmarks and tools import exist: a moved module fails here first."""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def file_of(module: str) -> Path | None:
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """Every name that is bound anywhere in a module."""
+    """Return every name bound anywhere in a module."""
     bound: set[str] = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -45,7 +45,7 @@ def missing_in(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_imported_is_there(place: str) -> None:
+def test_imported_names_exist(place: str) -> None:
     files = [path for path in FILES if path.is_relative_to(ROOT / place)]
     assert len(files) > 3
     missing = {str(path.relative_to(ROOT)): found for path in files if (found := [*missing_in(path)])}

@@ -1,4 +1,4 @@
-"""What others may use: the package names it, and examples use nothing else."""
+"""The public names of the package; examples use only these."""
 
 import ast
 import pkgutil
@@ -25,7 +25,7 @@ PUBLIC = {
 
 
 def used(path: Path) -> Iterator[tuple[str, str]]:
-    """The library's names that a file imports, each with where from."""
+    """Yield the library's names that a file imports, with their modules."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtune_adaptive"):
             yield from ((node.module or "", alias.name) for alias in node.names)
@@ -33,18 +33,18 @@ def used(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((alias.name, "") for alias in node.names if alias.name.startswith("torchtune_adaptive"))
 
 
-def test_examples_use_what_is_public() -> None:
+def test_examples_use_only_public_names() -> None:
     names = {each for path in EXAMPLES for each in used(path)}
     assert ("torchtune_adaptive", "StepRunner") in names
     assert names <= PUBLIC
 
 
 @pytest.mark.parametrize("path", USERS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nobody_reaches_below_the_surface_of_a_runner(path: Path) -> None:
+def test_users_do_not_access_private_attributes_of_runners(path: Path) -> None:
     assert re.findall(r"runner\._\w+", path.read_text(encoding="utf-8")) == []
 
 
-def test_the_package_names_what_its_page_imports_from_it() -> None:
+def test_package_exports_the_names_on_its_page() -> None:
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     names = ",".join(re.findall(r"from torchtune_adaptive import ([\w, ]+)", page))
     shown = {name.strip() for name in names.split(",")}
@@ -57,7 +57,7 @@ MEANT_NOT_TO_BE = {"torchtune_adaptive.tune.plan.no_such_module"}
 
 
 def dotted_paths() -> Iterator[tuple[str, str]]:
-    """Every dotted path of the package in a string, a config or a page, with where it stands."""
+    """Yield every dotted path of the package in strings, configs and pages, with its file."""
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     for name in listed.split("\0"):
@@ -78,8 +78,8 @@ def leads_somewhere(path: str) -> bool:
     return True
 
 
-def test_a_dotted_path_that_is_written_somewhere_leads_somewhere() -> None:
-    """What is replaced in a test or a benchmark, or named in a config, is seen by no import."""
+def test_dotted_paths_in_text_resolve() -> None:
+    """Imports do not cover names that tests patch or configs contain."""
     written = list(dotted_paths())
     assert ("benchmarks/packing.py", "torchtune_adaptive.tune.trainer.memory_within") in written
     assert {path for _, path in written if not leads_somewhere(path)} == MEANT_NOT_TO_BE

@@ -1,4 +1,4 @@
-"""Faults where they are asked for, and nowhere else. In one process; with peers: tests/distributed."""
+"""Faults occur exactly where requested. One process; tests/distributed has several ranks."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def recoveries(runner: StepRunner[Tensor], steps: int) -> list[int]:
     return seen
 
 
-def test_only_the_named_step_fails_and_the_run_goes_on():
+def test_only_the_named_step_fails_and_the_run_continues():
     runner = runner_of()
     with FaultInjector(runner).fail_at(rank=0, step=2, operation=3) as faults:
         assert recoveries(runner, 4) == [0, 0, 1, 0]
@@ -47,7 +47,7 @@ def test_only_the_named_rank_fails(monkeypatch: pytest.MonkeyPatch):
     assert faults.fired == 0
 
 
-def test_the_operation_that_fails_does_not_run():
+def test_failing_operation_does_not_run():
     runner = runner_of()
     with FaultInjector(runner).count(rank=0, step=0) as faults:
         runner.run(SAMPLES, step=0)
@@ -62,7 +62,7 @@ def test_the_operation_that_fails_does_not_run():
     assert again.limit == RowLimit(1)
 
 
-def test_a_storage_that_grows_is_an_operation():
+def test_growing_storage_is_an_operation():
     storage, resize = torch.empty(0).untyped_storage(), torch.UntypedStorage.resize_
 
     def growing(samples):
@@ -77,7 +77,7 @@ def test_a_storage_that_grows_is_an_operation():
     assert torch.UntypedStorage.resize_ is resize
 
 
-def test_probes_belong_to_no_step_and_do_not_fail():
+def test_probes_do_not_fail():
     runner = runner_of()
     with FaultInjector(runner).fail_at(rank=0, step=0) as faults:
         result, _ = runner.attempt([SAMPLES])
@@ -85,7 +85,7 @@ def test_probes_belong_to_no_step_and_do_not_fail():
     assert faults.fired == 0
 
 
-def test_what_was_around_the_passes_is_there_inside_and_after():
+def test_wrappers_of_passes_stay_active_inside_and_after():
     runner, seen = runner_of(), []
     with runner.wrapping(lambda inside: seen.append(inside) or memory_cap(None)):
         with FaultInjector(runner).fail_at(rank=0, step=0):
@@ -100,15 +100,15 @@ def test_what_was_around_the_passes_is_there_inside_and_after():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [({"operation": 0}, "count from 1"), ({"times": 0}, "count from 1"), ({"rank": 1}, "no rank 1 among 1")],
 )
-def test_what_cannot_fail_is_refused(wrong: dict[str, int], told: str):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_faults_are_refused(wrong: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
         FaultInjector(runner_of()).fail_at(**{"rank": 0, "step": 0, **wrong})
 
 
-def test_a_cap_on_memory_makes_steps_smaller_and_ends_with_its_block():
+def test_memory_cap_shrinks_steps_and_ends_with_its_block():
     many = [torch.arange(4.0)] * 4096
     runner = runner_of(rows=4096)
     with memory_cap(None, runner.model.parameters()) as memory:

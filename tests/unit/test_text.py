@@ -1,4 +1,4 @@
-"""Amounts, counts and names, as messages have them."""
+"""Amounts, counts and names in messages."""
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ KEY = "adaptive.memory_limit"
      ("  2gib ", 2 * GIB), ("64KiB", 65536), ("700b", 700), (0.9, 90 * GIB), ("0.25", 25 * GIB),
      (1, 100 * GIB), ("120GiB", 100 * GIB)],
 )  # fmt: skip
-def test_every_allowed_form_means_its_bytes_up_to_what_the_device_has(written: object, expected_bytes: int) -> None:
+def test_every_allowed_form_is_parsed_up_to_the_devices_memory(written: object, expected_bytes: int) -> None:
     assert parse_size(written, KEY).bytes_of(100 * GIB) == expected_bytes
 
 
@@ -37,14 +37,14 @@ def test_every_allowed_form_means_its_bytes_up_to_what_the_device_has(written: o
     [24, 0, -0.5, 1.01, True, None, float("nan"), float("inf"), "nan", "", "GiB", "24G", "24 XiB", "-1GiB",
      "1,5GiB", "0GiB", "0.1b", "90%", {"a": 1}],
 )  # fmt: skip
-def test_anything_else_is_an_error_that_names_key_value_and_allowed_forms(written: object) -> None:
+def test_other_forms_are_errors_with_key_value_and_allowed_forms(written: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_size(written, KEY)
     for part in (KEY, repr(written), "24GiB", "0.9"):
         assert part in str(caught.value)
 
 
-def test_a_list_gives_each_rank_its_own_amount() -> None:
+def test_list_gives_one_amount_per_rank() -> None:
     sizes = parse_sizes(["1GiB", "500MiB", 0.5], KEY)
     of_ranks = [size_for_rank(sizes, rank, 3, KEY).bytes_of(4 * GIB) for rank in range(3)]
     assert of_ranks == [GIB, 500 * 2**20, 2 * GIB]
@@ -54,13 +54,13 @@ def test_a_list_gives_each_rank_its_own_amount() -> None:
         parse_sizes([], KEY)
 
 
-def test_a_bad_amount_in_a_list_is_named_by_its_rank() -> None:
+def test_bad_amount_in_a_list_is_named_by_its_rank() -> None:
     with pytest.raises(ConfigError, match=r"memory_limit\[1\]: cannot read 'lots'"):
         parse_sizes(["1GiB", "lots"], KEY)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 3), (2, 3), (0, 1)])
-def test_a_list_of_the_wrong_length_is_an_error_on_every_rank(rank: int, world_size: int) -> None:
+def test_list_of_the_wrong_length_is_an_error_on_every_rank(rank: int, world_size: int) -> None:
     sizes = parse_sizes(["1GiB", "2GiB"], KEY)
     with pytest.raises(ConfigError, match=f"2 amounts for {world_size} ranks"):
         size_for_rank(sizes, rank, world_size, KEY)
@@ -71,7 +71,7 @@ def test_a_list_of_the_wrong_length_is_an_error_on_every_rank(rank: int, world_s
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (500 * 2**20, "500.0 MiB"), (int(38.4 * GIB), "38.4 GiB"),
      (GIB - 1, "1.0 GiB"), (3 * 2**40, "3.0 TiB"), (5000 * 2**40, "5000.0 TiB"), (-3 * GIB, "-3.0 GiB")],
 )  # fmt: skip
-def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
+def test_bytes_are_formatted_with_a_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
@@ -84,12 +84,12 @@ def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
         (GIB, GIB, ("1.0 GiB", "1.0 GiB")),
     ],
 )
-def test_amounts_that_differ_read_as_if_they_do(first: float, second: float, texts: tuple[str, str]) -> None:
+def test_different_amounts_are_formatted_differently(first: float, second: float, texts: tuple[str, str]) -> None:
     assert format_apart(first, second) == texts
 
 
 @given(st.integers(1, 2**50))
-def test_what_is_formatted_can_be_parsed_within_its_rounding(count: int) -> None:
+def test_formatted_amount_can_be_parsed(count: int) -> None:
     text = format_bytes(count)
     unit_bytes = parse_size(f"1{text.split()[1]}", KEY).bytes_of(2**60)
     assert abs(parse_size(text, KEY).bytes_of(2**60) - count) <= 0.05 * unit_bytes + 1
@@ -99,7 +99,7 @@ def test_what_is_formatted_can_be_parsed_within_its_rounding(count: int) -> None
     ("count", "names", "phrase"),
     [(1, ("row",), "1 row"), (0, ("row",), "0 rows"), (2, ("retry", "retries"), "2 retries")],
 )
-def test_a_count_is_in_the_number_of_its_noun(count: int, names: tuple[str, ...], phrase: str) -> None:
+def test_count_agrees_with_its_noun(count: int, names: tuple[str, ...], phrase: str) -> None:
     assert count_of(count, *names) == phrase
 
 
@@ -111,17 +111,17 @@ def test_a_count_is_in_the_number_of_its_noun(count: int, names: tuple[str, ...]
         ("entirely different", 2, ""),
     ],
 )
-def test_a_hint_names_what_is_near_and_says_nothing_where_nothing_is(name: str, most: int, hint: str) -> None:
+def test_hint_names_similar_words_or_is_empty(name: str, most: int, hint: str) -> None:
     assert did_you_mean(name, ["recover_from_oom", "h100", "a10", "4090"], most=most) == hint
 
 
 @pytest.mark.parametrize(("value", "text"), [(None, "null"), ("a", "'a'"), ({"a": 1}, "{'a': 1}"), (0.5, "0.5")])
-def test_a_value_is_shown_as_a_config_has_it(value: object, text: str) -> None:
+def test_value_is_shown_as_in_a_config(value: object, text: str) -> None:
     assert shown(value) == text
     assert shown("x" * 1000) == f"'{'x' * (LONGEST_SHOWN - 1)}..."
 
 
-def test_a_value_that_is_no_choice_is_named_with_those_that_are() -> None:
+def test_invalid_choice_is_named_with_the_allowed_ones() -> None:
     check_choice("adaptive.search", "linear", ("linear", "binary"))
     with pytest.raises(ConfigError, match=r"^adaptive.search: 'guess' is unknown; allowed: linear, binary$"):
         check_choice("adaptive.search", "guess", ("linear", "binary"))

@@ -1,1 +1,1 @@
-"""How ranks end: all of them, soon, with a reason; and who is named when one is silent, or slow."""
+"""How ranks end: all of them promptly, with a reason; silent and slow ranks are named."""

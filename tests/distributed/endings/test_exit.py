@@ -1,4 +1,4 @@
-"""How a process ends that has trained on CPUs, or that had nothing left to train: by itself, with status 0."""
+"""A process that trained on CPUs, or had already finished training, exits with status 0."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 
 class Slow(torch.Tensor):
-    """What the thread that drops it last takes its time with."""
+    """A tensor that takes time to free in the thread that drops it last."""
 
     def __del__(self):
         time.sleep(0.02)
@@ -27,7 +27,7 @@ class Slow(torch.Tensor):
 
 def keep_gloo_busy():
     for _ in range(4):
-        dist.all_reduce(torch.ones(64).as_subclass(Slow), async_op=True)  # nobody waits, so gloo's threads drop them
+        dist.all_reduce(torch.ones(64).as_subclass(Slow), async_op=True)  # gloo's threads drop the tensors
     dist.all_reduce(torch.ones(1))
 '''
 
@@ -71,7 +71,7 @@ launch.main(Recipe)
 
 
 @pytest.mark.parametrize("what", [TRAINED, NOTHING_LEFT], ids=["trained", "nothing left"])
-def test_what_gloo_still_holds_does_not_abort_a_process_that_is_done(tmp_path: Path, what: str):
+def test_process_exits_with_status_0_while_gloo_holds_tensors(tmp_path: Path, what: str):
     program, config = tmp_path / "program.py", tmp_path / "config.yaml"
     program.write_text(BUSY_GLOO + what)
     config.write_text("output_dir: nowhere\n")

@@ -1,4 +1,4 @@
-"""What cannot be recovered ends every rank, soon and with a reason."""
+"""Unrecoverable errors end every rank promptly and with a reason."""
 
 import time
 
@@ -39,7 +39,7 @@ def run_where_one_row_does_not_fit() -> tuple[str, str]:
 
 
 @pytest.mark.smoke
-def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
+def test_all_ranks_raise_same_error_if_one_row_does_not_fit():
     first, second = run_on_ranks(2, run_where_one_row_does_not_fit)
     assert first == second
     kind, message = first
@@ -53,12 +53,12 @@ def run_without_memory_to_drain() -> None:
         runner.run(samples_of(dist.get_rank(), 2), step=0)
 
 
-def test_a_rank_that_cannot_even_drain_ends_the_run_at_once():
+def test_rank_without_memory_to_drain_ends_the_run():
     started = time.monotonic()
-    told = "UnrecoverableError: rank 1 ran out of memory with only its shard .* waiting for; train on more ranks or "
-    with pytest.raises(RankFailed, match=told):
+    text = "UnrecoverableError: rank 1 ran out of memory with only its shard .* waiting for; train on more ranks or "
+    with pytest.raises(RankFailed, match=text):
         run_on_ranks(2, run_without_memory_to_drain)
-    assert time.monotonic() - started < 30 * PATIENCE  # half of what a rank waits for one that is silent
+    assert time.monotonic() - started < 30 * PATIENCE  # half the timeout for a silent rank
 
 
 def commit_out_of_memory() -> None:
@@ -67,10 +67,10 @@ def commit_out_of_memory() -> None:
     with runner.committing("optimizer.step", last_checkpoint="/runs/epoch_0"):
         if dist.get_rank() == 1:
             raise torch.OutOfMemoryError
-        dist.barrier()  # as in clipping: a peer that waits has to be ended by the launcher
+        dist.barrier()  # as in clipping: the launcher has to end a waiting peer
 
 
-def test_out_of_memory_while_committing_is_fatal_and_names_the_place_and_the_checkpoint():
+def test_oom_while_committing_is_fatal_and_names_place_and_checkpoint():
     with pytest.raises(
         RankFailed, match=r"UnrecoverableError: out of memory in optimizer.step on rank 1.*/runs/epoch_0"
     ):
@@ -78,7 +78,7 @@ def test_out_of_memory_while_committing_is_fatal_and_names_the_place_and_the_che
 
 
 def run_out_of_memory_inside_gloo() -> None:
-    """After gloo has numbered an all-gather, as where it allocates its own copies."""
+    """Run out of memory after gloo has numbered an all-gather, as when gloo allocates its copies."""
     runner = runner_of(build(ModelConfig()), 2)
     runner.run(samples_of(dist.get_rank(), 2), step=0)
     runner.model.zero_grad()
@@ -93,7 +93,7 @@ def run_out_of_memory_inside_gloo() -> None:
     runner.run(samples_of(dist.get_rank(), 2), step=1)
 
 
-def test_out_of_memory_inside_gloo_is_fatal_and_not_taken_for_a_message_of_the_models():
+def test_oom_inside_gloo_is_fatal():
     with pytest.raises(RankFailed, match="an FSDP collective ran out of memory on rank 1 inside gloo"):
         run_on_ranks(2, run_out_of_memory_inside_gloo)
 
@@ -113,7 +113,7 @@ def issue_one_collective_too_many() -> str:
     return str(raised.value)
 
 
-def test_ranks_that_are_at_different_collectives_end_together():
+def test_ranks_at_different_collectives_end_together():
     first, second = run_on_ranks(2, issue_one_collective_too_many)
     assert first == second
     assert "different numbers of collectives" in first
@@ -138,7 +138,7 @@ def skip_a_step_alone() -> str:
     return "no error"
 
 
-def test_ranks_that_are_a_step_apart_end_together():
+def test_ranks_in_different_steps_end_together():
     first, second = run_on_ranks(2, skip_a_step_alone)
     assert first == second
     assert first.startswith("the ranks are in different steps ([2, 3], by rank), so they mixed their gradients")
@@ -151,7 +151,7 @@ def shard_what_a_runner_has() -> None:
         runner.run(samples_of(dist.get_rank(), 2), step=0)
 
 
-def test_a_model_that_is_sharded_too_late_is_refused():
+def test_model_sharded_after_its_runner_is_refused():
     run_on_ranks(2, shard_what_a_runner_has)
 
 
@@ -169,7 +169,7 @@ def lose_a_peer() -> str:
     return str(raised.value)
 
 
-def test_an_error_inside_a_collective_is_fatal_and_clear():
+def test_error_inside_a_collective_is_fatal_with_a_clear_message():
     message, _ = run_on_ranks(2, lose_a_peer)
     assert "(an FSDP collective failed on rank 0: " in message
     assert message.endswith("restart, from the last checkpoint if there is one")
@@ -188,7 +188,7 @@ def change_what_a_microbatch_communicates() -> None:
         runner.run(samples, step=2)
 
 
-def test_a_schedule_that_changes_is_not_drained_by_guessing():
+def test_changed_order_of_collectives_is_not_drained():
     with pytest.raises(
         RankFailed, match="RecoveryUnsupportedError: out of memory, and microbatches issue different collectives"
     ):
@@ -226,7 +226,7 @@ def reasons() -> dict[str, str | None]:
     }
 
 
-def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
+def test_unsupported_models_are_refused_with_a_reason():
     for found in run_on_ranks(2, reasons):
         assert [found.pop(name) for name in ("sharded", "hybrid", "replicated", "whole")] == [None] * 4
         assert "dimensions other than shards and replicas" in found["tensor parallel inside"]

@@ -1,4 +1,4 @@
-"""A rank that stops answering is named on all others; one that is busy is not."""
+"""A rank that stops responding is named on all other ranks; a busy rank is not."""
 
 import os
 import threading
@@ -8,28 +8,28 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from tests.lateness import Lateness
 from tests.ranks import run_on_ranks
+from tests.scheduling_delays import SchedulingDelays
 from torchtune_adaptive.life.heartbeat import Heartbeat, Silent, own_connection
 
 TIMEOUT_S = 4.0
 
 
 class Told:
-    """What a rank hears, and when."""
+    """Records what a rank learns about silent ranks, and when."""
 
     def __init__(self) -> None:
         self.silent: list[Silent] = []
-        self.heard = threading.Event()
+        self.captured = threading.Event()
 
     def __call__(self, silent: Silent) -> None:
         self.silent.append(silent)
-        self.heard.set()
-        threading.Event().wait(1)  # as long as a process takes to end
+        self.captured.set()
+        threading.Event().wait(1)  # the time a process takes to end
 
 
 class Connection:
-    """A connection to the store whose calls can be replaced."""
+    """A connection to the store with replaceable calls."""
 
     def __init__(self, attempt: str, timeout_s: float) -> None:
         self.own = own_connection(attempt, timeout_s)
@@ -40,14 +40,14 @@ class Connection:
 
 
 class Connections(list[Connection]):
-    """Those that a rank has made."""
+    """The connections that a rank has opened."""
 
     def __call__(self, attempt: str, timeout_s: float) -> Connection:
         self.append(Connection(attempt, timeout_s))
         return self[-1]
 
     def freeze(self) -> None:
-        """From now on the rank beats no more, as if it were stopped."""
+        """Stop the heartbeat of this rank, as if its process were stopped."""
         self[-1].set = lambda *_: threading.Event().wait()
 
 
@@ -55,27 +55,27 @@ class Heard(NamedTuple):
     silent: Silent | None
     seconds: float
     late_s: float
-    """How long the machine kept this rank from running."""
+    """Seconds for which the machine kept this rank from running."""
 
 
 def hear_of(frozen_ranks: tuple[int, ...], hearing_ranks: tuple[int, ...]) -> Heard:
-    """The connections of some ranks answer no more; what some hear, and after how long."""
-    told, connections = Told(), Connections()
+    """Freeze the connections of some ranks; return what this rank learns, and after how long."""
+    message, connections = Told(), Connections()
     hears = dist.get_rank() in hearing_ranks
-    _heartbeat = Heartbeat(TIMEOUT_S, told if hears else lambda _: None, connections)
+    _heartbeat = Heartbeat(TIMEOUT_S, message if hears else lambda _: None, connections)
     time.sleep(1)
-    with Lateness() as lateness:
+    with SchedulingDelays() as lateness:
         began = time.time()
         if dist.get_rank() in frozen_ranks:
             connections.freeze()
-        assert told.heard.wait((10 if hears else 2) * TIMEOUT_S) == hears
+        assert message.captured.wait((10 if hears else 2) * TIMEOUT_S) == hears
         seconds = time.time() - began
-    return Heard(told.silent[0] if told.silent else None, seconds, lateness.between(began, began + seconds))
+    return Heard(message.silent[0] if message.silent else None, seconds, lateness.between(began, began + seconds))
 
 
 @pytest.mark.smoke
-def test_all_others_hear_the_name_of_a_silent_rank_in_time():
-    """Here of a whole machine with all its ranks; tests/recipes/endings/test_silent_ranks.py has one alone."""
+def test_all_other_ranks_learn_of_a_silent_rank_in_time():
+    """Here a whole machine is silent; tests/recipes/endings/test_silent_ranks.py has a single rank."""
     ranks = run_on_ranks(4, hear_of, (2, 3), (0, 1))
     assert [rank.silent for rank in ranks[2:]] == [None, None]
     allowed_s = TIMEOUT_S + sum(rank.late_s for rank in ranks)
@@ -91,10 +91,9 @@ BUSY, DISCONNECTED, ENDED = 1, 2, 3
 
 
 def seem_silent() -> list[Silent]:
-    """Longer than the time-out: in what holds up the main thread, but not the process; after an error of the store,
-    which answers all the while; and after the end."""
-    told, connections, rank = Told(), Connections(), dist.get_rank()
-    heartbeat = Heartbeat(TIMEOUT_S, told, connections)
+    """Seem silent for longer than the timeout: a busy main thread, an error of the store, and a stopped heartbeat."""
+    message, connections, rank = Told(), Connections(), dist.get_rank()
+    heartbeat = Heartbeat(TIMEOUT_S, message, connections)
     until = time.monotonic() + 2 * TIMEOUT_S
     if rank == DISCONNECTED:
         connections[0].set = _reset_by_peer
@@ -106,35 +105,35 @@ def seem_silent() -> list[Silent]:
     assert len(connections) == (2 if rank == DISCONNECTED else 1)
     dist.barrier()
     heartbeat.stop()
-    return told.silent
+    return message.silent
 
 
 def _reset_by_peer(*_: object) -> None:
     raise RuntimeError("connection reset by peer")
 
 
-def test_a_rank_that_is_busy_that_loses_its_connection_once_or_that_has_ended_as_it_should_is_not_silent():
+def test_busy_reconnected_and_finished_ranks_are_not_silent():
     assert run_on_ranks(4, seem_silent) == [[]] * 4
 
 
 def fail() -> list[Silent]:
-    told = Told()
-    heartbeat = Heartbeat(TIMEOUT_S, told)
+    message = Told()
+    heartbeat = Heartbeat(TIMEOUT_S, message)
     if dist.get_rank() == 1:
         heartbeat.stop(as_it_should=False)
     else:
-        assert told.heard.wait(10 * TIMEOUT_S)
+        assert message.captured.wait(10 * TIMEOUT_S)
     dist.barrier()
-    return told.silent
+    return message.silent
 
 
-def test_a_rank_that_has_failed_is_silent_to_a_peer_that_waits_for_it():
+def test_failed_rank_counts_as_silent_for_a_waiting_peer():
     waiting, failed = run_on_ranks(2, fail)
     assert [each.ranks for each in waiting[:1]] == [(1,)]
     assert failed == []
 
 
-def test_a_store_that_does_not_answer_is_silent_too_and_within_the_time():
+def test_unresponsive_store_is_reported_in_time():
     _, (silent, seconds, late_s) = run_on_ranks(2, hear_of, (1,), (1,))
     assert silent.ranks == ()
     assert silent.where.startswith("pid ")

@@ -1,1 +1,1 @@
-"""`make faults`: ranks that run out of memory at every operation of a step, of one stage or more. A few are a test."""
+"""`make faults`: ranks run out of memory at every operation of a step. Tests run a few of these cases."""

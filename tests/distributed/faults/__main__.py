@@ -1,9 +1,9 @@
-"""`make faults`: runs out of memory at every operation of a step, and compares the gradients that come out.
+"""`make faults`: run out of memory at every operation of a step, and compare the gradients.
 
 python -m tests.distributed.faults                     every operation of every case
 python -m tests.distributed.faults --at-most 50        50 operations of every case, evenly spread
 python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
-python -m tests.distributed.faults --case recipes      only the stages of DPO, PPO and GRPO, as their recipes have them
+python -m tests.distributed.faults --case recipes      only the stages of DPO, PPO and GRPO
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--at-most", type=int, default=sys.maxsize, help="operations to try in one case")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
-    arguments.add_argument("--timeout", type=float, default=900, help="seconds of one case, on an idle machine")
+    arguments.add_argument("--timeout", type=float, default=900, help="seconds per case, on an idle machine")
     options = arguments.parse_args()
     total, rows = Outcome(), []
     for case in (case for case in ALL_CASES if options.case in case.name):
@@ -33,7 +33,7 @@ def main() -> int:
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
     print(total)
     if not options.case:
-        most = "" if options.at_most == sys.maxsize else f"; at most {options.at_most} of a case, evenly spread"
+        most = "" if options.at_most == sys.maxsize else f"; at most {options.at_most} per case, evenly spread"
         save("faults", rows, f"every: 1 is every operation of a step, 3 every third{most}")
     return 0 if total.all_recovered else 1
 

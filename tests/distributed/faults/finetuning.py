@@ -1,4 +1,4 @@
-"""Steps of one model, as in finetuning, and the ways in which one may run out of memory."""
+"""Steps of one model, as in finetuning, with out-of-memory errors injected."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.faults.failing import fail_there, operations_of
+from tests.distributed.faults.fault_variants import fail_there, operations_of
 from tests.distributed.models import (
     Gradients,
     ModelConfig,
     build,
     forward_backward_of,
     frozen,
+    gradients_equal,
     gradients_of,
-    same_gradients,
     samples_of,
 )
 from torchtune_adaptive.engine.limits import RowLimit
@@ -29,29 +29,29 @@ from torchtune_adaptive.testing import FaultInjector
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training, and who runs out of memory how."""
+    """A training configuration with the ranks and operations that fail."""
 
     name: str
     model: ModelConfig = field(default_factory=ModelConfig)
     world_size: int = 2
     failing: tuple[int, ...] = (1,)
     rows: int = 2
-    """At first; four samples are two microbatches of two rows."""
+    """Initial rows per microbatch; four samples are two microbatches of two rows."""
     samples: int = 4
     again: str = "never"
-    """Whether it fails once more: "never", in the "retry" or in the "drain"."""
+    """When a second failure occurs: "never", in the "retry" or in the "drain"."""
     noise: bool = False
-    """Whether the noise of the gradient is measured besides."""
+    """Measure gradient noise as well."""
     first_pass: bool = False
-    """Whether the failing step is the first one that the model ever runs."""
+    """Fail in the very first step of the model."""
     error: Callable[[str], Exception] = torch.OutOfMemoryError
-    beside: bool = False
-    """Whether each microbatch also asks a frozen model, so that what the two models communicate is interleaved."""
+    with_frozen_model: bool = False
+    """Call a frozen model in each microbatch too, so that collectives of two models interleave."""
     stride: int = 1
-    """Of the exhaustive sweep: 1 is every operation."""
+    """Step size of the exhaustive sweep; 1 tries every operation."""
 
     def bench(self) -> "Bench":
-        """Collective."""
+        """Collective: return the bench for this case."""
         return Bench(self)
 
 
@@ -97,9 +97,9 @@ CASES = (
     Case("without padding, full checkpointing", replace(JOINED, checkpointing="full")),
     Case("without padding, lora", replace(JOINED, lora=True)),
     Case("bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), stride=3),
-    Case("beside a frozen model", beside=True),
-    Case("beside a frozen model, first pass", beside=True, first_pass=True, stride=3),
-    Case("beside a frozen model, no reshard", ModelConfig(reshard_after_forward=False), beside=True, stride=3),
+    Case("with a frozen model", with_frozen_model=True),
+    Case("with a frozen model, first pass", with_frozen_model=True, first_pass=True, stride=3),
+    Case("with a frozen model, no reshard", ModelConfig(reshard_after_forward=False), with_frozen_model=True, stride=3),
     Case("hybrid", HYBRID, 4),
     Case("hybrid, rank 0 fails", HYBRID, 4, (0,), stride=3),
     Case("hybrid, a rank of each replica fails", HYBRID, 4, (0, 3), stride=3),
@@ -123,7 +123,7 @@ CASES = (
 
 
 class Step(NamedTuple):
-    """What comes out of a step, bit by bit."""
+    """The outcome of a step, compared bit by bit."""
 
     gradients: Gradients
     loss_sum: float
@@ -133,7 +133,7 @@ class Step(NamedTuple):
 
     def same_as(self, other: "Step") -> bool:
         return (
-            same_gradients(self.gradients, other.gradients)
+            gradients_equal(self.gradients, other.gradients)
             and self[1:3] == other[1:3]
             and torch.equal(self.grad_norm, other.grad_norm)
             and torch.equal(self.rng, other.rng)
@@ -141,7 +141,7 @@ class Step(NamedTuple):
 
 
 def asking(reference: nn.Module, train: Callable[[Sequence[Tensor]], Totals]) -> Callable[[Sequence[Tensor]], Totals]:
-    """What the reference says is in the loss, as a number."""
+    """Add the output of the reference to the loss, as a constant."""
 
     def both(samples: Sequence[Tensor]) -> Totals:
         with torch.no_grad():
@@ -153,7 +153,7 @@ def asking(reference: nn.Module, train: Callable[[Sequence[Tensor]], Totals]) ->
 
 
 class Bench:
-    """Collective: a model, its samples, and the two ways to run a step on them."""
+    """Collective: a model, its samples, and two ways to run a step."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -165,16 +165,16 @@ class Bench:
         config = self.case.model
         self.models = [build(config)]
         self.model, self.forward_backward = self.models[0], forward_backward_of(self.models[0], joined=config.joined)
-        if self.case.beside:
+        if self.case.with_frozen_model:
             self.models.append(frozen(build(replace(config, layers=1))))
             self.forward_backward = asking(self.models[1], self.forward_backward)
 
     def undisturbed(self, rows: int) -> Step:
-        """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""
+        """Collective: run plain FSDP2 in microbatches of `rows`, without our code."""
         self._start()
         loss_sum, target_tokens = torch.zeros(()), 0
         for start in range(0, self.case.samples, rows):
-            # as a loop for replicas is written: they cost a message a step, and not a microbatch
+            # reduce over replicas once per step, as recommended for loops with replicas
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_all_reduce(start + rows >= self.case.samples)
             totals = self.forward_backward(self.samples[start : start + rows])
@@ -185,7 +185,7 @@ class Bench:
         return self._outcome(Totals(torch.tensor(loss), int(tokens)))
 
     def operations(self) -> list[str]:
-        """Collective: what the first failing rank does in a step."""
+        """Collective: list the operations of the first failing rank in a step."""
         self._start()
         runner = self.new_runner()
         names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
@@ -193,7 +193,7 @@ class Bench:
         return names
 
     def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Step, int]:
-        """Collective: a step that runs out of memory there, as the case says; how often it did so on this rank."""
+        """Collective: run a step that runs out of memory at `place`; return outcome and failures on this rank."""
         self._start()
         runner.load_state_dict(self.fresh)
         step = next(self._steps)
@@ -204,7 +204,7 @@ class Bench:
         return self._outcome(Totals(result.loss_sum, result.target_tokens)), faults.fired
 
     def new_runner(self) -> StepRunner[Tensor]:
-        """Collective: of a model that has never run, where the case says so."""
+        """Collective: return a new runner, with a new model if the case fails in the first pass."""
         if self.case.first_pass:
             self._renew()
         runner = StepRunner(

@@ -1,4 +1,4 @@
-"""Whole steps of DPO, PPO and GRPO as their recipes run them, and the ways in which a stage may run out of memory."""
+"""Whole steps of DPO, PPO and GRPO in their recipes, with out-of-memory errors in one stage."""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
+from tests.distributed.faults.fault_variants import fail_there, operations_of, ways_to_fail
 from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
@@ -25,7 +25,7 @@ from torchtune_adaptive.tune import place
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE, figures_of
 
 SAMPLES, STEP = 4, 1
-"""Of a rank in a step, which is always the same one."""
+"""Samples of a rank in a step; all steps use the same step number."""
 OF_GRPO = (GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY)
 ON_PAIRS = ("full_dpo", "lora_dpo")
 KINDS = {
@@ -47,29 +47,29 @@ WAYS_OF_PAIRS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class RecipeCase:
-    """The stage in which memory runs out, and how. The rest is as in finetuning.Case."""
+    """The stage that runs out of memory. Other fields are those of finetuning.Case."""
 
     name: str
     kind: str
     stage: str
     overrides: tuple[str, ...] = ()
     layer_by_layer: bool = False
-    """To generate, parameters are gathered anew for every token."""
+    """Generate layer by layer: gather parameters again for every token."""
     world_size: int = 2
     failing: tuple[int, ...] = (1,)
     rows: int = 2
     again: str = "never"
     first_pass: bool = False
-    """Whether the models have never run before."""
+    """Use models that have never run."""
     stride: int = 1
 
     def bench(self) -> "RecipeBench":
-        """Collective."""
+        """Collective: return the bench for this case."""
         return RecipeBench(self)
 
 
 def cases() -> Iterator[RecipeCase]:
-    """Every operation of every stage, then other ways to fail in it, of which some operations are left out."""
+    """Yield a case for every stage, then its variants, which try fewer operations."""
     for kind, stages in KINDS.items():
         for stage in stages:
             plain = RecipeCase(f"recipes, {kind}, {stage}", kind, stage)
@@ -100,11 +100,11 @@ def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
 
 
 def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[Any, dict[str, Any]]:
-    """Collective: a recipe that is set up, and the limits of its stages, in which nothing has failed yet."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as own:  # a rank's own is used by the first only
+    """Collective: set up a recipe; return it with the initial limits of its stages."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as own:  # only rank 0's folder is used
         folder = [own]
         dist.broadcast_object_list(folder)
-        with mock.patch.object(place, "join_on"):  # the ranks have met
+        with mock.patch.object(place, "join_on"):  # the process group exists already
             recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
         recipe.setup()
         dist.barrier()
@@ -116,7 +116,7 @@ def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[
 
 
 def runners_of(recipe: Any) -> dict[str, StepRunner[Any]]:
-    """By stage."""
+    """Return the runners by stage."""
     runners: dict[str, StepRunner[Any]] = getattr(recipe.stages, "runners", recipe.stages)
     return runners
 
@@ -125,7 +125,7 @@ build_once = cache(build)
 
 
 class Stepped(NamedTuple):
-    """What comes out of a step, bit by bit: weights, or gradients and what the reference's stage keeps."""
+    """The outcome of a step, compared bit by bit: weights, or gradients and the stored reference log-probabilities."""
 
     tensors: list[Tensor]
     figures: dict[str, float]
@@ -140,18 +140,18 @@ class Stepped(NamedTuple):
 
 
 class RecipeBench:
-    """Collective: a recipe, and its first step, over and over."""
+    """Collective: a recipe that repeats its first step."""
 
     def __init__(self, case: RecipeCase) -> None:
         self.case = case
         self._build()
 
     def _build(self) -> None:
-        """Collective."""
+        """Collective: build the recipe or reuse it."""
         case, make = self.case, build if self.case.first_pass else build_once
         overrides = case.overrides
         if case.kind.endswith("_grpo") and case.stage != TRAIN_POLICY:
-            # two updates have a stage more, but where the second one fails, the first has run with other rows
+            # with two updates there is one more stage, but if the second update fails, the first has used other rows
             overrides = (*overrides, "ppo_epochs=2", *(JUDGE if case.stage == FIND_REWARDS else ()))
         self.recipe, self._fresh = make(case.kind, overrides, case.layer_by_layer)
         self.stages = self.recipe.stages
@@ -165,7 +165,7 @@ class RecipeBench:
         return [_local(each.detach()) for each in self.recipe.trainer.model.parameters()]
 
     def _allow(self, rows: int) -> None:
-        """Forgets what has failed before; the stage that is to fail has so many rows."""
+        """Reset the limits; the failing stage gets `rows` rows."""
         if self.case.kind in ON_PAIRS:
             for name, runner in self.runners.items():
                 runner.load_state_dict(self._fresh[name])
@@ -176,7 +176,7 @@ class RecipeBench:
         self.runners[self.case.stage].use_limit(RowLimit(rows))
 
     def _run(self) -> Stepped:
-        """Collective: from the same weights, with the same random numbers."""
+        """Collective: run the step from the same weights with the same random numbers."""
         for shard, weight in zip(self._shards(), self._weights, strict=True):
             shard.copy_(weight)
         torch.manual_seed(7 + dist.get_rank())
@@ -193,18 +193,18 @@ class RecipeBench:
         return Stepped([*gradients, *kept], figures_of(results) | losses, torch.get_rng_state())
 
     def undisturbed(self, rows: int) -> Stepped:
-        """Collective: a step in which nothing fails, with so many rows in the stage that is to."""
+        """Collective: run a step without failures, with `rows` rows in the stage under test."""
         self._allow(rows)
         return self._run()
 
     def operations(self) -> list[str]:
-        """Collective: what the first failing rank does in the stage that is to fail."""
+        """Collective: list the operations of the first failing rank in the stage under test."""
         runner = self.new_runner()
         self._allow(self.case.rows)
         return operations_of(runner, lambda _: self._run(), STEP, self.case)
 
     def new_runner(self) -> StepRunner[Any]:
-        """Collective: that of the stage that is to fail; of models that have never run, if so said."""
+        """Collective: return the runner of the stage under test, with new models for a failure in the first pass."""
         if self.case.first_pass:
             self.recipe.trainer.stages.training.close()
             self._build()
@@ -212,7 +212,7 @@ class RecipeBench:
         return runner
 
     def disturbed(self, runner: StepRunner[Any], at: int | None) -> tuple[Stepped, int]:
-        """Collective: a step that runs out of memory there; how often it did so on this rank."""
+        """Collective: run a step that runs out of memory at `at`; return its outcome and the failures on this rank."""
         self._allow(self.case.rows)
         with FaultInjector(runner) as faults:
             if at is not None:

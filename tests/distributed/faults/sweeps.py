@@ -1,4 +1,4 @@
-"""Runs out of memory at every operation of a step, and compares the gradients that come out."""
+"""Run out of memory at every operation of a step, and compare the gradients."""
 
 import gc
 import logging
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from tests.distributed.faults.failing import over_ranks
+from tests.distributed.faults.fault_variants import over_ranks
 from tests.distributed.faults.finetuning import Case
 from tests.distributed.faults.recipes import RecipeCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
@@ -29,11 +29,11 @@ class Outcome(NamedTuple):
 
 
 FIGURES = ("injected", "recovered", "hung", "wrong gradient")
-"""Of an outcome, as a record of results names them."""
+"""Names of the fields of an outcome in records of results."""
 
 
 def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
-    """Collective: every operation of a step, or so many evenly spread, or those in and around collectives."""
+    """Collective: try every operation of a step, `at_most` evenly spread ones, or only those around collectives."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
     bench = case.bench()
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
@@ -42,7 +42,7 @@ def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = Fa
     if not case.first_pass:
         bench.disturbed(runner, None)
     gc.collect()
-    gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
+    gc.freeze()  # releasing memory collects garbage, and torch has many objects
     injected = recovered = wrong = 0
     for place in places:
         if case.first_pass:
@@ -56,8 +56,8 @@ def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = Fa
 
 
 def _places(operations: list[str], stride: int, at_most: int, only_collectives: bool) -> list[int]:
-    """Numbers of operations, from 1."""
-    if only_collectives:  # before a collective is issued, and in the wait for it, when peers have matched it
+    """Return the numbers of operations, starting at 1."""
+    if only_collectives:  # before a collective is issued, and while it waits after peers have matched it
         collectives = [index for index, name in enumerate(operations, 1) if name.startswith("c10d")]
         return sorted({index + after for index in collectives for after in (0, 1, 2)})
     return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
@@ -66,7 +66,7 @@ def _places(operations: list[str], stride: int, at_most: int, only_collectives: 
 def outcome_of(
     name: str, ranks: int, sweep: Callable[..., Outcome], *args: Any, timeout_s: float, in_group: bool = True
 ) -> Outcome:
-    """Of a sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
+    """Run a sweep in new processes; count hangs and errors instead of raising them."""
     try:
         outcomes = run_on_ranks(ranks, sweep, *args, timeout_s=timeout_s, in_group=in_group)
     except RanksHung as error:

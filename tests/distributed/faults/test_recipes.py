@@ -1,4 +1,4 @@
-"""DPO, PPO and GRPO survive running out of memory in any stage, here at some of its operations."""
+"""DPO, PPO and GRPO recover from out-of-memory errors in any stage, tested at some of its operations."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY
 from torchtune_adaptive.tune.preference import PAIRS, POLICY, REFERENCE
 from torchtune_adaptive.tune.samples import PAIR
 
-SAMPLED = 2  # operations of each stage
+SAMPLED = 2  # operations per stage
 WAYS = {
     **dict.fromkeys(ON_PAIRS, ("first pass", "drain too", "no reshard", "without padding", "full checkpointing")),
     "full_ppo": ("layer by layer", f"{GENERATE}, first pass", f"{TRAIN_POLICY}, first pass", "drain too"),
@@ -28,17 +28,19 @@ def check(cases: list[RecipeCase]) -> None:
 
 @pytest.mark.smoke("full_dpo", "full_ppo")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_runs_out_of_memory_in_a_stage_comes_to_what_none_has_disturbed(kind: str):
+def test_oom_in_a_stage_does_not_change_the_step(kind: str):
     ways = (*KINDS[kind], *WAYS.get(kind, ("drain too",)))
     check([case for case in RECIPE_CASES if case.kind == kind and case.name.endswith(ways)])
 
 
-def test_a_stage_of_replicas_too():
+def test_oom_in_a_stage_with_replicas_does_not_change_the_step():
     check([case for case in RECIPE_CASES if case.name.endswith("hybrid")])
 
 
 def fill() -> tuple[bool, float, float]:
-    """Of a step beside a filler: whether the gradient is the step's, the pairs counted, and the difference in loss."""
+    """Run a step with and without a filler; return whether gradients are equal, the pairs counted and the difference
+    in loss.
+    """
     bench = RecipeBench(RecipeCase("", "full_dpo", POLICY, world_size=1))
     stages, model, pairs = bench.stages, bench.recipe.model, [dict(pair) for pair in bench.samples]
     stages[REFERENCE].run(pairs, step=1)
@@ -51,5 +53,5 @@ def fill() -> tuple[bool, float, float]:
     return all(map(torch.equal, *gradients)), float(result.sums[PAIRS]), losses[1] - losses[0]
 
 
-def test_a_filler_counts_nothing_although_its_loss_is_ln_2():
+def test_filler_does_not_count():
     assert run_on_ranks(1, fill, timeout_s=60) == [(True, 4, 0.0)]

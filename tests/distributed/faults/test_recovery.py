@@ -1,4 +1,4 @@
-"""A step survives running out of memory. Every operation is tried by `python -m tests.distributed.faults`."""
+"""A step recovers from an out-of-memory error. `python -m tests.distributed.faults` tries every operation."""
 
 import gc
 import sys
@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.faults.failing import as_dtensor_does
+from tests.captured_logs import captured_log
+from tests.distributed.faults.fault_variants import as_dtensor_does
 from tests.distributed.faults.finetuning import CASES, Bench, Case
 from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import (
     ModelConfig,
     build,
     forward_backward_of,
+    gradients_equal,
     gradients_of,
     runner_of,
-    same_gradients,
     samples_of,
 )
-from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
@@ -34,10 +34,10 @@ SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputatio
 SAMPLED_NAMES = {
     *("plain", "plain, 3 ranks, two fail", "fails in the retry too", "fails in the drain too", "first pass", "lora"),
     *("full checkpointing", "selective checkpointing", "lora, full checkpointing", "no reshard after forward", "bf16"),
-    *("without padding", "without padding, fails in the drain too", "beside a frozen model", "offloaded"),
+    *("without padding", "without padding, fails in the drain too", "with a frozen model", "offloaded"),
     *("hybrid", "hybrid, fails in the drain too"),
 }
-"""What differs in what is communicated and kept; little of what differs only in who fails and how often."""
+"""Cases that differ in communication and stored tensors, and a few that differ in failing ranks."""
 SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
 
 
@@ -48,11 +48,11 @@ SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
     "lora-full_checkpointing",
     "without_padding",
     "hybrid",
-    "beside_a_frozen_model",
+    "with_a_frozen_model",
     "offloaded",
 )
 @pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
-def test_the_gradient_after_a_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
+def test_gradient_after_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
     sampled = SAMPLED // 2 if case.world_size > 3 else SAMPLED
     for outcome in run_on_ranks(case.world_size, sweep, case, sampled, timeout_s=120):
         assert outcome == (sampled, sampled, 0, 0)
@@ -63,15 +63,15 @@ def as_a_driver_does(_: str) -> Exception:
 
 
 @pytest.mark.parametrize("error", [as_a_driver_does, as_dtensor_does])
-def test_running_out_of_memory_is_recovered_from_however_it_is_said(error: Callable[[str], Exception]):
-    """tests/unit/engine/test_oom.py has what else says so."""
+def test_all_kinds_of_oom_errors_are_recovered(error: Callable[[str], Exception]):
+    """tests/unit/engine/test_oom.py lists other kinds."""
     for outcome in run_on_ranks(2, sweep, Case("", error=error), 3, timeout_s=120):
         assert outcome == (3, 3, 0, 0)
 
 
 @pytest.mark.smoke("hybrid")
 @pytest.mark.parametrize("name", ["first pass", "hybrid"])
-def test_a_collective_may_fail_before_it_is_issued_and_after_peers_have_matched_it(name: str):
+def test_collective_may_fail_before_and_after_peers_match_it(name: str):
     case = next(case for case in CASES if case.name == name)
     outcome, *_ = run_on_ranks(case.world_size, sweep, case, sys.maxsize, True, timeout_s=120)
     assert outcome.injected > 40
@@ -92,10 +92,10 @@ def recover_after_evaluation() -> tuple[int, bool]:
         model(samples[0][None])
     with FaultInjector(runner).fail_at(rank=1, step=1, operation=200):
         runner.run(samples, step=1)
-    return runner.recoveries, same_gradients(gradients_of(model), expected)
+    return runner.recoveries, gradients_equal(gradients_of(model), expected)
 
 
-def test_an_evaluation_pass_before_the_step_does_not_confuse_recovery():
+def test_evaluation_before_the_step_does_not_confuse_recovery():
     assert run_on_ranks(2, recover_after_evaluation) == [(1, True)] * 2
 
 
@@ -110,10 +110,10 @@ def gradient_after_a_discarded_pass_without_reduction() -> bool:
     CollectiveLedger(model).reset()
     model.set_requires_gradient_sync(True)
     forward_backward(samples)
-    return same_gradients(gradients_of(model), expected)
+    return gradients_equal(gradients_of(model), expected)
 
 
-def test_reset_also_drops_gradients_that_fsdp_has_not_reduced_yet():
+def test_reset_drops_unreduced_gradients():
     assert run_on_ranks(2, gradient_after_a_discarded_pass_without_reduction) == [True, True]
 
 
@@ -122,7 +122,7 @@ FAILURES = (*range(20, 60, 4), 200, 400, 600)
 
 
 def memory_left_over_by_failures() -> list[int]:
-    """On this rank, what each repeated step has less to start with than the attempt that failed."""
+    """Return for each repeated step by how much its initial memory exceeds that of the failed attempt, on this rank."""
     model = build(ModelConfig(dropout=0.0))
     samples, live, left_over = samples_of(dist.get_rank(), 2), [], []
     forward_backward = forward_backward_of(model)
@@ -133,9 +133,9 @@ def memory_left_over_by_failures() -> list[int]:
 
     meter = MemoryMeter()
     runner = runner_of(model, 2, observed)
-    runner.run(samples, step=0)  # what stays for good, say positional embeddings, is allocated here
+    runner.run(samples, step=0)  # permanent allocations such as positional embeddings happen here
     model.zero_grad()
-    gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
+    gc.freeze()  # releasing memory collects garbage, and torch has many objects
     fresh = runner.state_dict()
     with meter, FaultInjector(runner) as faults:
         for step, operation in enumerate(FAILURES, 1):
@@ -148,13 +148,13 @@ def memory_left_over_by_failures() -> list[int]:
     return left_over
 
 
-def test_a_repeated_step_starts_with_as_much_memory_as_the_failed_one_had():
+def test_repeated_step_starts_with_the_memory_of_the_failed_one():
     healthy, failing = run_on_ranks(2, memory_left_over_by_failures)
     assert failing == healthy == [0] * len(FAILURES)
 
 
 def train_capped(cap_bytes: int | None) -> tuple[list[float], int, int]:
-    """Four steps of AdamW, the third on long samples, with little memory on rank 1 only."""
+    """Train four steps with AdamW, the third on long samples, with a memory cap on rank 1 only."""
     model = build(ModelConfig(dropout=0.0))
     meter = MemoryMeter()
     meter.count(model.parameters())
@@ -174,18 +174,18 @@ def train_capped(cap_bytes: int | None) -> tuple[list[float], int, int]:
 
 
 @pytest.mark.smoke
-def test_a_rank_with_too_little_memory_trains_to_the_losses_of_unlimited_memory():
+def test_run_with_a_memory_cap_has_the_losses_of_an_uncapped_run():
     (expected, _, need_bytes), _ = run_on_ranks(2, train_capped, None)
     for losses, recoveries, _ in run_on_ranks(2, train_capped, int(0.6 * need_bytes)):
         assert recoveries >= 1
-        assert losses == pytest.approx(expected, rel=1e-4)  # after Adam, in other microbatches
+        assert losses == pytest.approx(expected, rel=1e-4)  # after Adam, with different microbatches
 
 
 def log_of_a_recovery(failing: tuple[int, ...]) -> list[str]:
     model = build(ModelConfig())
     samples = [torch.ones(length, dtype=torch.int64) for length in (3, 5, 9, 4)]
     runner = runner_of(model, 2)
-    with listening() as lines, FaultInjector(runner) as faults:
+    with captured_log() as lines, FaultInjector(runner) as faults:
         for rank in failing:
             faults.fail_at(rank=rank, step=412, operation=1200)  # in the second microbatch
         runner.run(samples, step=412)
@@ -193,7 +193,7 @@ def log_of_a_recovery(failing: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(("failing", "who"), [((1,), "rank 1"), ((0, 1), "ranks 0, 1")])
-def test_a_recovery_is_one_line_in_the_log_of_rank_0(failing: tuple[int, ...], who: str):
+def test_recovery_is_one_log_line_on_rank_0(failing: tuple[int, ...], who: str):
     line = f"step 412: out of memory on {who} (longest sample 9 tokens): microbatch 2 -> 1 row, step repeated"
     assert run_on_ranks(2, log_of_a_recovery, failing) == [[line], []]
 
@@ -203,9 +203,9 @@ def operations_that_copy() -> tuple[int, int]:
     return tuple(sum(name.startswith("aten.clone") for name in bench.operations()) for bench in (plain, offloaded))
 
 
-def test_what_is_offloaded_is_copied_to_the_device_and_back_and_each_copy_may_fail():
+def test_offloaded_tensors_are_copied_to_the_device_and_back():
     for plain, offloaded in run_on_ranks(2, operations_that_copy):
-        assert offloaded >= plain + 100  # of every parameter in forward and backward, of every gradient
+        assert offloaded >= plain + 100  # every parameter in forward and backward, and every gradient
 
 
 def is_gathered(model: nn.Module) -> bool:
@@ -213,7 +213,7 @@ def is_gathered(model: nn.Module) -> bool:
 
 
 def left_gathered(recover: bool) -> tuple[bool, bool]:
-    """Collective: whether a plain forward leaves parameters gathered, and a stage without a backward."""
+    """Collective: do parameters stay gathered after a plain forward, and after a stage without a backward?"""
     model, tokens = build(ModelConfig(dropout=0.0)), torch.arange(6)
 
     def ask(samples: Sequence[torch.Tensor]) -> Totals:
@@ -227,6 +227,6 @@ def left_gathered(recover: bool) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("recover", [True, False])
-def test_a_stage_without_a_backward_leaves_nothing_gathered_whether_or_not_it_could_be_run_again(recover: bool):
-    """Whoever writes into parameters, as a search does at its end, would write where nothing is."""
+def test_stage_without_backward_leaves_no_parameters_gathered(recover: bool):
+    """Writing into gathered parameters, as a search does at its end, would be lost."""
     assert run_on_ranks(2, left_gathered, recover, timeout_s=30) == [(True, False)] * 2

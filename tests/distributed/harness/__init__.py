@@ -1,1 +1,1 @@
-"""What the tests themselves rely on: ranks and commands in processes that are forked."""
+"""Tests of the test helpers: forked ranks and commands."""

@@ -1,11 +1,11 @@
-"""What would go unnoticed if ranks and commands of tests did it no more."""
+"""Test properties of the helpers whose loss would go unnoticed."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import run_here
+from tests.forked_commands import run_forked
 from tests.ranks import free_ports
 
 LEAVES_A_PROCESS = """
@@ -22,14 +22,14 @@ sys.exit(3)
 """
 
 
-def test_a_command_that_is_to_leave_nothing_and_does_is_an_error(tmp_path: Path) -> None:
+def test_command_that_leaves_a_process_behind_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(LEAVES_A_PROCESS)
     command = [sys.executable, "program.py", "this"]
     with pytest.raises(AssertionError, match=r"left running: \[\d+\]\nasked for this"):
-        run_here(command, cwd=tmp_path, timeout_s=60, leaves_nothing=True)
+        run_forked(command, cwd=tmp_path, timeout_s=60, expect_no_leftovers=True)
 
 
-def test_processes_that_test_side_by_side_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_test_workers_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
     for worker in range(3):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")

@@ -1,1 +1,1 @@
-"""What fits, on ranks that differ: found before training, by length, changed at the edge of memory."""
+"""Limits on ranks that differ: found before training, by length, and changed during training."""

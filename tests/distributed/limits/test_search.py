@@ -1,4 +1,4 @@
-"""The search on several ranks that have different budgets. Brute force over plain training is the judge."""
+"""The search on several ranks with different budgets, compared with brute force over plain training."""
 
 import gc
 import time
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import PATIENCE, run_on_ranks
-from tests.searching import (
+from tests.searched_model import (
     Shape,
     Trained,
     brute_force,
@@ -32,7 +32,7 @@ Found = dict[str, Any]
 
 
 def search_on_rank(trained: Trained, meter: MemoryMeter, budgets: list[int], **options: Any) -> SearchResult:
-    gc.freeze()  # a probe collects garbage; what the imports left is none
+    gc.freeze()  # a probe collects garbage; imported modules are not garbage
     return search_within(trained.step(), meter, budgets[dist.get_rank()], **options)
 
 
@@ -46,7 +46,7 @@ def slack_of(trained: Trained) -> int:
 
 
 def search_all(shape: Shape, draws: int) -> list[Found]:
-    """What the strategies find under random budgets, and what brute force finds."""
+    """Return what each strategy and brute force find under random budgets."""
     found = []
     with MemoryMeter() as meter:
         trained = Trained(shape)
@@ -67,7 +67,7 @@ def search_all(shape: Shape, draws: int) -> list[Found]:
 
 @pytest.mark.smoke("2-0")
 @pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (3, 3)])
-def test_all_ranks_find_what_brute_force_finds_under_budgets_that_differ(ranks: int, seed: int):
+def test_all_ranks_find_the_brute_force_size_under_different_budgets(ranks: int, seed: int):
     by_rank = run_on_ranks(ranks, search_all, steep(seed), 3, timeout_s=150)
     assert by_rank[1:] == by_rank[:-1]
     for found in by_rank[0]:
@@ -81,7 +81,7 @@ def test_all_ranks_find_what_brute_force_finds_under_budgets_that_differ(ranks: 
 
 
 def search_whole_steps() -> list[SearchResult]:
-    """Within a budget for 12 rows alone, or for 10 beside gradients of an earlier microbatch; rank 0 has more."""
+    """Search a budget for 12 rows in one microbatch, or 10 with accumulated gradients; rank 0 has more."""
     with MemoryMeter() as meter:
         trained = Trained(Shape(vocabulary=64, dim=64, hidden=256, layers=16))
         need = measured_peaks(trained, meter, (12, 13), whole_step_rows=1)[1]
@@ -89,7 +89,7 @@ def search_whole_steps() -> list[SearchResult]:
         return [search_on_rank(trained, meter, budgets, whole_step_rows=rows) for rows in (12, 13)]
 
 
-def test_all_ranks_agree_on_whether_a_step_is_one_microbatch():
+def test_all_ranks_agree_whether_a_step_is_one_microbatch():
     found, same = run_on_ranks(2, search_whole_steps, timeout_s=100)
     assert found == same
     assert [(each.rows, each.accumulates) for each in found] == [(12, False), (10, True)], found
@@ -106,7 +106,7 @@ def search_after_an_evaluation() -> bool:
         return all(map(torch.equal, weights, now))
 
 
-def test_a_search_after_an_evaluation_leaves_the_weights():
+def test_search_after_an_evaluation_keeps_the_weights():
     assert run_on_ranks(2, search_after_an_evaluation) == [True, True]
 
 
@@ -122,14 +122,14 @@ def train(searches: bool, resumed: bool, offload: bool) -> tuple[list[float], An
 
 
 @pytest.mark.parametrize(("resumed", "offload"), [(False, False), (True, True)], ids=["fresh", "resumed and offloaded"])
-def test_training_after_a_search_is_bitwise_training_without_one(resumed: bool, offload: bool):
+def test_training_after_a_search_is_bitwise_unchanged(resumed: bool, offload: bool):
     with_search, without = (run_on_ranks(3, train, searches, resumed, offload) for searches in (True, False))
     assert with_search == without
 
 
 def search_where_one_row_does_not_fit(strategy: str) -> list[tuple[str, float]]:
-    """Messages and seconds where the last rank lacks some bytes, nearly everything, or more than there is."""
-    told = []
+    """Return messages and seconds where the last rank lacks a few bytes, most of its memory, or more than exists."""
+    text = []
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         need = measured_peaks(trained, meter, [1])[dist.get_rank()][0]
@@ -138,12 +138,12 @@ def search_where_one_row_does_not_fit(strategy: str) -> list[tuple[str, float]]:
             started = time.monotonic()
             with pytest.raises(OneRowDoesNotFitError) as caught:
                 search_on_rank(trained, meter, budgets, strategy=strategy, max_rows=64)
-            told.append((str(caught.value), time.monotonic() - started))
-    return told
+            text.append((str(caught.value), time.monotonic() - started))
+    return text
 
 
 @pytest.mark.parametrize("strategy", ["linear", "decrease"])
-def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks_within_seconds(strategy: str):
+def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks(strategy: str):
     for (first, seconds), *others in zip(*run_on_ranks(3, search_where_one_row_does_not_fit, strategy), strict=True):
         assert all(message == first for message, _ in others)
         assert first.startswith("one row of 16 tokens needs ")
@@ -157,15 +157,15 @@ def search_two_steps() -> SearchResult:
         return search_within(steps, meter, 500_000 + 100_000 * dist.get_rank(), strategy="binary")
 
 
-def test_a_policy_and_a_critic_are_searched_together_on_all_ranks():
-    """In which phases: tests/unit/engine/test_find.py."""
+def test_policy_and_critic_are_searched_together_on_all_ranks():
+    """tests/unit/engine/test_find_max_batch_size.py checks the phases."""
     found, same = run_on_ranks(2, search_two_steps)
     assert found == same
     assert found.rows >= 2
 
 
 def search_where_rank_1_fails_in_passing(at_calls: tuple[int, ...]) -> tuple[int, str]:
-    """The rows that were found, or the error."""
+    """Return the rows found, or the error."""
     calls = iter(range(1, 1000))
 
     class Failing(Trained):
@@ -181,15 +181,15 @@ def search_where_rank_1_fails_in_passing(at_calls: tuple[int, ...]) -> tuple[int
             return 0, str(error)
 
 
-SHORTEST, SHORTEST_AGAIN = 1, 3  # between them is the replay, which finds out what the peers still expect
+SHORTEST, SHORTEST_AGAIN = 1, 3  # between them is the replay, which determines the remaining collectives
 
 
 @pytest.mark.parametrize("at_calls", [(SHORTEST,), (3,)], ids=["the shortest sample", "the first whole row"])
-def test_one_row_is_tried_once_more_before_it_is_said_not_to_fit(at_calls: tuple[int, ...]):
+def test_one_row_is_tried_again_before_it_is_reported_as_too_large(at_calls: tuple[int, ...]):
     assert run_on_ranks(2, search_where_rank_1_fails_in_passing, at_calls) == [(4, "")] * 2
 
 
-def test_one_row_that_fails_twice_does_not_fit_on_all_ranks():
+def test_one_row_that_fails_twice_is_an_error_on_all_ranks():
     first, second = run_on_ranks(2, search_where_rank_1_fails_in_passing, (SHORTEST, SHORTEST_AGAIN))
     assert first == second
     assert first[1].startswith("one row of 16 tokens runs out of memory on rank 1")

@@ -1,4 +1,4 @@
-"""Steps under a limit by length: ranks with other samples still run as many microbatches, and any may be empty."""
+"""Steps under a length limit: ranks with different samples run equally many microbatches, and any may be empty."""
 
 import itertools
 import logging
@@ -10,17 +10,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed.counting import ALL_REDUCE, CountCollectives
+from tests.captured_logs import captured_log
+from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.models import (
     VOCABULARY,
     Gradients,
     ModelConfig,
     build,
     forward_backward_of,
+    gradients_equal,
     gradients_of,
-    same_gradients,
 )
-from tests.hearing import listening
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.reports import Totals
@@ -30,7 +30,7 @@ from torchtune_adaptive.testing import FaultInjector
 
 PLAIN = ModelConfig(dropout=0.0)
 LENGTHS = [[4, 5, 4, 6, 4, 5], [31, 7, 30, 4, 12, 9], [8, 16, 8, 16, 8, 16]]
-"""By rank: within 32 tokens the first needs one microbatch, the second four, the third three."""
+"""By rank: with 32 tokens the first needs one microbatch, the second four, the third three."""
 SURFACE = SurfaceLimit({"layers": Surface(100.0, 1.0, 1.0)}, budget_bytes=140)
 
 
@@ -42,7 +42,7 @@ def samples_here(step: int = 0, lengths: list[list[int]] = LENGTHS) -> list[Tens
 
 
 def without_labels(sample: Tensor) -> Tensor:
-    return sample[:1]  # the loss is that of the next token: one token alone has none
+    return sample[:1]  # the loss is that of the next token, so one token has no loss
 
 
 def runner_of(
@@ -61,7 +61,7 @@ def close(left: Gradients, right: Gradients) -> bool:
 
 
 def step_by_rows_and_by_length() -> list[int]:
-    """The microbatches on this rank under each limit, padded and joined."""
+    """Return the microbatches on this rank under each limit, padded and joined."""
     found = []
     by_rows = build(PLAIN)
     expected = runner_of(by_rows, RowLimit(2)).run(samples_here(), step=0)
@@ -76,13 +76,13 @@ def step_by_rows_and_by_length() -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_gradient_is_that_of_microbatches_by_rows(world_size: int):
+def test_gradient_under_a_token_limit_equals_that_under_a_row_limit(world_size: int):
     by_rank = run_on_ranks(world_size, step_by_rows_and_by_length)
     assert by_rank == by_rank[:1] * world_size
 
 
 def reductions_of_steps(announced: bool) -> list[int]:
-    """How often the ranks spoke in each of four steps, besides FSDP."""
+    """Return the number of all-reduces in each of four steps."""
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(32))
     spoken = []
@@ -96,12 +96,12 @@ def reductions_of_steps(announced: bool) -> list[int]:
 
 
 @pytest.mark.parametrize(("announced", "spoken"), [(True, [2, 1, 1, 1]), (False, [2, 2, 2, 2])])
-def test_only_steps_that_were_not_announced_cost_a_small_reduction_of_their_own(announced: bool, spoken: list[int]):
+def test_only_unannounced_steps_cost_an_extra_reduction(announced: bool, spoken: list[int]):
     assert run_on_ranks(2, reductions_of_steps, announced) == [spoken] * 2
 
 
 def recover(fail_at: int, joined: bool) -> str:
-    """The smaller limit, under which this and the next step are bitwise those of another run."""
+    """Return the smaller limit; check that this and the next step are bitwise those of another run under it."""
     logging.disable(logging.WARNING)
     disturbed = build(PLAIN)
     runner = runner_of(disturbed, TokenLimit(64), joined=joined)
@@ -118,8 +118,8 @@ def recover(fail_at: int, joined: bool) -> str:
     expected = gradients_of(undisturbed)
     undisturbed.zero_grad()
     reference.run(samples_here(1), step=2)
-    assert same_gradients(first, expected)
-    assert same_gradients(gradients_of(disturbed), gradients_of(undisturbed))
+    assert gradients_equal(first, expected)
+    assert gradients_equal(gradients_of(disturbed), gradients_of(undisturbed))
     assert runner.recoveries == 1
     return str(runner.limit)
 
@@ -129,7 +129,7 @@ def recover_everywhere(joined: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "joined"), [(3, False), (2, True)])
-def test_a_recovered_step_and_the_announced_one_after_it_run_under_the_smaller_limit(world_size: int, joined: bool):
+def test_recovered_step_and_the_next_announced_step_use_the_smaller_limit(world_size: int, joined: bool):
     limits = run_on_ranks(world_size, recover_everywhere, joined)
     assert limits == limits[:1] * world_size
     assert {*limits[0]} <= {"32 tokens", "16 tokens"}
@@ -140,13 +140,13 @@ FEW = [[9], [30, 29, 31, 28], [12, 14]]
 
 
 def fill_up() -> tuple[int, int, bool]:
-    """Microbatches, target tokens, and whether the gradient is that of all samples in one process' autograd."""
+    """Return microbatches, target tokens, and whether the gradient equals that of all samples in one process."""
     model = build(PLAIN)
     result = runner_of(model, TokenLimit(32)).run(samples_here(0, FEW), step=0)
     reference = build(PLAIN)
     forward_backward = forward_backward_of(reference)
     samples = samples_here(0, FEW)
-    for index in range(4):  # the same collectives on all ranks, with a loss of zero where there is no sample left
+    for index in range(4):  # the same collectives on all ranks, with a loss of zero if no sample remains
         if index < len(samples):
             forward_backward(samples[index : index + 1])
         else:
@@ -155,19 +155,19 @@ def fill_up() -> tuple[int, int, bool]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_empty_microbatch_adds_nothing_and_hangs_nobody(world_size: int):
+def test_empty_microbatch_neither_changes_gradients_nor_hangs(world_size: int):
     tokens = sum(length - 1 for lengths in FEW[:world_size] for length in lengths)
     assert run_on_ranks(world_size, fill_up) == [(4, tokens, True)] * world_size
 
 
 def fail_in_an_empty_microbatch() -> str:
-    """The error that this rank ends with."""
+    """Return the error of this rank."""
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(32))
     samples = samples_here(0, FEW)
     runner.run(samples, step=0)
     model.zero_grad()
-    in_its_third_microbatch = 900  # which is empty
+    in_its_third_microbatch = 900  # an empty microbatch
     with FaultInjector(runner).fail_at(rank=0, step=1, operation=in_its_third_microbatch, times=3):
         try:
             runner.run(samples, step=1)
@@ -176,14 +176,14 @@ def fail_in_an_empty_microbatch() -> str:
     return "no error"
 
 
-def test_running_out_of_memory_where_nothing_is_smaller_ends_all_ranks_with_the_same_error():
+def test_oom_at_the_smallest_limit_is_the_same_error_on_all_ranks():
     first, second = run_on_ranks(2, fail_in_an_empty_microbatch)
     assert first == second
     assert first.startswith("step 1: out of memory on rank 0 (longest sample 1 tokens): a microbatch of 1 row")
 
 
 def run_masked(rank_without_labels: int) -> tuple[int, bool, bool]:
-    """Microbatches, whether all gradients are finite, and whether this rank's samples changed nothing."""
+    """Return microbatches, whether all gradients are finite, and whether the loss excludes this rank's samples."""
     model = build(PLAIN)
 
     def forward_backward(samples):
@@ -202,7 +202,7 @@ def run_masked(rank_without_labels: int) -> tuple[int, bool, bool]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_without_any_label_hangs_nobody_and_leaves_no_nan(rank: int):
+def test_rank_without_labels_neither_hangs_nor_yields_nan(rank: int):
     assert run_on_ranks(2, run_masked, rank) == [(4, True, True)] * 2
 
 
@@ -215,19 +215,19 @@ def three_tokens(sample: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("filler", "told"),
+    ("filler", "message"),
     [
         (None, r"rank 0 has fewer samples .* give its SampleKind a `filler`"),
         (three_tokens, "`filler` returned a sample that counts in the loss"),
     ],
 )
-def test_no_filler_and_one_that_counts_in_the_loss_are_refused(filler: Callable[[Tensor], Tensor], told: str):
-    with pytest.raises(RankFailed, match=told):
+def test_missing_or_counting_filler_is_refused(filler: Callable[[Tensor], Tensor], message: str):
+    with pytest.raises(RankFailed, match=message):
         run_on_ranks(2, run_with_a_wrong, filler)
 
 
 def announce(announcing: tuple[int, ...], then: int) -> list[int]:
-    """The microbatches of two steps, the second on samples that these ranks have announced, or on others."""
+    """Return the microbatches of two steps; these ranks announce the samples of the second, which may then differ."""
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(32))
     upcoming = samples_here(1) if dist.get_rank() in announcing else None
@@ -236,27 +236,27 @@ def announce(announcing: tuple[int, ...], then: int) -> list[int]:
     return [first, runner.run(samples_here(then), step=1).microbatches]
 
 
-def test_samples_that_only_some_ranks_announce_are_agreed_on_when_they_come():
+def test_samples_announced_by_some_ranks_are_agreed_on_when_they_arrive():
     assert run_on_ranks(2, announce, (0,), 1) == [[4, 4]] * 2
 
 
-def test_samples_other_than_those_that_were_announced_are_refused():
+def test_samples_that_differ_from_the_announced_ones_are_refused():
     with pytest.raises(RankFailed, match="the samples differ from those announced as `upcoming`"):
         run_on_ranks(2, announce, (0, 1), 2)
 
 
 def shrink_together() -> list[str]:
-    """Two ranks run out of memory in one attempt, in microbatches of other sizes."""
+    """Run out of memory on two ranks in one attempt, in microbatches of different sizes."""
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(64))
     runner.run(samples_here(), step=0)
     model.zero_grad()
-    with listening() as lines, FaultInjector(runner).fail_at(rank=dist.get_rank(), step=412, operation=40):
+    with captured_log() as lines, FaultInjector(runner).fail_at(rank=dist.get_rank(), step=412, operation=40):
         runner.run(samples_here(), step=412)
     return [*lines, str(runner.limit)]
 
 
-def test_the_log_names_the_tokens_of_the_microbatch_and_the_new_limit():
+def test_log_names_tokens_of_the_microbatch_and_the_new_limit():
     ([line, limit], others) = run_on_ranks(2, shrink_together)
     longest = max(*LENGTHS[0], *LENGTHS[1])
     assert line.startswith(f"step 412: out of memory on ranks 0, 1 (longest sample {longest} tokens): microbatch ")

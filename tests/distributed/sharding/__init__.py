@@ -1,1 +1,1 @@
-"""Models that are shared out in other ways: replicas across nodes, tensor parallelism, optimizer state in few bits."""
+"""Other kinds of sharding: replicas across nodes, tensor parallelism, quantized optimizer state."""

@@ -1,4 +1,4 @@
-"""Shards inside of a node and replicas across nodes, in loops that know nothing of torchtune."""
+"""Hybrid sharding (shards within a node, replicas across nodes) in loops without torchtune."""
 
 import itertools
 import time
@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import models
-from tests.distributed.counting import ALL_REDUCE, CountCollectives
-from tests.distributed.faults.failing import over_ranks
+from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
+from tests.distributed.faults.fault_variants import over_ranks
 from tests.distributed.models import mesh_of, samples_of
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.ranks import LATE_S
@@ -72,7 +72,7 @@ def whole_gradients(model: nn.Module) -> Tensor:
 
 @cache
 def gradients_of_one_process() -> Tensor:
-    """What all ranks' samples come to without any of this, averaged over ranks as FSDP does."""
+    """Compute the gradients of all ranks' samples in one process, averaged over ranks like FSDP."""
     model = plain_model()
     for rank in range(dist.get_world_size()):
         for sample in samples_of(rank, SAMPLES):
@@ -81,7 +81,7 @@ def gradients_of_one_process() -> Tensor:
 
 
 def run_out(runner: StepRunner[Tensor], operation: int, *, step: int = 1, failing: int = 1) -> None:
-    """Collective: a step in which this rank fails there is repeated, to the gradients of one process."""
+    """Collective: fail in this step and check that its gradients are those of one process."""
     expected = gradients_of_one_process()
     with FaultInjector(runner).fail_at(rank=failing, step=step, operation=operation) as faults:
         result = runner.run(samples_of(dist.get_rank(), SAMPLES), step=step)
@@ -97,27 +97,27 @@ def recover_with_replicas() -> None:
         runner.close()
 
 
-def test_a_loop_with_replicas_recovers_and_has_the_gradients_of_one_process():
-    """Sharded in nodes: tests/distributed/faults, and test_what_changes.py."""
+def test_loop_with_replicas_recovers_the_gradients_of_one_process():
+    """tests/distributed/faults and test_fsdp_options.py test hybrid sharding."""
     run_on_ranks(4, recover_with_replicas, timeout_s=60)
 
 
 def sums_over_replicas(rows: int) -> int:
     runner = runner_of(sharded_in_nodes(plain_model()), rows)
-    runner.run(samples_of(dist.get_rank(), SAMPLES), step=0)  # the first step compares replicas, too
+    runner.run(samples_of(dist.get_rank(), SAMPLES), step=0)  # the first step also compares replicas
     runner.model.zero_grad()
     with CountCollectives() as counted:
         runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
     return counted.seen[ALL_REDUCE]
 
 
-def test_replicas_exchange_gradients_once_a_step_however_many_microbatches_it_has():
+def test_replicas_reduce_gradients_once_per_step():
     [whole, *_], [split, *_] = (run_on_ranks(4, sums_over_replicas, rows) for rows in (SAMPLES, 1))
     assert split == whole > 1  # one of them is the agreement
 
 
 def refusal_of(runner: StepRunner[Tensor]) -> str:
-    """Collective: what the first step is refused with, if it is."""
+    """Collective: return the error of the first step, or an empty string."""
     try:
         runner.run(samples_of(dist.get_rank(), 2), step=1)
     except UnrecoverableError as error:
@@ -130,29 +130,29 @@ def step_of_unlike_replicas(spread: Callable[[nn.Module], nn.Module]) -> str:
 
 
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_replicas_that_begin_unlike_are_refused_on_all_ranks(spread: Callable):
+def test_replicas_with_different_weights_are_refused_on_all_ranks(spread: Callable):
     messages = run_on_ranks(4, step_of_unlike_replicas, spread)
     assert messages == messages[:1] * 4
     assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
 
 
 def step_beside_another_mesh(alike: bool) -> str:
-    """The policy is sharded in nodes, beside a frozen model of which every rank has a replica."""
+    """Use a hybrid-sharded policy and a frozen model with one replica per rank."""
     frozen = replicated(plain_model(seed=1 if alike else dist.get_rank() // 3))
     policy = sharded_in_nodes(plain_model())
     return refusal_of(models.runner_of(policy, 4, recovery=Recovery(policy, frozen)))
 
 
-def test_each_model_is_compared_among_its_own_replicas():
+def test_each_model_is_compared_among_its_replicas():
     assert run_on_ranks(4, step_beside_another_mesh, True) == [""] * 4
     for message in run_on_ranks(4, step_beside_another_mesh, False):
         assert message.startswith("the weights on rank 3 differ from those on rank 0, which holds the same shard")
 
 
 def run_late(count: int) -> int:
-    """Collective: a step whose last rank is far behind, then one with fewer samples, in which it is again.
+    """Collective: run two steps in which the last rank is late; the second step has fewer samples.
 
-    Its node alone waits for it in the first of two microbatches.
+    Only its node waits for it in the first of two microbatches.
     """
     runner = runner_of(sharded_in_nodes(plain_model()), rows=2)
     for step, samples in enumerate((SAMPLES, count)):
@@ -162,12 +162,12 @@ def run_late(count: int) -> int:
     return runner.recoveries
 
 
-def test_a_node_that_comes_late_is_not_taken_for_one_with_other_samples() -> None:
+def test_late_node_is_not_mistaken_for_one_with_different_samples() -> None:
     assert run_on_ranks(4, run_late, SAMPLES // 2) == [0] * 4
 
 
 def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> StepRunner[Tensor]:
-    """Collective: a runner whose last step the user's own code has ended on all ranks, in one of four microbatches."""
+    """Collective: return a runner after user code raised an error on all ranks in one of four microbatches."""
     runner, begun = runner_of(spread(plain_model()), rows=2), itertools.count()
 
     def broken(inside: str):
@@ -199,7 +199,7 @@ def use_the_runner_after_that(runner: StepRunner[Tensor]) -> None:
 
 
 def next_gradients(spread: Callable[[nn.Module], nn.Module], next_use: Callable[[StepRunner[Tensor]], None]) -> float:
-    """Collective: the worst error of the gradients that come after a step that broke off, or none at all."""
+    """Collective: return the largest gradient error after an aborted step, or without one."""
     expected, worst = gradients_of_one_process(), 0.0
     for microbatch in (None, 0, 2, 3):
         runner = runner_of(spread(plain_model())) if microbatch is None else break_off(spread, microbatch)
@@ -214,12 +214,12 @@ USES = (use_the_model_after_the_runner, use_the_model_beside_the_runner, use_the
 @pytest.mark.smoke("sharded_in_nodes-use_the_runner_after_that")
 @pytest.mark.parametrize("next_use", USES)
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_nothing_of_a_step_that_broke_off_is_in_the_next_gradients(spread: Callable, next_use: Callable):
+def test_aborted_step_does_not_change_the_next_gradients(spread: Callable, next_use: Callable):
     assert max(run_on_ranks(4, next_gradients, spread, next_use)) < 1e-3
 
 
 class SometimesTwoHeads(nn.Module):
-    """A second head is used by long samples only."""
+    """A model whose second head is used only by long samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class SometimesTwoHeads(nn.Module):
 
 
 def use_a_head_in_all_but_the_last() -> str | float:
-    """Collective: the message that ends the run, or the worst error of the gradients."""
+    """Collective: return the error message of the run, or the largest gradient error."""
     samples = [torch.arange(1, 20) + dist.get_rank(), torch.arange(1, 6)]
     torch.manual_seed(1)
     model, alone = SometimesTwoHeads(), SometimesTwoHeads()
@@ -249,8 +249,8 @@ def use_a_head_in_all_but_the_last() -> str | float:
     return (whole_gradients(model) - expected).abs().max().item()
 
 
-def test_gradients_that_the_last_microbatch_does_not_make_are_summed_over_replicas_or_end_the_run():
-    """torch sums them from 2.15 on; before, they would be lost without a word."""
+def test_gradients_missing_from_the_last_microbatch_are_reduced_or_end_the_run():
+    """torch 2.15 and later reduce them; earlier versions would silently lose them."""
     outcomes = run_on_ranks(4, use_a_head_in_all_but_the_last)
     if isinstance(outcomes[0], float):
         assert max(outcomes) < 1e-3

@@ -1,4 +1,4 @@
-"""Optimizer state in few bits: saved by some ranks, and gone on with by as many or others."""
+"""Quantized optimizer state: saved by some ranks and loaded by the same or another number."""
 
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
 CPU = torch.device("cpu")
 OPTIMIZERS = {"8 bits": AdamW8bit, "4 bits": AdamW4bit, "8 bits, floating": AdamWFp8}
 ERRORS = {"8 bits": 0.02, "4 bits": 0.3, "8 bits, floating": 0.1}
-"""By how much of its largest value a moment changes when it is cut into other blocks."""
+"""How much a moment may change, relative to its maximum, if it is split into other blocks."""
 SIZES = ((64, 384), (384, 131), (131, 5))
-"""Layers that 2 and 3 ranks share evenly, unevenly, and in shards that are too small for blocks."""
+"""Layers that 2 and 3 ranks share evenly, unevenly, and in shards smaller than a block."""
 
 
 ONE_DIMENSION, REPLICAS, TENSOR_PARALLEL = "", "replicate", "tensor"
@@ -30,7 +30,7 @@ TENSOR_PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel()}
 
 
 def trained(kind: str, mesh: str = ONE_DIMENSION) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Collective: after a step, the same on every number of ranks."""
+    """Collective: return a model and optimizer after one step, equal for any number of ranks."""
     torch.manual_seed(0)
     torch.compiler.set_stance("force_eager")
     model = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
@@ -56,7 +56,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of this rank."""
+    """Return this rank's moments."""
     return [each for state in optimizer.state.values() for key, each in state.items() if key != "step"]
 
 
@@ -65,7 +65,7 @@ def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def save(kind: str, path: Path, mesh: str = ONE_DIMENSION) -> set[bool]:
-    """Collective: saves, and trains on. Whether shards of this rank are in few bits."""
+    """Collective: save, train on, and return whether shards of this rank are quantized."""
     model, optimizer = trained(kind, mesh)
     state = gather_state(model, optimizer, CPU)
     if dist.get_rank() == 0:
@@ -80,8 +80,8 @@ def local_of(moment: Any) -> Tensor:
 
 
 def load_anew(kind: str, path: Path, mesh: str = ONE_DIMENSION) -> tuple[bool, float]:
-    """Collective: a new optimizer with what was saved: whether it has the bits of one that trained as far; else by
-    how much the whole moments differ, of the largest.
+    """Collective: load the state into a new optimizer; return whether its bits equal those of one trained equally
+    long, and the largest relative difference.
     """
     model, expected = trained(kind, mesh)
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
@@ -112,7 +112,7 @@ OTHERS = {1: [2], 2: [1, 3], 3: [1, 2]}
 
 
 @pytest.mark.parametrize("ranks", OTHERS)
-def test_as_many_ranks_go_on_with_the_same_bits_and_others_with_the_same_values(ranks: int, tmp_path: Path) -> None:
+def test_loading_on_the_same_ranks_keeps_bits_and_on_others_keeps_values(ranks: int, tmp_path: Path) -> None:
     kinds = ["8 bits"] if ranks == 1 else [*OPTIMIZERS]
     in_few_bits = set().union(*run_on_ranks(ranks, save_all, kinds, tmp_path, timeout_s=120))
     assert ranks == 1 or in_few_bits == {True, False}
@@ -122,7 +122,7 @@ def test_as_many_ranks_go_on_with_the_same_bits_and_others_with_the_same_values(
                 assert same if again == ranks else apart < ERRORS[kind], (kind, again)
 
 
-def test_of_replicas_one_is_saved(tmp_path: Path) -> None:
+def test_only_one_replica_is_saved(tmp_path: Path) -> None:
     run_on_ranks(4, save, "8 bits", tmp_path / "state.pt", REPLICAS, timeout_s=120)
     state = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
     shards = state["0.weight"]["exp_avg"][SHARDS]
@@ -131,9 +131,7 @@ def test_of_replicas_one_is_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel_ranks_go_on_with_the_same_bits_and_others_with_the_same_values(
-    ranks: int, tmp_path: Path
-) -> None:
+def test_tensor_parallel_loading_keeps_bits_on_the_same_ranks_and_values_on_others(ranks: int, tmp_path: Path) -> None:
     path, timeout_s = tmp_path / "state.pt", 120
     run_on_ranks(ranks, save, "8 bits", path, TENSOR_PARALLEL, timeout_s=timeout_s)
     again = run_on_ranks(ranks, load_anew, "8 bits", path, TENSOR_PARALLEL, timeout_s=timeout_s)

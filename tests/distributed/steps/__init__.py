@@ -1,1 +1,1 @@
-"""Steps in which nothing fails: what ranks communicate, which samples each runs, the examples that show them."""
+"""Steps without failures: collectives, dealt samples, and the examples."""

@@ -1,4 +1,4 @@
-"""What a step communicates when nothing fails."""
+"""Collectives of a step without failures."""
 
 from collections import Counter
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.counting import ALL_REDUCE, CountCollectives
+from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.step import Recovery
 
 Figures = tuple[float, float]
-"""The loss, and the tokens that it is of."""
+"""The loss and its number of tokens."""
 
 
 def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Figures, Counter[str], Figures]:
-    """Collective: what two microbatches of stock torchtune communicate and come to, and the same through StepRunner."""
+    """Collective: return collectives and figures of two microbatches of stock torchtune, and of StepRunner."""
     model = build(ModelConfig(dropout=0.0))
     samples, forward_backward = samples_of(dist.get_rank(), 4), forward_backward_of(model)
     forward_backward(samples)
@@ -33,7 +33,7 @@ def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Figures, Counter[st
 
 
 @pytest.mark.smoke
-def test_a_step_has_one_collective_less_than_stock():
+def test_step_has_one_collective_less_than_stock():
     for recover in (True, False):
         for stock, summed, adaptive, found in run_on_ranks(2, stock_and_adaptive, recover):
             assert stock - adaptive == Counter({ALL_REDUCE: 1})
@@ -52,7 +52,7 @@ def plain_step_after_close() -> tuple[int, int]:
     return counted, runner.recovery.ledger.position
 
 
-def test_close_puts_the_collectives_of_fsdp_back():
+def test_close_restores_fsdps_collectives():
     for counted, counted_after_close in run_on_ranks(2, plain_step_after_close):
         assert counted == counted_after_close > 0
 
@@ -67,5 +67,5 @@ def recoveries_of_one_model() -> int:
     return runner.run(samples_of(dist.get_rank(), 2), step=0).microbatches
 
 
-def test_a_model_has_one_recovery_at_a_time():
+def test_model_has_one_recovery_at_a_time():
     assert run_on_ranks(2, recoveries_of_one_model) == [1, 1]

@@ -1,4 +1,4 @@
-"""Samples of a step are dealt to the ranks: each runs once, in the same step, and ranks have equally much to do."""
+"""Samples of a step are dealt to the ranks: each runs once, in its step, and ranks have similar work."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.counting import CountCollectives
+from tests.distributed.count_collectives import CountCollectives
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.tune.bad_samples import NamedSamples
 from torchtune_adaptive.tune.dealing import Dealer
@@ -19,7 +19,7 @@ STEPS = 4
 
 
 class Numbered:
-    """Samples of many lengths, with more than tokens and labels."""
+    """Samples of many lengths, with extra fields."""
 
     def __init__(self, broken: int | None = None, stuck: int | None = None) -> None:
         self._broken, self._stuck = broken, stuck
@@ -38,21 +38,21 @@ class Numbered:
 
 
 def steps_here(dataset: NamedSamples) -> Iterator[list[Any]]:
-    """As the loader deals them: ranks take turns."""
+    """Yield the samples of each step as the loader deals them: ranks take turns."""
     ranks = dist.get_world_size()
     for step in range(STEPS):
         yield [dataset[(step * EACH + at) * ranks + dist.get_rank()] for at in range(EACH)]
 
 
 class Epoch(NamedTuple):
-    """What a rank has of one."""
+    """A rank's view of an epoch."""
 
     steps: list[list[tuple[int, int, int]]]
-    """Number, tokens and first label of every sample of each step that it runs."""
+    """Number, tokens and first label of every sample, by step."""
     read: list[int]
-    """The samples that it has read, in that order."""
+    """The samples that the rank has read, in order."""
     collectives: list[int]
-    """How often it has issued each kind."""
+    """Number of collectives of each kind."""
 
 
 def deal() -> Epoch:
@@ -67,12 +67,12 @@ def deal() -> Epoch:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def epochs(request: pytest.FixtureRequest) -> list[Epoch]:
-    """By rank."""
+    """Epochs by rank."""
     return run_on_ranks(request.param, deal)
 
 
 @pytest.mark.smoke("2")
-def test_every_sample_runs_once_in_its_own_step(epochs: list[Epoch]) -> None:
+def test_every_sample_runs_once_in_its_step(epochs: list[Epoch]) -> None:
     ranks = len(epochs)
     assert all(len(epoch.steps) == STEPS for epoch in epochs)
     for step, of_ranks in enumerate(zip(*(epoch.steps for epoch in epochs), strict=True)):
@@ -84,28 +84,28 @@ def test_every_sample_runs_once_in_its_own_step(epochs: list[Epoch]) -> None:
             assert all(length == random.Random(number).choice([1, 3, 40, 300]) for number, length, _ in samples)
 
 
-def test_every_sample_is_read_once_by_the_rank_whose_share_it_is(epochs: list[Epoch]) -> None:
+def test_every_sample_is_read_once_by_its_rank(epochs: list[Epoch]) -> None:
     ranks = len(epochs)
     assert [epoch.read for epoch in epochs] == [[*range(rank, STEPS * EACH * ranks, ranks)] for rank in range(ranks)]
 
 
-def test_ranks_have_equally_much_to_do(epochs: list[Epoch]) -> None:
+def test_ranks_have_similar_work(epochs: list[Epoch]) -> None:
     for of_ranks in zip(*(epoch.steps for epoch in epochs), strict=True):
         tokens = [sum(length for _, length, _ in samples) for samples in of_ranks]
         longest = max(length for samples in of_ranks for _, length, _ in samples)
         assert max(tokens) - min(tokens) <= longest
 
 
-def test_a_deal_is_the_same_whenever_it_is_made(epochs: list[Epoch]) -> None:
+def test_dealing_is_deterministic(epochs: list[Epoch]) -> None:
     assert run_on_ranks(len(epochs), deal) == epochs
 
 
-def test_a_step_costs_one_reduction_and_one_exchange(epochs: list[Epoch]) -> None:
+def test_dealing_costs_one_reduction_and_one_exchange_per_step(epochs: list[Epoch]) -> None:
     assert [epoch.collectives for epoch in epochs] == [[STEPS, STEPS]] * len(epochs)
 
 
 def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int]:
-    """How many samples each dealt step has, and how many steps were read."""
+    """Return the number of samples in each dealt step, and the number of steps read."""
     dataset, read = NamedSamples(Numbered()), 0
 
     def reading() -> Iterator[list[Any]]:
@@ -119,8 +119,8 @@ def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int
 
 
 @pytest.mark.parametrize("before_step", [1, 2])
-def test_a_rank_that_is_asked_to_stop_keeps_all_from_reading_on(before_step: int) -> None:
-    """What is on its way is dealt: a step that says so to the loop has to come."""
+def test_stop_request_on_one_rank_stops_reading_on_all(before_step: int) -> None:
+    """A step already read is dealt: the loop needs it to learn of the request."""
     for dealt_steps, read in run_on_ranks(2, deal_until_rank_1_is_asked_to_stop, before_step):
         assert dealt_steps == [EACH] * before_step
         assert read == before_step + 1 < STEPS
@@ -131,7 +131,7 @@ def deal_with(numbered: Numbered) -> None:
     list(Dealer(TEXT, cost=float).deal(steps_here(dataset)))
 
 
-BAD = 2 * EACH + 5  # which rank 1 reads, in the second step
+BAD = 2 * EACH + 5  # read by rank 1 in the second step
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,6 @@ BAD = 2 * EACH + 5  # which rank 1 reads, in the second step
         ),
     ],
 )
-def test_a_sample_that_one_rank_cannot_read_or_send_is_named_and_ends_all(numbered: Numbered, message: str) -> None:
+def test_sample_that_one_rank_cannot_read_or_send_is_named_and_ends_all_ranks(numbered: Numbered, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         run_on_ranks(2, deal_with, numbered)

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_here
+from tests.forked_commands import run_forked
 
 ROOT = Path(__file__).parents[3]
 
 
 def output_of(example: str) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = run_here([*launcher, f"examples/{example}"], cwd=ROOT, timeout_s=120)
+    run = run_forked([*launcher, f"examples/{example}"], cwd=ROOT, timeout_s=120)
     assert run.status == 0, run.output
     return run.output
 
 
 @pytest.mark.smoke
-def test_the_plain_fsdp2_example_trains_on_with_less_memory_on_one_rank():
+def test_plain_fsdp2_example_recovers_with_less_memory_on_one_rank():
     output = output_of("plain_fsdp2.py")
     assert re.search(r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated", output)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
@@ -25,14 +25,14 @@ def test_the_plain_fsdp2_example_trains_on_with_less_memory_on_one_rank():
     assert losses[-1] < losses[0]
 
 
-def test_the_batch_size_example_trains_with_what_it_found():
+def test_batch_size_example_trains_with_the_size_it_found():
     output = output_of("find_batch_size.py")
     assert re.search(r"batch search · linear · 64 tokens · budget 23\.8 MiB a rank", output)
     assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two; .*\)$", output, re.MULTILINE)
     assert re.findall(r"step (\d): .*, 8 rows, out of memory 0 times", output) == ["1", "2", "3"]
 
 
-def test_the_hugging_face_example_finds_its_size_and_survives_the_fault_that_it_asks_for():
+def test_hugging_face_example_finds_its_size_and_recovers():
     pytest.importorskip("transformers")
     output = output_of("transformers_fsdp2.py")
     assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two; .*\)$", output, re.MULTILINE)
@@ -46,5 +46,5 @@ def test_the_hugging_face_example_finds_its_size_and_survives_the_fault_that_it_
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_page_about_the_library_shows_the_example_that_runs():
+def test_library_page_shows_the_example():
     assert (ROOT / "examples" / "plain_fsdp2.py").read_text() in (ROOT / "docs" / "library.md").read_text()

@@ -1,4 +1,6 @@
-"""The same tokens in any split. tests/distributed/faults has generation as a stage, tests/recipes/ppo on two ranks."""
+"""Generated tokens do not depend on the split. tests/distributed/faults has generation as a stage, tests/recipes/ppo
+on two ranks.
+"""
 
 import pytest
 import torch
@@ -13,11 +15,11 @@ HOST = {"device": torch.device("cpu"), "dtype": torch.float32}
 
 
 def generated(rows: int) -> list[list[int]]:
-    """By a model that drops out when it trains, so many rows at a time."""
+    """Generate this many rows at a time with a model that uses dropout in training."""
     model, every = build(ModelConfig(sharded=False)), samples_of(0, PROMPTS)
     with torch.no_grad():
         for parameter in model.output.parameters():
-            parameter *= 20  # so that what follows depends on the prompt
+            parameter *= 20  # so that the answer depends on the prompt
     tokens: list[list[int]] = []
     for first in range(0, PROMPTS, rows):
         numbers = range(first, min(first + rows, PROMPTS))
@@ -26,13 +28,13 @@ def generated(rows: int) -> list[list[int]]:
     return tokens
 
 
-def test_tokens_do_not_depend_on_split_and_padding():
+def test_tokens_do_not_depend_on_split_or_padding():
     alone = generated(1)
     assert len({tuple(row) for row in alone}) > PROMPTS // 2
     assert generated(5) == generated(PROMPTS) == alone
 
 
-def test_the_most_probable_tokens_are_those_of_torchtune():
+def test_most_probable_tokens_are_those_of_torchtune():
     model = build(ModelConfig(sharded=False)).eval()
     prompt = torch.arange(1, 7)
     expected, _ = generate_as_torchtune(model, prompt, max_generated_tokens=NEW, pad_id=-1, top_k=1)
@@ -40,7 +42,7 @@ def test_the_most_probable_tokens_are_those_of_torchtune():
     assert found[0].tolist() == expected[0, len(prompt) :].tolist()
 
 
-def test_after_a_stop_token_there_is_padding():
+def test_padding_follows_a_stop_token():
     model, prompt = build(ModelConfig(sharded=False)), torch.arange(1, 7)
     drawn = draws([(0,)], NEW)
     free = generate(model, [prompt], drawn, Sampling(), **HOST)[0].tolist()
@@ -49,7 +51,7 @@ def test_after_a_stop_token_there_is_padding():
     assert stopped == [*free[: end + 1], *[63] * (NEW - end - 1)]
 
 
-def test_caches_that_were_half_made_are_removed():
+def test_partly_created_caches_are_removed():
     model = build(ModelConfig(sharded=False))
     model.layers[-1].setup_caches = lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("mine"))
     with pytest.raises(torch.OutOfMemoryError):

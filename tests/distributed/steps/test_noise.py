@@ -1,4 +1,4 @@
-"""Squares of microbatches' gradients, as FSDP scatters them, beside those of one process."""
+"""Squared norms of microbatch gradients, measured in FSDP's reduce-scatter, compared with one process."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def squares_of(config: ModelConfig, samples: Sequence[Tensor], rows: int, operat
 
 
 def on_a_rank(config: ModelConfig, rows: int, operation: int | None) -> Squares:
-    """Collective: the ranks share the samples, one after another."""
+    """Collective: split the samples among the ranks in order."""
     share = SAMPLES // dist.get_world_size()
     mine = samples_of(0, SAMPLES, longest=20)[dist.get_rank() * share :][:share]
     return squares_of(config, mine, rows, operation)
@@ -48,7 +48,9 @@ def on_a_rank(config: ModelConfig, rows: int, operation: int | None) -> Squares:
     ],
     ids=["2 ranks", "3 ranks", "LoRA, checkpointed", "2 replicas of 2 shards", "out of memory", "whole models"],
 )
-def test_ranks_measure_what_one_process_does(config: ModelConfig, ranks: int, rows: int, operation: int | None) -> None:
+def test_ranks_measure_the_noise_of_one_process(
+    config: ModelConfig, ranks: int, rows: int, operation: int | None
+) -> None:
     measured = run_on_ranks(ranks, on_a_rank, config, rows, operation, timeout_s=60)
     after = rows if operation is None else rows // 2
     alone = squares_of(
@@ -66,5 +68,5 @@ def ask_for_the_noise_of_replicas() -> None:
         runner_of(model, 1).measure_noise(1)
 
 
-def test_replicas_that_are_not_sharded_are_refused() -> None:
+def test_noise_of_unsharded_replicas_is_refused() -> None:
     run_on_ranks(2, ask_for_the_noise_of_replicas)

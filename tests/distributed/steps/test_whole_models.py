@@ -1,4 +1,4 @@
-"""Ranks that hold whole models: no microbatch communicates, and the mean is taken once all ranks have succeeded."""
+"""Ranks that hold whole models: gradients are averaged once per step, after all ranks have succeeded."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.counting import CountCollectives
+from tests.distributed.count_collectives import CountCollectives
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import LATE_S
@@ -23,7 +23,7 @@ SAMPLES = 6
 
 
 class TwoHeads(nn.Module):
-    """A head for samples of odd length, one for others: a rank may have a gradient that its peers lack."""
+    """One head for samples of odd length, one for others: a rank may have a gradient that its peers lack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class TwoHeads(nn.Module):
 
 
 def samples_of(rank: int) -> list[Tensor]:
-    """Of odd length on rank 0 alone, of even length everywhere."""
+    """Return samples of odd length on rank 0 only, of even length on all ranks."""
     lengths = range(2, 2 + SAMPLES) if rank == 0 else [4] * SAMPLES
     return [torch.arange(length) + rank for length in lengths]
 
@@ -47,7 +47,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def expected_mean(scale: float = 1.0) -> Tensor:
-    """What one process has of the samples of all ranks, averaged over these as FSDP does."""
+    """Compute the gradients of all ranks' samples in one process, averaged over ranks like FSDP."""
     model = TwoHeads()
     for rank in range(dist.get_world_size()):
         for sample in samples_of(rank):
@@ -68,10 +68,12 @@ def runner_of(
 
 
 def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, float, int]:
-    """Collective: recoveries, the error of the gradients, and the collectives of a first step, which compares the
-    weights once. The samples come uncollated, and the loss is divided by a number of the whole step."""
+    """Collective: return recoveries, gradient error and collectives of a first step, which also compares the weights.
+
+    Samples are not collated, and the loss is divided by a number of the whole step.
+    """
     model = TwoHeads()
-    if in_ddp:  # its module alone is trained, without the hooks
+    if in_ddp:  # train the wrapped module without DDP's hooks
         model = DistributedDataParallel(model).module
     number_of_the_step = 3.0
     runner = runner_of(model, scale=1 / number_of_the_step)
@@ -85,7 +87,7 @@ def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, flo
 
 
 @pytest.mark.parametrize("in_ddp", [True, False])
-def test_whole_models_recover_and_have_the_mean_of_all_ranks(in_ddp: bool) -> None:
+def test_whole_models_recover_the_mean_gradient_of_all_ranks(in_ddp: bool) -> None:
     parameters = len(list(TwoHeads().parameters()))
     for recoveries, error, collectives in run_on_ranks(2, step_of_a_whole_model, in_ddp, None):
         assert (recoveries, collectives) == (0, 3 + parameters)
@@ -106,7 +108,7 @@ def ask_a_whole_model() -> bool:
     return all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_stage_without_a_backward_leaves_no_gradients() -> None:
+def test_stage_without_backward_leaves_no_gradients() -> None:
     assert run_on_ranks(2, ask_a_whole_model) == [True, True]
 
 
@@ -117,12 +119,12 @@ def communicate_in_microbatches() -> tuple[bool, int]:
     return runner.recovers, runner.recoveries
 
 
-def test_microbatches_that_communicate_themselves_are_not_repeated() -> None:
+def test_communicating_microbatches_are_not_repeated() -> None:
     assert run_on_ranks(2, communicate_in_microbatches) == [(False, 0)] * 2
 
 
 def late_by(seconds: float, unlike: bool) -> str:
-    """Collective: two steps of whole models, with other numbers of samples, one rank far behind the other."""
+    """Collective: run two steps of whole models with different numbers of samples; one rank is late."""
     model = TwoHeads()
     if unlike:
         model.odd.weight.data += dist.get_rank()
@@ -137,11 +139,11 @@ def late_by(seconds: float, unlike: bool) -> str:
     return ""
 
 
-def test_a_rank_that_comes_late_is_not_taken_for_one_with_other_samples() -> None:
+def test_late_rank_is_not_mistaken_for_one_with_different_samples() -> None:
     assert run_on_ranks(2, late_by, LATE_S + 1, False) == ["", ""]
 
 
-def test_whole_models_that_begin_unlike_are_refused_on_all_ranks() -> None:
+def test_whole_models_with_different_weights_are_refused_on_all_ranks() -> None:
     first, second = run_on_ranks(2, late_by, 0.0, True)
     assert first == second
     assert first.startswith("the weights on rank 1 differ from those on rank 0")

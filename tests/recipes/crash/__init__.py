@@ -1,1 +1,1 @@
-"""`make crash`: runs that are killed over and over, and have to end as if nothing had happened."""
+"""`make crash`: runs that are killed repeatedly and have to end like an undisturbed run."""

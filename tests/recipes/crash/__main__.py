@@ -1,12 +1,12 @@
-"""Hundreds of `kill -9` and signals, each victim being the last one's resume: nothing may be lost, nothing be wrong.
+"""Hundreds of `kill -9` and signals; each run resumes the last one. No training may be lost and no result may be
+wrong.
 
     python -m tests.recipes.crash [--only "full/2/rows"] [--seed 3] [--at train:17/torn [--tune-run]] [--minutes 60]
 
-Small runs of the recipes are killed at every operation of a save (in the midst of writing, while syncing, renaming,
-pruning), of the start after it, and at random moments, through forked ranks and through `tune run`; also with a
-launcher that starts killed ranks again, and on disks that are full or read-only. They are asked to end by SIGTERM and
-SIGINT, wherever they are. At the end of each run its weights and figures have to be, bit by bit, those of the run that
-nobody has disturbed.
+Small runs of the recipes are killed at every operation of a save (during writing, syncing, renaming and pruning), of
+the next start, and at random times, with forked ranks and with `tune run`; also under a launcher that restarts killed
+ranks, and on full or read-only disks. SIGTERM and SIGINT ask them to end at any point. At the end of each run its
+weights and figures have to equal, bit by bit, those of an undisturbed run.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.recipes.crash.disks import disk_cases
+from tests.recipes.crash.full_disks import disk_cases
+from tests.recipes.crash.kill_points import parse_point
 from tests.recipes.crash.plans import Plan, all_plans, exactly
-from tests.recipes.crash.points import parse_point
 from tests.recipes.crash.restarts import restarted
 from tests.recipes.crash.session import Session
-from tests.recipes.crash.tally import Tally
+from tests.recipes.crash.summary import Tally
 from tests.recipes.crash.variants import FULL, LORA, VARIANTS, Variant
 
 LEAST_KILLS, LEAST_BY_TUNE_RUN, LEAST_STOPS, LEAST_STOPS_BY_TUNE_RUN = 200, 60, 40, 12
 LANES = 2
-"""Jobs at a time: as many as there are cores, since most of them have one process."""
+"""Parallel jobs: one per core, because most jobs have one process."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the beginning of a name: of a plan, or restarts, disk ...")
+    parser.add_argument("--only", default="", help="prefix of the name of a plan, or restarts, disk ...")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at", type=parse_point, help="only there, in a run that has not been struck before")
-    parser.add_argument("--tune-run", action="store_true", help="with --at: through the launcher")
-    parser.add_argument("--minutes", type=float, default=60, help="after which nothing new begins")
-    parser.add_argument("--lanes", type=int, default=LANES, help="how much is done at a time")
+    parser.add_argument("--at", type=parse_point, help="only at this point, in a fresh run")
+    parser.add_argument("--tune-run", action="store_true", help="with --at: start with the launcher")
+    parser.add_argument("--minutes", type=float, default=60, help="start no further run after this time")
+    parser.add_argument("--lanes", type=int, default=LANES, help="number of parallel jobs")
     return parser.parse_args()
 
 
@@ -79,7 +79,7 @@ def chosen(options: argparse.Namespace, session: Session) -> list[Job]:
 
 
 def other_jobs(session: Session) -> list[Job]:
-    """What is no chain of lives."""
+    """Return the jobs that are not resume chains."""
     full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
 
     def job(name: str, variant: Variant, run: Callable[..., Tally], **options: object) -> Job:

@@ -1,4 +1,4 @@
-"""Which runs are struck where: killed at every operation of a save and at random; asked to end wherever they are."""
+"""Plans: runs that are killed at every operation of a save and at random, or receive signals at any point."""
 
 import math
 import random
@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from tests.recipes.crash.chain import FIRST_PRUNING
-from tests.recipes.crash.points import INT, LAST_SAVE, LAST_STEP, PROBE, START, STEP, TERM, TIME, TRAIN, Point
-from tests.recipes.crash.tally import place
+from tests.recipes.crash.child_runs import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
+from tests.recipes.crash.kill_points import INT, LAST_SAVE, LAST_STEP, PROBE, START, STEP, TERM, TIME, TRAIN, Point
+from tests.recipes.crash.resume_chain import FIRST_PRUNING
+from tests.recipes.crash.summary import place
 from tests.recipes.crash.variants import (
     ASYNC,
     FULL,
@@ -24,24 +25,23 @@ from tests.recipes.crash.variants import (
     Variant,
     write_config,
 )
-from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
 from torchtune_adaptive.rl.models import VALUE_FOLDER
 
 WHAT_COUNTS_IS_WRITTEN = ("rename", "link", "unlink", "rmdir")
-"""Where a failing power would show what had not been synced before."""
+"""Operations at which a power failure would reveal missing syncs."""
 
 
 @dataclass(frozen=True)
 class Scout:
-    """What an undisturbed run tells: where others are aimed at, and what they are compared with."""
+    """Measurements of an undisturbed run, used to choose points and to compare results."""
 
     folder: Path
     milliseconds: int
     stages: int
-    """Of a step."""
+    """Stages per step."""
 
     def operations(self, stage: str) -> list[str]:
-        """The most that it did in one life before its first step, or from one save to the next."""
+        """Return the largest number of operations before the first step of a process, or between two saves."""
         notes = (self.folder / "lives" / "0000" / "operations0").read_text()
         after_step = [part.splitlines() for part in re.split(r"^step \d+\n", notes, flags=re.MULTILINE)]
         pruning = [save for save in SAVES if save > FIRST_PRUNING]
@@ -68,14 +68,14 @@ class Plan:
     tune_run: bool = False
     manner: str = EVERYTHING
     launched: bool = False
-    """By the launcher although it is one rank."""
+    """Use the launcher even for one rank."""
 
     def __str__(self) -> str:
         return f"{self.variant} {self.name}"
 
 
 def every_operation(every: int = 1, rank: int = 0, *, torn: bool = True, cut: bool = False) -> Aim:
-    """Each of a save and of what it prunes; in between, of the next start, which finds what the last kill has left."""
+    """Yield each operation of a save and its pruning, alternating with operations of the next start after a kill."""
 
     def aim(seen: Scout, _: random.Random) -> Iterator[Point]:
         operations, starts = seen.operations(TRAIN), math.ceil(1.5 * len(seen.operations(START)))
@@ -92,7 +92,7 @@ def every_operation(every: int = 1, rank: int = 0, *, torn: bool = True, cut: bo
 
 
 def one_of_each(seen: Scout, _: random.Random) -> Iterator[Point]:
-    """Of each kind of operation the last, half done where that can be."""
+    """Yield the last operation of each kind, torn if possible."""
     operations = seen.operations(TRAIN)
     last = {label.partition(" ")[0]: at for at, label in enumerate(operations, start=1) if not is_record(label)}
     for at in last.values():
@@ -100,7 +100,7 @@ def one_of_each(seen: Scout, _: random.Random) -> Iterator[Point]:
 
 
 def between_models(seen: Scout, _: random.Random) -> Iterator[Point]:
-    """Where the policy is written and the value model is not, or not for good: at every operation on that one."""
+    """Yield each operation on the value model: the policy is written and the value model is not yet complete."""
     for at, label in enumerate(seen.operations(TRAIN), start=1):
         if f"/{VALUE_FOLDER}" in label and label.startswith(("mkdir", "save", "rename", "fsync")):
             yield Point(TRAIN, at, rank=at % 2)
@@ -109,7 +109,7 @@ def between_models(seen: Scout, _: random.Random) -> Iterator[Point]:
 
 
 def random_stages(count: int) -> Aim:
-    """Before a stage of one of the first three steps of a life."""
+    """Return an aim before a stage of one of the first three steps."""
     return lambda seen, draw: (replace(in_a_stage(seen, draw), rank=number % 2) for number in range(count))
 
 
@@ -118,12 +118,14 @@ def can_be_torn(label: str) -> bool:
 
 
 def is_record(label: str) -> bool:
-    """Lines of the run's record are appended whole, and are not of a checkpoint."""
+    """Return True for lines of the run's record: they are appended whole and are not part of a checkpoint."""
     return label.startswith("write adaptive_")
 
 
 def unlike(operations: list[str]) -> list[int]:
-    """The number of each, from 1 on; of many alike, as the files of an asynchronous save are, the outermost and one."""
+    """Return the numbers of the operations, from 1; of similar ones (files of an asynchronous save) the outermost and
+    one more.
+    """
     alike: dict[str, list[int]] = {}
     for at, label in enumerate(operations, start=1):
         alike.setdefault(place(label), []).append(at)
@@ -155,7 +157,7 @@ def exactly(point: Point) -> Aim:
 
 Moment = Callable[[Scout, random.Random], Point]
 RANK_0, RANK_1, LAUNCHER = Point(TIME, 0), Point(TIME, 0, rank=1), Point(TIME, 0, launcher=True)
-"""Who is asked."""
+"""The process that receives the signal."""
 
 
 def in_a_step(_: Scout, draw: random.Random) -> Point:
@@ -163,7 +165,7 @@ def in_a_step(_: Scout, draw: random.Random) -> Point:
 
 
 def in_a_stage(seen: Scout, draw: random.Random) -> Point:
-    """Of one of the first three steps."""
+    """Return a stage of one of the first three steps."""
     return Point(STEP, draw.randrange(1, 3 * seen.stages + 1))
 
 
@@ -192,7 +194,7 @@ def at_a_moment(seen: Scout, draw: random.Random) -> Point:
 
 
 def asked(moments: Sequence[Moment], whom: Sequence[Point] = (RANK_0,)) -> Aim:
-    """SIGTERM and SIGINT to each of these at each of the moments, a life for each."""
+    """Yield SIGTERM and SIGINT to each target at each moment, one run each."""
 
     def aim(seen: Scout, draw: random.Random) -> Iterator[Point]:
         for blow in (TERM, INT):
@@ -204,12 +206,12 @@ def asked(moments: Sequence[Moment], whom: Sequence[Point] = (RANK_0,)) -> Aim:
 
 
 def all_plans() -> list[Plan]:
-    """In the order of what would be missed most if the time were over."""
+    """Return all plans, most important first."""
     return [*tune_run_plans(), *signal_plans(), *kill_plans()]
 
 
 def kill_plans() -> list[Plan]:
-    """On forked ranks."""
+    """With forked ranks."""
     full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
     one_async = Variant("full", 1, budget=True, asynchronous=True)
     peer = every_operation(4, rank=1, torn=False)
@@ -264,7 +266,7 @@ def signal_plans() -> list[Plan]:
 
 
 def tune_run_plans() -> list[Plan]:
-    """By `tune run`, with a launcher where there are two ranks."""
+    """With `tune run`, and a launcher if there are two ranks."""
     full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
     manners = ((full, LAUNCHER_FIRST), (full, RANK_FIRST), (ASYNC, LAUNCHER_FIRST), (lora, RANK_FIRST))
     return [

@@ -1,4 +1,4 @@
-"""Ranks that are killed under a launcher that starts them again: nobody types a command."""
+"""Ranks killed under a launcher that restarts them, without a user's command."""
 
 import subprocess
 import uuid
@@ -6,11 +6,11 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from tests.recipes.crash import evidence
-from tests.recipes.crash.points import START, TRAIN, Order, Point
-from tests.recipes.crash.tally import Tally
+from tests.recipes.crash import run_outputs
+from tests.recipes.crash.child_runs import Start, struck_at, tune_command, tune_environment
+from tests.recipes.crash.kill_points import START, TRAIN, Order, Point
+from tests.recipes.crash.summary import Tally
 from tests.recipes.crash.variants import KEEP, SAVE_EVERY, Variant, write_config
-from tests.recipes.crash.victims import Start, struck_at, tune_command, tune_environment
 from tests.recipes.running import COMMAND_MARK, end_marked
 
 KILLS = (Point(TRAIN, 3, rank=1), Point(START, 3), Point(TRAIN, 5))
@@ -18,7 +18,7 @@ TIMEOUT_S = 300
 
 
 def restarted(variant: Variant, folder: Path, reference: Path, kills: tuple[Point, ...] = KILLS) -> Tally:
-    """`tune run --max-restarts`, of which one rank is killed in each attempt but the last."""
+    """Run `tune run --max-restarts` and kill one rank in each attempt except the last."""
     tally = Tally()
     start, notes = Start(variant, folder, tuple(write_config(variant, folder)), tune_run=True), folder / "notes"
     orders = [
@@ -26,13 +26,13 @@ def restarted(variant: Variant, folder: Path, reference: Path, kills: tuple[Poin
         for restart, point in enumerate(kills)
     ]
     status, output = _run(tune_command(start, "--max-restarts", str(len(kills))), orders, folder)
-    _count(variant, orders, evidence.logged_steps(folder), tally)
+    _count(variant, orders, run_outputs.logged_steps(folder), tally)
     how = f'--only "{variant} restarts"'
     if status != 0:
         tally.lose(f"{how}: status {status}\n{output}")
         return tally
     tally.resumed = tally.killed
-    found = evidence.differences(folder, reference)
+    found = run_outputs.differences(folder, reference)
     if found:
         tally.fault(f"{how}: {'; '.join(found)}")
     return tally

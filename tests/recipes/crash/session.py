@@ -1,4 +1,4 @@
-"""All plans, several at a time, until the time is over."""
+"""Run all plans in parallel until the time is over."""
 
 import random
 import threading
@@ -8,17 +8,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.recipes.crash.chain import Chain
+from tests.recipes.crash.child_runs import Start
+from tests.recipes.crash.kill_points import Point
 from tests.recipes.crash.plans import Plan, Scout, random_moments, scout
-from tests.recipes.crash.points import Point
-from tests.recipes.crash.tally import Tally
+from tests.recipes.crash.resume_chain import Chain
+from tests.recipes.crash.summary import Tally
 from tests.recipes.crash.variants import Variant, write_config
-from tests.recipes.crash.victims import Start
 
 
 @dataclass
 class Session:
-    """What plans share: a folder, a seed, and the undisturbed runs. They may be followed in several threads."""
+    """Shared by plans: a folder, a seed, and the undisturbed runs. Plans may run in several threads."""
 
     folder: Path
     seed: int
@@ -29,7 +29,7 @@ class Session:
         self._lock = threading.Lock()
 
     def scout(self, plan: Plan) -> Scout:
-        """Sent out by whoever asks first, while others wait."""
+        """Return the scout of a plan: the first caller runs it while others wait."""
         key, mine = (plan.variant, plan.tune_run), Future[Scout]()
         with self._lock:
             found = self._scouts.setdefault(key, mine)
@@ -43,18 +43,18 @@ class Session:
         return found.result()
 
     def reference(self, variant: Variant) -> Path:
-        """The folder of the undisturbed run."""
+        """Return the folder of the undisturbed run."""
         return self.scout(Plan("", variant, random_moments(0))).folder
 
     def folder_of(self, variant: Variant) -> Path:
         return self.folder / str(variant).replace("/", "-")
 
     def draw(self, name: object) -> random.Random:
-        """Whatever else is followed, and in which order."""
+        """Return a random generator that does not depend on other plans or their order."""
         return random.Random(f"{self.seed}/{name}")
 
     def follow(self, plan: Plan) -> Tally:
-        """Runs of this plan, each struck until it is done, until all points have been met."""
+        """Repeat runs of this plan, killed until finished, until all points have been used."""
         tally, seen = Tally(), self.scout(plan)
         left = Remaining(iter(plan.aim(seen, self.draw(plan))), self.deadline)
         number = 0
@@ -69,7 +69,7 @@ class Session:
 
 
 class Remaining(Iterator[Point]):
-    """The points that are left, which are none once the time is over."""
+    """The remaining points; empty once the time is over."""
 
     def __init__(self, points: Iterator[Point], deadline: float) -> None:
         self._points, self._deadline = points, deadline

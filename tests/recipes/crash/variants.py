@@ -1,4 +1,4 @@
-"""The runs that are killed: small enough that a kill costs seconds, long enough that every kind of save comes often."""
+"""The runs to kill: small enough that a kill costs seconds, long enough to include every kind of save."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +14,23 @@ EPOCHS, STEPS_PER_EPOCH = 4, 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
 SAVE_EVERY, KEEP = 2, 2
 SAVES = sorted({*range(SAVE_EVERY, STEPS, SAVE_EVERY), *range(STEPS_PER_EPOCH, STEPS + 1, STEPS_PER_EPOCH)})
-"""The steps after which there is a checkpoint."""
+"""The steps after which a checkpoint exists."""
 ROWS, MICROBATCHES = 2, 2
 UPDATES = 2
-"""Of an iteration of PPO or GRPO."""
+"""Updates per iteration of PPO or GRPO."""
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
 
 
 @dataclass(frozen=True)
 class Variant:
     kind: str
-    """As in running.OURS."""
+    """A key of running.OURS."""
     ranks: int
     budget: bool = False
-    """Microbatches by tokens, not by rows."""
+    """Limit microbatches by tokens instead of rows."""
     asynchronous: bool = False
     searched: bool = False
-    """The rows are found before training."""
+    """Search the number of rows before training."""
 
     def __str__(self) -> str:
         kind = "async" if self.asynchronous else self.kind
@@ -42,31 +42,31 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        """How often a step goes through a StepRunner."""
+        """Return how often a step calls a StepRunner."""
         if self.kind.endswith("_grpo"):
             return 3 + UPDATES
         return 5 + 2 * UPDATES if self.kind == "full_ppo" else 2 if self.kind.endswith("_dpo") else 1
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the recipe's config, besides those of finetuning."""
+        """Return the recipe's keys in addition to those of finetuning."""
         return PPO_KEYS if self.kind == "full_ppo" else GRPO_KEYS if self.kind.endswith("_grpo") else ()
 
     def safe_after(self, step: int) -> int:
-        """The step that has to be on disk by the time that this one is done, so that a kill costs only what follows it.
+        """Return the step that must be on disk once `step` is done, so that a kill loses only later steps.
 
-        Training waits for a save; or, where it goes on beside it, for the save before.
+        Training waits for a save, or, with asynchronous saves, for the previous one.
         """
         begun = [0, 0, *(save for save in SAVES if save < step)]
         return begun[-2] if self.asynchronous else begun[-1]
 
 
 FULL, ASYNC, LORA = Variant("full", 1, budget=True), Variant("full", 2, asynchronous=True), Variant("lora", 1)
-"""Those whose every operation is aimed at."""
+"""Variants that are killed at every operation."""
 PAIRS, PAIRS_LORA = Variant("full_dpo", 2), Variant("lora_dpo", 1, budget=True)
 """Preference training, whose steps have two stages."""
 PPO, GRPO, GRPO_LORA = Variant("full_ppo", 2), Variant("full_grpo", 2), Variant("lora_grpo", 1)
-"""A step is an iteration of theirs, an epoch one of their prompts."""
+"""A step is an iteration, an epoch one pass over the prompts."""
 VARIANTS = (
     *(FULL, ASYNC, LORA),
     *(Variant("full", 2), Variant("full", 1, budget=True, asynchronous=True), Variant("lora", 2, budget=True)),
@@ -76,11 +76,11 @@ VARIANTS = (
 
 
 def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:
-    """The arguments with which this run is started, and after each kill goes on."""
+    """Write the config; return the arguments that start and resume this run."""
     cfg = _config(
         variant,
         folder,
-        "metric_logger._component_=tests.recipes.crash.trap.WatchedLogger",
+        "metric_logger._component_=tests.recipes.crash.kill_hook.WatchedLogger",
         *("clip_grad_norm=1.0", "shuffle=True"),
         *("overwrite_output_dir=False", "resume_from_checkpoint=auto"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),

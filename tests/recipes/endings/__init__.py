@@ -1,1 +1,1 @@
-"""What a user does to a run, and how it ends: mistakes, signals, lost nodes, silent ranks."""
+"""How runs end after user errors, signals, lost nodes and silent ranks."""

@@ -1,4 +1,4 @@
-"""Whatever stands in a config: one line that names the key, or a run that is set up; no traceback, no hang."""
+"""Any config gives a one-line error that names the key, or a run that is set up; no traceback, no hang."""
 
 import faulthandler
 import json
@@ -26,15 +26,15 @@ from torchtune_adaptive.forecast.question import read_question
 from torchtune_adaptive.life import launch
 
 MOST_BYTES = 2 * 2**30
-"""Beyond what the process has mapped when it starts."""
+"""Allowed in addition to the memory mapped at the start."""
 
 
 Ended = tuple[int | None, str]
-"""The status, or None where it was still running when its time was over; and what was written."""
+"""The exit status, or None after a timeout; and the output."""
 
 
 def start(program: str, arguments: Sequence[str], folder: Path, timeout_s: float = 60) -> Ended:
-    """`program` is `full` or `lora`, which is set up but does not train, or `plan`."""
+    """Start `program`: `full` or `lora`, set up without training, or `plan`."""
     path = folder / "output.txt"
     process = started(_main, program, arguments, folder, path, timeout_s)
     try:
@@ -54,7 +54,7 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
         os.dup2(output.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    # a null device takes addresses for a whole card, and no memory
+    # a null device reserves the addresses of a whole card, but no memory
     limit = resource.RLIMIT_DATA if program == "plan" else resource.RLIMIT_AS
     resource.setrlimit(limit, (mapped_bytes + MOST_BYTES,) * 2)
     sys.argv = [program, *arguments]
@@ -68,7 +68,7 @@ CONFIG = ("--config", "adaptive/demo/full")
 SMALL = (*CONFIG, "dataset.samples=16", "output_dir=out", "use_maximum_batch_size=False")
 
 
-def assert_told_in_one_line(ended: Ended, key: str) -> None:
+def assert_one_line_error(ended: Ended, key: str) -> None:
     status, output = ended
     assert status == 1, output
     assert "Traceback" not in output
@@ -89,7 +89,7 @@ QUESTION = ("device=cuda", "memory_limit=8GiB")
         (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
     ],
 )
-def test_a_known_bad_question_is_told_with_what_is_allowed(overrides: list[str], parts: list[str]) -> None:
+def test_invalid_plan_setting_is_reported_with_the_allowed_values(overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         read_question(read_config(locate(CONFIG[1]), [*QUESTION, *overrides]), "", ())
     assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
@@ -115,7 +115,7 @@ VALUES = st.one_of(
 
 
 def as_yaml(value: Any) -> str:
-    """JSON is YAML but for three numbers."""
+    """Format a value as YAML; JSON is YAML except for three numbers."""
     text = json.dumps(value)
     for json_name, yaml_name in (("-Infinity", "-.inf"), ("Infinity", ".inf"), ("NaN", ".nan")):
         text = text.replace(json_name, yaml_name)
@@ -124,29 +124,29 @@ def as_yaml(value: Any) -> str:
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(key=st.sampled_from(KEYS), value=VALUES)
-def test_any_value_of_any_key_is_taken_or_told_by_the_name_of_the_key(key: str, value: Any) -> None:
+def test_any_value_of_any_key_is_accepted_or_reported_with_its_key(key: str, value: Any) -> None:
     with TemporaryDirectory() as folder:
         ended = start("full", [*SMALL, f"{key}={as_yaml(value)}"], Path(folder), timeout_s=100)
     if ended[0] == 0:
         assert "Traceback" not in ended[1]
     else:
-        assert_told_in_one_line(ended, key)
+        assert_one_line_error(ended, key)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(key=st.sampled_from(sorted(PLAN_KEYS)), value=VALUES)
-def test_any_question_that_cannot_be_asked_is_told_by_the_name_of_the_key(key: str, value: Any) -> None:
-    told = key
+def test_any_invalid_plan_setting_is_reported_with_its_key(key: str, value: Any) -> None:
+    message = key
     try:
         read_question(read_config(locate(CONFIG[1]), [*QUESTION, f"{key}={as_yaml(value)}"]), "", ())
     except ConfigError as error:
-        told = str(error)
-    assert key in told
-    assert "\n" not in told
+        message = str(error)
+    assert key in message
+    assert "\n" not in message
 
 
-def test_the_cost_of_a_question_does_not_grow_with_ranks(tmp_path: Path) -> None:
-    """In a minute, within 2 GiB."""
+def test_cost_of_a_plan_does_not_grow_with_ranks(tmp_path: Path) -> None:
+    """It takes at most a minute and 2 GiB."""
     status, output = start("plan", [*CONFIG, *QUESTION, "world_size=64"], tmp_path, timeout_s=60)
     assert status == 0, output
     assert "64 ranks" in output

@@ -1,4 +1,4 @@
-"""`tune run` as a user types it, from a directory that holds nothing of ours."""
+"""`tune run` from a directory without files of this project."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import tune_run_here
+from tests.forked_commands import tune_run_forked
 from tests.recipes.running import STOCK, Finished, run_command, tune_run
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ NOISE = re.compile(
 
 
 def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
-    """The run ended well, said its arithmetic once, and wrote nothing that a user could take for a problem."""
+    """Check that the run succeeded, printed its arithmetic once, and printed no line that looks like a problem."""
     assert ended.status == 0, ended.output
     assert re.findall(OUR_LINE, ended.output, re.MULTILINE) == [arithmetic], ended.output
     assert ended.output.count("config: out/torchtune_config.yaml\n") == 1, ended.output
@@ -47,7 +47,7 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
     assert list((cwd / "out" / "epoch_0").glob("model-*.bin"))
 
 
-def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
+def test_two_ranks_with_our_config_and_overrides(tmp_path: Path) -> None:
     config = ("--config", "adaptive/demo/full", *SMALL)
     overrides = ("gradient_accumulation_steps=2", "optimizer.lr=1e-4", "my_note=kept")
     ended = tune_run(FULL, *config, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
@@ -58,7 +58,7 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     )
     kept = (tmp_path / "out" / "torchtune_config.yaml").read_text()
     assert "lr: 0.0001" in kept
-    assert "my_note: kept" in kept  # torchtune lets users add keys of their own, and so do we
+    assert "my_note: kept" in kept  # torchtune allows extra keys, and so do we
     assert "epoch 0 · 4 of 4 steps, loss " in ended.output
     assert ended.output.count("ignored config keys: my_note") == 1
     (log,) = (tmp_path / "out" / "logs").glob("*.txt")
@@ -67,17 +67,17 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("at", "status"), [(0, 1), (1, 0)], ids=["without recovery", "with recovery"])
-def test_the_readme_begins_with_lines_that_its_commands_print(at: int, status: int, tmp_path: Path) -> None:
-    """Cut lines end with ` ...`; losses are compared to one digit, since the last ones differ from CPU to CPU.
+def test_commands_print_the_lines_that_readme_shows(at: int, status: int, tmp_path: Path) -> None:
+    """Shortened lines end with ` ...`. Losses are compared to one digit, because later ones differ between CPUs.
 
-    Any step of any rank may be the first without memory: step 4 peaks 0.3 MiB below the limit, and gloo may hold a
-    gathered layer a moment longer.
+    Any step on any rank can be the first to run out of memory: step 4 peaks 0.3 MiB below the limit, and gloo may hold
+    a gathered layer a moment longer.
     """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     command, block = re.findall(r"^    \$ tune run (.+)\n\n((?:    .+\n)+)", text, re.MULTILINE)[at]
     launcher, number, recipe, *config = command.split()
     assert (launcher, number) == ("--nproc_per_node", "2")
-    ended = tune_run_here(recipe, *config, ranks=2, cwd=tmp_path, timeout_s=180)
+    ended = tune_run_forked(recipe, *config, ranks=2, cwd=tmp_path, timeout_s=180)
     assert ended.status == status
     seen = [_comparable(line) for line in ended.output.splitlines()]
     shown = [_comparable(line.strip()) for line in block.splitlines()]
@@ -93,7 +93,7 @@ def _comparable(line: str) -> str:
     return re.sub(r"\b(\d+\.\d)\d{3}\b", r"\1", line)
 
 
-def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path) -> None:
+def test_one_process_with_a_custom_config_and_custom_components(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as my_dataset\n")
     shutil.copy(STOCK / "configs" / "llama3_2" / "1B_lora.yaml", tmp_path / "mine.yaml")
     config = ("--config", "mine.yaml", *STOCK_ON_A_LAPTOP, *SMALL)
@@ -107,7 +107,7 @@ def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path)
     assert (tmp_path / "out" / "epoch_0" / "adapter_model.pt").is_file()
 
 
-def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
+def test_module_with_equals_sign_and_a_profile(tmp_path: Path) -> None:
     profiled = ("profiler.enabled=True", *(f"profiler.{what}_steps=1" for what in ("wait", "warmup", "active")))
     command = [sys.executable, "-m", LORA, "--config=adaptive/demo/lora", *SMALL, *profiled]
     ended = run_command(command, cwd=tmp_path, timeout_s=120)

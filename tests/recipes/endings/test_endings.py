@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on, or that has trained nothing: by one message, and never like a success."""
+"""Failed runs, and runs that trained nothing, end with one message and a status other than 0."""
 
 import os
 import re
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from tests.commands import tune_run_here
-from tests.hearing import listening
+from tests.captured_logs import captured_log
+from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import Finished, assert_only_torchruns_report_follows, demo_config, run_ours
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
@@ -24,7 +24,7 @@ from torchtune_adaptive.life.launch import refusing_early_exits
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13
-"""A sample of rank 1, where two ranks share the samples in order."""
+"""A sample of rank 1 if two ranks share the samples in order."""
 UNREADABLE = rf"sample {BAD} of the dataset cannot be read on rank 1 \(KeyError: 'no such column'\)"
 SMALL = ("dataset.samples=32", "batch_size=2", "gradient_accumulation_steps=2", "shuffle=False")
 EVERY_STEP = "save_every_n_steps=1"
@@ -32,7 +32,7 @@ CHEAP = (*SMALL, "use_maximum_batch_size=False", "adaptive=null", "epochs=1")
 
 
 class Flawed(DemoDataset):
-    """The demo's, with one bad sample, or without labels."""
+    """The demo's dataset with one bad sample, or without labels."""
 
     def __init__(self, tokenizer: DemoTokenizer, samples: int, flaw: str) -> None:
         super().__init__(samples, partial(demo_sample, tokenizer, 0))
@@ -50,7 +50,7 @@ class Flawed(DemoDataset):
 
 
 def flawed(tokenizer: DemoTokenizer, *, samples: int, flaw: str, packed: bool) -> Flawed:
-    """Component for a config's `dataset:`."""
+    """Component for the `dataset` section of a config."""
     return Flawed(tokenizer, samples, flaw)
 
 
@@ -59,17 +59,17 @@ def with_flaw(flaw: str) -> tuple[str, str]:
 
 
 def how_it_ends(folder: Path, *overrides: str) -> tuple[str, str, list[str]]:
-    """Collective: the error that this rank ends with, and what it has said of losses and updates."""
+    """Collective: run; return the error of this rank and its log lines about losses and updates."""
     kind = message = ""
-    with listening("torchtune_adaptive") as heard:
+    with captured_log("torchtune_adaptive") as captured:
         try:
             run_ours("full", demo_config("full", folder, *SMALL, *overrides))
         except AdaptiveError as error:
             kind, message = type(error).__name__, str(error)
-    return kind, message, [line for line in heard if "the loss is" in line or "skipped" in line]
+    return kind, message, [line for line in captured if "the loss is" in line or "skipped" in line]
 
 
-def test_a_run_without_a_single_label_is_no_success_on_any_rank(tmp_path: Path) -> None:
+def test_run_without_labels_fails_on_all_ranks(tmp_path: Path) -> None:
     ends = run_on_ranks(
         2, how_it_ends, tmp_path / "run", *with_flaw("masked"), EVERY_STEP, timeout_s=100, in_group=False
     )
@@ -80,11 +80,11 @@ def test_a_run_without_a_single_label_is_no_success_on_any_rank(tmp_path: Path) 
     assert find_checkpoints(tmp_path / "run" / "out") == []
 
 
-def test_by_default_one_bad_step_is_skipped_and_the_run_ends_with_finite_weights(tmp_path: Path) -> None:
+def test_one_bad_step_is_skipped_by_default_and_weights_stay_finite(tmp_path: Path) -> None:
     burst = ("use_maximum_batch_size=False", "adaptive=null", f"loss._component_={HERE}.Burst", "clip_grad_norm=null")
     ends = run_on_ranks(2, how_it_ends, tmp_path / "run", *burst, EVERY_STEP, timeout_s=100, in_group=False)
     assert [kind for kind, _, _ in ends] == ["", ""]
-    [[warned, ended], nothing] = [said for _, _, said in ends]
+    [[warned, ended], nothing] = [printed for _, _, printed in ends]
     assert (warned, nothing) == ("step 2: the loss is nan; the weights are not updated", [])
     assert re.match(r"trained: loss .* -> .* \(1 update skipped\), checkpoints in ", ended)
     assert [step["skipped_updates"] for step in read_log(tmp_path / "run" / "log.jsonl")][:3] == [0, 1, 1]
@@ -96,18 +96,18 @@ def test_by_default_one_bad_step_is_skipped_and_the_run_ends_with_finite_weights
 
 
 class Burst(CEWithChunkedOutputLoss):
-    """A loss that is no number in the second step of a run."""
+    """A loss that is nan in the second step of a run."""
 
     calls = 0
 
     def forward(self, logits: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         loss = super().forward(logits, labels)
-        return loss * torch.nan if self.calls == 4 else loss  # two microbatches a step
+        return loss * torch.nan if self.calls == 4 else loss  # two microbatches per step
 
 
 class Greedy(torch.optim.AdamW):
-    """Needs 32 MiB for each update."""
+    """An optimizer that needs 32 MiB for each update."""
 
     def step(self, closure: Any = None) -> Any:
         torch.empty(32 * 2**20, dtype=torch.uint8)
@@ -117,23 +117,23 @@ class Greedy(torch.optim.AdamW):
 def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
     config = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
     os.symlink(Path(__file__).parents[2], tmp_path / "tests")
-    return tune_run_here(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
+    return tune_run_forked(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
 
 
-def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_message(tmp_path: Path) -> None:
+def test_quantized_weights_that_do_not_divide_by_the_ranks_are_one_error(tmp_path: Path) -> None:
     sizes = {"embed_dim": 768, "num_heads": 12, "num_kv_heads": 4, "intermediate_dim": 1536}
     wide = [f"{section}.{key}={size}" for section in ("model", "checkpointer.sizes") for key, size in sizes.items()]
     config = ("adaptive_lora_finetune_distributed", "--config", "adaptive/demo/lora", "dtype=bf16", *CHEAP)
     quantized = ("model.quantize_base=True", "checkpointer.checkpoint_dir=weights", *wide)
-    ended = tune_run_here(*config, *quantized, ranks=3, cwd=tmp_path, timeout_s=120)
+    ended = tune_run_forked(*config, *quantized, ranks=3, cwd=tmp_path, timeout_s=120)
     assert ended.status != 0
-    told = re.findall(
+    text = re.findall(
         r"^error(?: \(rank \d\))?: model: its quantized weights cannot be sharded over 3 ranks .*",
         ended.output,
         re.MULTILINE,
     )
-    assert len(told) == 1, ended.output
-    assert told[0].endswith("train on fewer ranks, or set model.quantize_base: False")
+    assert len(text) == 1, ended.output
+    assert text[0].endswith("train on fewer ranks, or set model.quantize_base: False")
 
 
 @pytest.mark.parametrize(
@@ -142,21 +142,21 @@ def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_messa
         pytest.param(
             with_flaw("raises"),
             rf"error \(rank 1\): {UNREADABLE}",
-            id="a-sample-that-raises",
+            id="sample-that-raises",
         ),
         pytest.param(
             (*with_flaw("token"), "adaptive.token_budget=2000", "adaptive.deal=True"),
             rf"error(?: \(rank 1\))?: sample {BAD} of the dataset \(on rank \d\) has token 999999",
-            id="a-token-that-the-model-does-not-know-wherever-it-was-dealt",
+            id="unknown-token-on-any-rank",
         ),
         pytest.param(
             ("adaptive.memory_limit=[256MiB,16MiB]", f"optimizer._component_={HERE}.Greedy"),
             r"error \(rank 1\): out of memory in the optimizer step on rank 1: the weights may be partly updated",
-            id="the-update-out-of-memory",
+            id="oom-in-the-update",
         ),
     ],
 )
-def test_what_only_rank_1_meets_ends_both_with_its_message(
+def test_error_on_rank_1_ends_both_ranks_with_its_message(
     tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     ended = tune_on_two(tmp_path, *overrides)
@@ -167,7 +167,7 @@ def test_what_only_rank_1_meets_ends_both_with_its_message(
 
 
 @pytest.mark.parametrize(("status", "error"), [(None, EarlyExitError), (0, EarlyExitError), (3, SystemExit)])
-def test_leaving_with_success_from_inside_is_an_error_and_with_an_error_is_left_alone(
+def test_early_exit_with_success_is_an_error_and_with_failure_is_kept(
     status: int | None, error: type[BaseException]
 ) -> None:
     with pytest.raises(error), refusing_early_exits():

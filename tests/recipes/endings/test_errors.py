@@ -1,4 +1,4 @@
-"""What a user gets wrong, and the one message that says so: the key, its value and what is allowed."""
+"""User errors give one message with the key, its value and the allowed values."""
 
 import re
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.commands import tune_run_here
-from tests.recipes.running import assert_only_torchruns_report_follows, start_here
+from tests.forked_commands import tune_run_forked
+from tests.recipes.running import assert_only_torchruns_report_follows, start_in_process
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.errors import ConfigError
 
@@ -23,20 +23,20 @@ Start = Callable[..., str]
 
 @pytest.fixture
 def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts a recipe in an empty directory with something wrong in its config; returns the error's message."""
+    """Start a recipe in an empty directory with an error in its config; return the error message."""
     monkeypatch.chdir(tmp_path)
 
     def start(kind: str, *overrides: str, config: str | None = None, train: bool = False) -> str:
         with pytest.raises(ConfigError) as caught:
-            start_here(kind, "--config", config or f"adaptive/demo/{kind}", *overrides, train=train)
+            start_in_process(kind, "--config", config or f"adaptive/demo/{kind}", *overrides, train=train)
         return str(caught.value)
 
     return start
 
 
-def assert_says(text: str, *parts: str) -> None:
+def assert_mentions(text: str, *parts: str) -> None:
     assert [part for part in parts if part not in text] == [], text
-    lines = text.split("\n")  # one for each wrong value
+    lines = text.split("\n")  # one line per wrong value
     assert lines == list(dict.fromkeys(filter(None, lines))), text
 
 
@@ -53,31 +53,31 @@ def assert_says(text: str, *parts: str) -> None:
         ("a: ???", ["a cannot be resolved", "mandatory"]),
     ],
 )
-def test_a_malformed_file_is_named_with_what_is_wrong(
-    message: Start, tmp_path: Path, content: str, parts: list[str]
-) -> None:
+def test_malformed_file_is_named_with_its_error(message: Start, tmp_path: Path, content: str, parts: list[str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(content)
     named = [] if "resolved" in parts[0] else [f"--config {path}"]
-    assert_says(message(FULL, config=str(path)), *named, *parts)
+    assert_mentions(message(FULL, config=str(path)), *named, *parts)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "wanted"),
     [
         ("adaptive/llama3_2/1B_ful", " adaptive/llama3_2/1B_full"),
         ("llama3_2/1B_ful", " llama3_2/1B_full"),
         ("/nowhere/x.yaml", "tune-adaptive ls"),
     ],
 )
-def test_an_unknown_config_lists_the_near_ones_or_where_all_are_listed(message: Start, name: str, says: str) -> None:
-    assert_says(message(FULL, config=name), f"--config {name}", says)
+def test_unknown_config_lists_similar_ones_or_the_command_that_lists_all(
+    message: Start, name: str, wanted: str
+) -> None:
+    assert_mentions(message(FULL, config=name), f"--config {name}", wanted)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["epochs=1"]])
-def test_no_config_at_all_is_said(arguments: list[str]) -> None:
+def test_missing_config_is_an_error(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--config is missing"):
-        start_here(FULL, *arguments)
+        start_in_process(FULL, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_no_config_at_all_is_said(arguments: list[str]) -> None:
         ("=3", ["=3 has no key", "write key=value"]),
     ],
 )
-def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]) -> None:
-    assert_says(message(FULL, override), *parts)
+def test_bad_override_is_named(message: Start, override: str, parts: list[str]) -> None:
+    assert_mentions(message(FULL, override), *parts)
 
 
 @pytest.mark.parametrize(
@@ -116,26 +116,26 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("profiler=5", ["profiler._component_ is 5: allowed is torchtune.training.setup_torch_profiler or null"]),
     ],
 )
-def test_a_wrong_value_is_named_with_what_is_allowed(message: Start, override: str, parts: list[str]) -> None:
-    assert_says(message(FULL, override, SMALL), *parts)
+def test_wrong_value_is_named_with_the_allowed_values(message: Start, override: str, parts: list[str]) -> None:
+    assert_mentions(message(FULL, override, SMALL), *parts)
 
 
-def test_a_world_size_that_tensor_parallelism_does_not_divide_is_refused(message: Start) -> None:
+def test_world_size_not_divisible_by_tensor_parallel_dim_is_refused(message: Start) -> None:
     text = message(FULL, "tensor_parallel_dim=2", TP_PLAN, "optimizer.fused=False")
-    assert_says(text, "tensor_parallel_dim is 2", "world size is 1", "--nproc_per_node")
+    assert_mentions(text, "tensor_parallel_dim is 2", "world size is 1", "--nproc_per_node")
 
 
 @pytest.mark.parametrize(
     "section", ["tokenizer", "dataset", "model", "checkpointer", "optimizer", "loss", "metric_logger"]
 )
-def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_path: Path, section: str) -> None:
+def test_missing_or_invalid_section_is_named(message: Start, tmp_path: Path, section: str) -> None:
     cfg = OmegaConf.load(locate("adaptive/demo/full"))
     del cfg[section]
     OmegaConf.save(cfg, tmp_path / "without.yaml")
-    assert_says(message(FULL, config="without.yaml"), f"{section}", "is missing")
+    assert_mentions(message(FULL, config="without.yaml"), f"{section}", "is missing")
     cfg[section] = "torch.optim.AdamW"
     OmegaConf.save(cfg, tmp_path / "text.yaml")
-    assert_says(message(FULL, config="text.yaml"), f"{section} is 'torch.optim.AdamW'", "allowed is a section")
+    assert_mentions(message(FULL, config="text.yaml"), f"{section} is 'torch.optim.AdamW'", "allowed is a section")
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_pa
         ("checkpointer.checkpoint_dir=None", ["checkpointer.checkpoint_dir is None"]),
     ],
 )
-def test_a_component_that_cannot_be_built_is_named(message: Start, override: str, parts: list[str]) -> None:
-    assert_says(message(FULL, *override.split(), SMALL), *parts)
+def test_component_that_cannot_be_built_is_named(message: Start, override: str, parts: list[str]) -> None:
+    assert_mentions(message(FULL, *override.split(), SMALL), *parts)
 
 
 def leave(*args: object, **keys: object) -> None:
@@ -192,21 +192,21 @@ LEAVE = f"{__name__}.leave"
         ),
     ],
 )
-def test_what_a_component_refuses_or_leaves_with_success_is_named(
+def test_component_that_rejects_a_value_or_exits_with_success_is_named(
     message: Start, key: str, value: str, parts: list[str]
 ) -> None:
-    assert_says(message(FULL, SMALL, "adaptive.max_batch_size=8", f"{key}={value}"), *parts)
+    assert_mentions(message(FULL, SMALL, "adaptive.max_batch_size=8", f"{key}={value}"), *parts)
 
 
-def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
+def test_missing_data_file_is_named(message: Start) -> None:
     data = (
         "dataset=torchtune.datasets.instruct_dataset",
         "dataset.source=json",
         "dataset.data_files=/nowhere/rows.json",
     )
-    assert_says(message(FULL, *data), "dataset.data_files: /nowhere/rows.json does not exist: correct the path")
+    assert_mentions(message(FULL, *data), "dataset.data_files: /nowhere/rows.json does not exist: correct the path")
     wrong = ("dataset=torchtune.datasets.instruct_dataset", "dataset.source=json", "dataset.samples=3")
-    assert_says(message(FULL, *wrong), "unexpected keyword argument 'samples'", "remove it", "'~dataset.samples'")
+    assert_mentions(message(FULL, *wrong), "unexpected keyword argument 'samples'", "remove it", "'~dataset.samples'")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
     ],
 )
 def test_weights_of_another_model_are_refused(message: Start, kind: str, override: str, found: str) -> None:
-    assert_says(message(kind, override), "checkpointer: the weights do not match the model", found)
+    assert_mentions(message(kind, override), "checkpointer: the weights do not match the model", found)
 
 
 @pytest.mark.parametrize(
@@ -229,30 +229,32 @@ def test_weights_of_another_model_are_refused(message: Start, kind: str, overrid
         ("model.lora_attn_modules=[query]", ["model.lora_attn_modules is ['query']", "q_proj"]),
     ],
 )
-def test_what_lora_cannot_do_is_refused_before_training(message: Start, override: str, parts: list[str]) -> None:
-    assert_says(message(LORA, override), *parts)
+def test_options_unsupported_with_lora_are_refused_before_training(
+    message: Start, override: str, parts: list[str]
+) -> None:
+    assert_mentions(message(LORA, override), *parts)
 
 
-def test_resuming_where_nothing_was_saved_is_refused(message: Start) -> None:
+def test_resuming_without_a_checkpoint_is_refused(message: Start) -> None:
     for kind in (FULL, LORA):
         text = message(kind, "resume_from_checkpoint=True")
-        assert_says(text, "resume_from_checkpoint is True", f"'runs/demo/{kind}'", "contains no checkpoint")
+        assert_mentions(text, "resume_from_checkpoint is True", f"'runs/demo/{kind}'", "contains no checkpoint")
 
 
-def test_resuming_with_no_epoch_left_is_refused(message: Start) -> None:
+def test_resuming_a_finished_run_is_refused(message: Start) -> None:
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
-    start_here(FULL, "--config", "adaptive/demo/full", "epochs=2", SMALL, train=True)
+    start_in_process(FULL, "--config", "adaptive/demo/full", "epochs=2", SMALL, train=True)
     text = message(FULL, "resume_from_checkpoint=True", "epochs=1", SMALL, files)
-    assert_says(text, "epochs is 1", "already has 1", "raise epochs")
+    assert_mentions(text, "epochs is 1", "already has 1", "raise epochs")
 
 
 def test_resuming_lora_without_its_adapter_is_refused(message: Start, tmp_path: Path) -> None:
-    start_here(LORA, "--config", "adaptive/demo/lora", "epochs=2", SMALL, train=True)
+    start_in_process(LORA, "--config", "adaptive/demo/lora", "epochs=2", SMALL, train=True)
     for adapter in (tmp_path / "runs/demo/lora").glob("epoch_*/adapter_model.pt"):
         adapter.unlink()
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
     text = message(LORA, "resume_from_checkpoint=True", "epochs=2", SMALL, files)
-    assert_says(text, "adapter_model.pt", "resume_from_checkpoint is True")
+    assert_mentions(text, "adapter_model.pt", "resume_from_checkpoint is True")
 
 
 A_SLIP = "batch_szie is not a known key: did you mean batch_size?"
@@ -261,16 +263,16 @@ A_SLIP = "batch_szie is not a known key: did you mean batch_size?"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(["batch_szie=8"], A_SLIP, id="before-the-ranks-meet"),
-        pytest.param(["model.embed_dim=64"], "checkpointer: the weights do not match the model", id="while-they-talk"),
+        pytest.param(["batch_szie=8"], A_SLIP, id="before-the-process-group"),
+        pytest.param(["model.embed_dim=64"], "checkpointer: the weights do not match the model", id="in-a-collective"),
         pytest.param(["metric_logger=nowhere.log"], "metric_logger could not be built", id="on-rank-0-only"),
     ],
 )
-def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_two_ranks_end_promptly_with_one_message(tmp_path: Path, overrides: list[str], message: str) -> None:
     config = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
-    ended = tune_run_here(*config, *overrides, ranks=2, cwd=tmp_path, timeout_s=60)
+    ended = tune_run_forked(*config, *overrides, ranks=2, cwd=tmp_path, timeout_s=60)
     assert ended.status != 0
-    (told,) = re.findall(r"^error.*$", ended.output, re.MULTILINE)
-    assert re.match(rf"error(?: \(rank 1\))?: {re.escape(message)}", told)
-    assert_only_torchruns_report_follows(told, ended.output)
+    (shown,) = re.findall(r"^error.*$", ended.output, re.MULTILINE)
+    assert re.match(rf"error(?: \(rank 1\))?: {re.escape(message)}", shown)
+    assert_only_torchruns_report_follows(shown, ended.output)
     assert (tmp_path / "runs").exists() == (A_SLIP not in message), "before it begins"

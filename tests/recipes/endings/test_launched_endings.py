@@ -1,4 +1,4 @@
-"""How a run of several ranks ends: Ctrl-C, an error on some rank, a launcher that is killed."""
+"""How a run of several ranks ends: Ctrl-C, an error on one rank, a killed launcher."""
 
 import os
 import re
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lateness import Lateness
 from tests.recipes.running import assert_only_torchruns_report_follows
-from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
+from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
+from tests.scheduling_delays import SchedulingDelays
 from torchtune_adaptive.cli.status import Condition, look
 from torchtune_adaptive.life.signals import ONE_SIGNAL_S
 
@@ -59,12 +59,12 @@ def tune_run_in_a_terminal(
     ranks: int, folder: Path, *overrides: str, forked: bool = False, **variables: str
 ) -> AbstractContextManager[Started]:
     command = ["--nproc_per_node", str(ranks), FULL, "--config", "adaptive/demo/full", *overrides]
-    return in_a_terminal(folder, command, forked=forked, **variables)
+    return run_in_terminal(folder, command, forked=forked, **variables)
 
 
 @contextmanager
-def in_a_step_without_end(folder: Path, **variables: str) -> Iterator[Started]:
-    """The third, on two ranks; the second is saved."""
+def in_an_endless_step(folder: Path, **variables: str) -> Iterator[Started]:
+    """Run until the third step on two ranks, with step 2 saved."""
     (folder / "slow.py").write_text(SLOW)
     overrides = (*LONG, "dataset._component_=slow.slow", "save_every_n_steps=2")
     with tune_run_in_a_terminal(2, folder, *overrides, forked=True, **variables) as run:
@@ -74,16 +74,16 @@ def in_a_step_without_end(folder: Path, **variables: str) -> Iterator[Started]:
         yield run
 
 
-def test_ctrl_c_saves_and_is_told_in_one_line(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_prints_one_line(tmp_path: Path) -> None:
     with tune_run_in_a_terminal(2, tmp_path, *LONG) as run:
         run.when(lambda: TRAINS.search(run.output), STARTS_S)
         os.killpg(run.process.pid, signal.SIGINT)
         status = run.process.wait(60)
-    told = re.findall(
+    text = re.findall(
         r"^SIGINT: stopped after step (\d+); last checkpoint: (.*)\. To resume: (.*)$", run.output, re.MULTILINE
     )
-    assert len(told) == 1, run.output
-    step, saved, command = told[0]
+    assert len(text) == 1, run.output
+    step, saved, command = text[0]
     assert saved == str(tmp_path / "out" / f"step_{step}")
     assert (tmp_path / "out" / f"step_{step}" / "adaptive_checkpoint.json").is_file()
     start = ("tune", "run", "--nproc_per_node", "2", FULL, "--config", "adaptive/demo/full")
@@ -97,19 +97,19 @@ def test_ctrl_c_saves_and_is_told_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.smoke("2-failing0")
 @pytest.mark.parametrize(("ranks", "failing"), [(2, [1]), (3, [1, 2])])
-def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
+def test_first_error_message_is_printed_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
     overrides = ("tokenizer=raises.tokenizer", f"tokenizer.ranks={failing}".replace(" ", ""))
-    with Lateness() as lateness, tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides, forked=True) as run:
+    with SchedulingDelays() as lateness, tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides, forked=True) as run:
         assert run.process.wait(STARTS_S) == 1
         run.when(lambda: "this machine has no such file" in run.output, 10)
     raised = min(float(path.read_text()) for path in tmp_path.glob("raised_*"))
-    told = [(moment, line) for moment, line in run.lines if line.startswith("error")]
-    assert len(told) == 1, run.output
-    assert re.match(rf"error \(rank [{failing[0]}-{failing[-1]}]\): tokenizer could not be built", told[0][1])
-    # the rank, the launcher and this process may each have been kept from running
-    assert told[0][0] - raised < 2.0 + 3 * lateness.between(raised, told[0][0])
-    assert_only_torchruns_report_follows(told[0][1], run.output)
+    text = [(moment, line) for moment, line in run.lines if line.startswith("error")]
+    assert len(text) == 1, run.output
+    assert re.match(rf"error \(rank [{failing[0]}-{failing[-1]}]\): tokenizer could not be built", text[0][1])
+    # the rank, the launcher and this process may all have been delayed
+    assert text[0][0] - raised < 2.0 + 3 * lateness.between(raised, text[0][0])
+    assert_only_torchruns_report_follows(text[0][1], run.output)
 
 
 def last_time(folder: Path) -> str:
@@ -118,19 +118,19 @@ def last_time(folder: Path) -> str:
     return next(line for line in lines if line.startswith("last time: "))
 
 
-def test_a_step_that_outlasts_the_launchers_patience_has_said_how_long_that_is(tmp_path: Path) -> None:
-    with in_a_step_without_end(tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4") as run:
+def test_step_longer_than_the_launchers_timeout_has_printed_that_timeout(tmp_path: Path) -> None:
+    with in_an_endless_step(tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4") as run:
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.process.wait(60) == 1
         run.when(lambda: "got signal" in run.output, 10)
-    said = "(if torchrun forwarded the signal, it waits 4 s). A second signal ends the run immediately"
-    assert run.output.count(said) == 1, run.output
+    printed = "(if torchrun forwarded the signal, it waits 4 s). A second signal ends the run immediately"
+    assert run.output.count(printed) == 1, run.output
     assert last_time(tmp_path).startswith("last time: SIGTERM")
     assert last_time(tmp_path).endswith("; the run was then killed without another message")
 
 
-def test_a_second_signal_through_the_launcher_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    with in_a_step_without_end(tmp_path) as run:
+def test_second_signal_through_the_launcher_ends_all_ranks_immediately(tmp_path: Path) -> None:
+    with in_an_endless_step(tmp_path) as run:
         os.kill(run.process.pid, signal.SIGTERM)
         run.when(lambda: "SIGTERM: " in run.output, 20)
         time.sleep(2 * ONE_SIGNAL_S)

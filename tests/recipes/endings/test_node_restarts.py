@@ -1,6 +1,6 @@
-"""Two nodes with two ranks each, hybrid sharding and --max-restarts: what becomes of the run when a node is lost.
+"""Two nodes with two ranks each, hybrid sharding and --max-restarts: how a run continues after a node is lost.
 
-Both nodes are launchers on this machine. One of them is the rendezvous: the store at which the nodes meet.
+Both nodes are launchers on this machine. One of them hosts the rendezvous store.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import PATIENCE, free_ports
-from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
+from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
 
 RECIPE = "adaptive_full_finetune_distributed"
 RUN = (
@@ -34,30 +34,31 @@ RUN = (
 )
 STEPS = 40
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it, in torch 2.13, a launcher that stays does not tell one that is new where the ranks meet: it keeps the
-address of the first round, and writes it into no later one."""
+"""Without it, in torch 2.13, a surviving launcher does not publish the master address to a new one: it keeps the
+address of the first round and never writes it again.
+"""
 TIMEOUT_S = 8
 RESTARTS_S = 200.0
-"""The rendezvous believes for up to 15 s that a node is there, then the ranks start anew."""
+"""The rendezvous needs up to 15 s to notice a lost node; then the ranks restart."""
 
 
 def node(
     folder: Path, port: int, *overrides: str, meeting_place: bool, restarts: int, **variables: str
 ) -> AbstractContextManager[Started]:
-    """The launcher of one node, and what it and its ranks write."""
+    """Start the launcher of one node; collect its output and that of its ranks."""
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
     conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", str(restarts)]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, *conf]
-    return in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **{**NEW_STORE, **variables})
+    return run_in_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **{**NEW_STORE, **variables})
 
 
 def saved(*nodes: Started) -> list[int]:
-    """Steps of the checkpoints that the run has told of."""
+    """Return the steps of the checkpoints in the output."""
     return [int(step) for node in nodes for step in re.findall(r"step_(\d+) saved in", node.output)]
 
 
 def kill(lost: Started) -> None:
-    """The launcher is gone at once, and the kernel takes its ranks along."""
+    """Kill the launcher; the kernel then kills its ranks."""
     os.kill(lost.process.pid, signal.SIGKILL)
     lost.process.wait(10)
     lost.when(lambda: not lost.ranks(), 10 * PATIENCE)
@@ -65,7 +66,7 @@ def kill(lost: Started) -> None:
 
 @contextmanager
 def two_nodes(folder: Path, port: int, *overrides: str, restarts: int, **variables: str) -> Iterator[list[Started]]:
-    """Open, the run has saved a checkpoint or two."""
+    """Run two nodes until the run has saved one or two checkpoints."""
     with ExitStack() as stack:
         nodes = [
             stack.enter_context(node(folder, port, *overrides, meeting_place=where, restarts=restarts, **variables))
@@ -76,23 +77,23 @@ def two_nodes(folder: Path, port: int, *overrides: str, restarts: int, **variabl
 
 
 def wait_for(nodes: Sequence[Started], timeout_s: float = RESTARTS_S) -> str:
-    """Until they have ended; what they have written."""
+    """Wait until the nodes have ended; return their output."""
     for each in nodes:
         each.when(lambda each=each: each.process.poll() is not None, timeout_s)
     return "\n".join(each.output for each in nodes)
 
 
 def assert_resumed(nodes: Sequence[Started], before: int, folder: Path) -> None:
-    """And trained to the end."""
-    told = "\n".join(each.output for each in nodes)
-    assert [each.process.returncode for each in nodes] == [0, 0], told
-    [resumed, *_] = re.findall(r"resuming from \S+/step_(\d+)", told)
-    assert int(resumed) >= before, told
-    assert f"{STEPS} of {STEPS} steps" in told, told
+    """Check that the run resumed and trained to the end."""
+    message = "\n".join(each.output for each in nodes)
+    assert [each.process.returncode for each in nodes] == [0, 0], message
+    [resumed, *_] = re.findall(r"resuming from \S+/step_(\d+)", message)
+    assert int(resumed) >= before, message
+    assert f"{STEPS} of {STEPS} steps" in message, message
     assert (folder / "out" / "epoch_0").is_dir()
 
 
-def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -> None:
+def test_run_continues_when_a_lost_node_returns(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with two_nodes(tmp_path, port, restarts=3) as [first, second]:
         kill(second)
@@ -103,21 +104,22 @@ def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -
 
 
 @pytest.mark.smoke
-def test_a_rank_that_is_killed_costs_a_restart_on_both_nodes_with_the_store_of_before(tmp_path: Path) -> None:
+def test_killed_rank_restarts_both_nodes_with_the_old_store(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     old_store = dict.fromkeys(NEW_STORE, "0")
     with two_nodes(tmp_path, port, restarts=2, **old_store) as nodes:
         before = max(saved(*nodes))
         os.kill(nodes[1].ranks()[1], signal.SIGKILL)
-        told = wait_for(nodes)
+        message = wait_for(nodes)
     assert_resumed(nodes, before, tmp_path)
-    assert told.count("resuming from") == 1
+    assert message.count("resuming from") == 1
 
 
 @pytest.mark.nightly
-def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path) -> None:
-    """Each launcher counts the restarts for which its own ranks ask. Rank 0's stand still here, as ranks may that wait
-    for a GPU, so it is the other node's launcher that has all of them started again."""
+def test_restart_unknown_to_rank_0_loses_no_checkpoint(tmp_path: Path) -> None:
+    """Each launcher counts only the restarts requested by its ranks. Rank 0's ranks are stopped here, as if they
+    waited for a GPU, so the other launcher restarts all ranks.
+    """
     (port,) = free_ports(1)
     fresh = ("overwrite_output_dir=True", "resume_from_checkpoint=False")
     with two_nodes(tmp_path, port, *fresh, restarts=1) as nodes:
@@ -125,14 +127,14 @@ def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path
             os.kill(pid, signal.SIGSTOP)
         before = max(saved(*nodes))
         os.kill(nodes[1].ranks()[0], signal.SIGKILL)
-        told = wait_for(nodes)
-    assert [each.process.returncode != 0 for each in nodes] == [True, True], told
-    assert "contains checkpoints of an earlier run or of this one" in told, told
-    assert (tmp_path / "out" / f"step_{before}").is_dir(), told
+        message = wait_for(nodes)
+    assert [each.process.returncode != 0 for each in nodes] == [True, True], message
+    assert "contains checkpoints of an earlier run or of this one" in message, message
+    assert (tmp_path / "out" / f"step_{before}").is_dir(), message
 
 
 @pytest.mark.nightly
-def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_run_that_loses_the_rendezvous_ends_and_the_same_command_resumes(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with two_nodes(tmp_path, port, restarts=3) as [first, second]:
         kill(first)
@@ -145,16 +147,18 @@ def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tm
 
 
 @pytest.mark.parametrize(
-    "hung", [pytest.param(0, id="the meeting place", marks=pytest.mark.nightly), pytest.param(1, id="the other node")]
+    "hung", [pytest.param(0, id="the rendezvous", marks=pytest.mark.nightly), pytest.param(1, id="the other node")]
 )
-def test_a_node_that_hangs_is_named_on_the_other_with_the_command_that_goes_on(hung: int, tmp_path: Path) -> None:
+def test_hanging_node_is_named_on_the_other_with_the_resume_command(hung: int, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with two_nodes(tmp_path, port, f"adaptive.silent_rank_timeout={TIMEOUT_S}", restarts=0) as nodes:
         stopped, other = nodes[hung].ranks(), nodes[1 - hung]
         for pid in (nodes[hung].process.pid, *stopped):
             os.kill(pid, signal.SIGSTOP)
         other.when(lambda: "not responded for" in other.output, TIMEOUT_S * PATIENCE)
-    (told,) = {*re.findall(r"^error: (.*)$", other.output, re.MULTILINE)}
-    assert ("the rendezvous store", "ranks 2, 3 (pid ")[hung] in told, told
-    assert all(f"pid {pid} " in told for pid in stopped) or hung == 0, told
-    assert re.search(r"last checkpoint: \S+/out/step_\d+\. To resume: .* resume_from_checkpoint=auto$", told), told
+    (message,) = {*re.findall(r"^error: (.*)$", other.output, re.MULTILINE)}
+    assert ("the rendezvous store", "ranks 2, 3 (pid ")[hung] in message, message
+    assert all(f"pid {pid} " in message for pid in stopped) or hung == 0, message
+    assert re.search(r"last checkpoint: \S+/out/step_\d+\. To resume: .* resume_from_checkpoint=auto$", message), (
+        message
+    )

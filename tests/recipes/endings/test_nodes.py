@@ -1,4 +1,4 @@
-"""Two nodes: a `tune run` on each, that meet at an address. Here both are on this machine, in folders of their own."""
+"""Two nodes: one `tune run` each, with a common rendezvous. Both are on this machine, in separate folders."""
 
 import re
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_here
+from tests.forked_commands import run_forked
 from tests.ranks import free_ports
 from tests.recipes.running import RELATIVE_AFTER_ADAM
 
@@ -33,12 +33,12 @@ def metric_log(cwd: Path) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in (item.split(":") for item in line.split())} for line in lines]
 
 
-def test_two_nodes_train_as_one_does_though_the_second_runs_out_of_memory(tmp_path: Path) -> None:
-    """The README's command on each node; which of them has rank 0, and so speaks, is up to their meeting."""
+def test_two_nodes_train_like_one_although_the_second_runs_out_of_memory(tmp_path: Path) -> None:
+    """Run README's command on each node; either node may get rank 0."""
     nodes = one, *two = [tmp_path / name for name in ("one_node", "node_a", "node_b")]
     for node in nodes:
         node.mkdir()
-    run = partial(run_here, timeout_s=120, leaves_nothing=True)
+    run = partial(run_forked, timeout_s=120, expect_no_leftovers=True)
     ended = run([*TUNE, "--nproc_per_node", "2", *RECIPE, "adaptive=null"], cwd=one)
     assert ended.status == 0, ended.output
     meeting = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_ports(1)[0]}")

@@ -1,4 +1,4 @@
-"""The example of each scheduler, with a scheduler and commands that are not real; `make crash` has real training."""
+"""The example scripts for schedulers, with a fake scheduler and fake commands; `make crash` runs real training."""
 
 import os
 import shutil
@@ -23,12 +23,12 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = str(Path(sys.executable).parent)
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
 NOT_BEGUN = -BROKEN
-"""Of which `status` says that it is broken, too: it has left nothing."""
+"""`status` reports it as broken too, because the run left no files."""
 TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
 
 
 EARLY = "trap 'case $BASH_COMMAND in run=*!) until [ -s {0}/log ]; do sleep 0.1; done; kill -s {1} $$;; esac' DEBUG"
-"""For bash to read at its start: the signal comes when training has started and the script does not know it yet."""
+"""Read by bash at its start: sends the signal after training has started and before the script knows its process ID."""
 
 
 def write_commands(folder: Path, scripts: dict[str, str]) -> None:
@@ -50,7 +50,7 @@ def kubernetes_script() -> str:
 
 @contextmanager
 def started(command: list[str], commands: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """With these commands in front of all others."""
+    """Run a command with these commands first in PATH."""
     mark, path = uuid.uuid4().hex, os.pathsep.join([str(commands), SCRIPTS, os.environ["PATH"]])
     process = subprocess.Popen(command, env={**environment(), **variables, "PATH": path, COMMAND_MARK: mark})
     try:
@@ -67,7 +67,7 @@ def wait_for(path: Path, lines: int, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def test_bash_and_shellcheck_find_nothing_wrong(tmp_path: Path) -> None:
+def test_bash_and_shellcheck_accept_the_scripts(tmp_path: Path) -> None:
     script = tmp_path / "pod.sh"
     script.write_text(f"#!/bin/sh\n{kubernetes_script()}")
     for path in (EXAMPLES / "slurm.sbatch", script):
@@ -75,7 +75,7 @@ def test_bash_and_shellcheck_find_nothing_wrong(tmp_path: Path) -> None:
         subprocess.run([linter("shellcheck"), str(path)], check=True, timeout=60)
 
 
-def test_yamllint_finds_nothing_wrong() -> None:
+def test_yamllint_accepts_the_kubernetes_example() -> None:
     rules = "{extends: default, rules: {line-length: {max: 120}, document-start: disable}}"
     command = [linter("yamllint"), "--strict", "-d", rules, str(EXAMPLES / "pytorchjob.yaml")]
     subprocess.run(command, check=True, timeout=60)
@@ -88,7 +88,7 @@ def linter(name: str) -> str:
 
 
 def begin(output_dir: Path, status: int) -> None:
-    """What a run leaves as soon as it has begun."""
+    """Write the files of a run that has just started."""
     output_dir.mkdir()
     if status != NOT_BEGUN:
         this_run.begin(output_dir, "tune run", output_dir, serial=0)
@@ -105,7 +105,7 @@ def begin(output_dir: Path, status: int) -> None:
         (NOT_BEGUN, False, 1, False),
     ],
 )
-def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
+def test_slurm_requeues_only_runs_that_the_time_limit_ended(
     status: int, is_asked: bool, code: int, requeued: bool, tmp_path: Path
 ) -> None:
     commands = tmp_path / "commands"
@@ -125,12 +125,12 @@ def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
         assert job.wait(20 * PATIENCE) == code
     if is_asked:
         assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
-    told = tmp_path / "scontrol"
-    assert (told.read_text() if told.exists() else "") == "requeue 17\n" * requeued
+    message = tmp_path / "scontrol"
+    assert (message.read_text() if message.exists() else "") == "requeue 17\n" * requeued
 
 
 @pytest.mark.parametrize(("status", "code"), [(CAN_GO_ON, 138), (FINISHED, 0), (BROKEN, 1), (NOT_BEGUN, 138)])
-def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, code: int, tmp_path: Path) -> None:
+def test_kubernetes_restarts_only_runs_that_can_continue(status: int, code: int, tmp_path: Path) -> None:
     commands = tmp_path / "commands"
     begin(tmp_path / "out", status)
     state = f'[ "$2" = {tmp_path}/out ] && exit {abs(status)}'
@@ -143,7 +143,7 @@ def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, co
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
-def test_a_signal_is_passed_on_that_comes_while_training_is_started(scheduler: str, tmp_path: Path) -> None:
+def test_signal_during_start_up_is_forwarded_to_training(scheduler: str, tmp_path: Path) -> None:
     commands, out = tmp_path / "commands", str(tmp_path / "out")
     of_slurm = {"srun": 'exec "$@"', "scontrol": "true"}
     of_ours = {"tune": TRAINS.format(tmp_path), "tune-adaptive": f"exit {CAN_GO_ON}"}

@@ -1,4 +1,4 @@
-"""A run that is asked to end saves where it is, says so in one line, and goes on as if nothing had happened."""
+"""A run that receives a signal saves, prints one line, and resumes bitwise."""
 
 import re
 import signal
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes import signalled
+from tests.recipes import signal_runs
 from tests.recipes.running import saved_weights
-from tests.recipes.signalled import Blow, live_on_ranks
+from tests.recipes.signal_runs import SignalPlan, run_with_signals
 from torchtune_adaptive.cli.status import Condition, look
 from torchtune_adaptive.life.output_lock import LOCK_FILE
 
@@ -31,17 +31,17 @@ TO_GO_ON = re.compile(r"^SIG\w+(?: on rank \d)?: (.*)\. To (?:resume|restart): (
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, torch.Tensor]]:
-    """The last weights, by ranks."""
+    """Final weights by number of ranks."""
     found = {}
     for ranks in STEPS:
         folder = tmp_path_factory.mktemp("undisturbed") / "run"
-        assert {each.status for each in live_on_ranks(ranks, "full", folder, *RUN)} == {0}
+        assert {each.status for each in run_with_signals(ranks, "full", folder, *RUN)} == {0}
         found[ranks] = saved_weights(folder, EPOCHS - 1)
     return found
 
 
-def told(lines: str) -> str:
-    """What the run says of its end, which is said once, and names the command that goes on."""
+def named_end(lines: str) -> str:
+    """Return the message about the end of the run; check that it is printed once with the resume command."""
     found = TO_GO_ON.findall(lines)
     assert len(found) == 1, lines
     text, command = found[0]
@@ -50,15 +50,15 @@ def told(lines: str) -> str:
 
 
 def condition(folder: Path) -> Condition:
-    """As `tune-adaptive status` has it."""
+    """Return the condition that `tune-adaptive status` reports."""
     return look(folder / "out")[0]
 
 
 LAST_LINE = re.compile(r"(trained(?: from step \d+)?|so far): loss [\d.]+ -> [\d.]+, checkpoints in ")
 
 
-def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], after: int) -> None:
-    again = live_on_ranks(ranks, "full", folder, *RUN)
+def assert_resumes(folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], after: int) -> None:
+    again = run_with_signals(ranks, "full", folder, *RUN)
     assert [each.status for each in again] == [0] * ranks, again
     assert LAST_LINE.findall(again[0].lines) == [f"trained from step {after + 1}"], again[0].lines
     weights, theirs = saved_weights(folder, EPOCHS - 1), undisturbed[ranks]
@@ -71,21 +71,21 @@ def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, to
 @pytest.mark.parametrize(
     ("ranks", "blow", "step"),
     [
-        pytest.param(1, Blow(4, signals=(INT, INT)), 4, id="the-end-of-an-epoch,-Ctrl-C-by-two-ways"),
-        pytest.param(2, Blow(1, ranks=(1,), signals=(HUP,)), 1, id="rank-1-of-2"),
+        pytest.param(1, SignalPlan(4, signals=(INT, INT)), 4, id="end-of-an-epoch,-Ctrl-C-twice"),
+        pytest.param(2, SignalPlan(1, ranks=(1,), signals=(HUP,)), 1, id="rank-1-of-2"),
     ],
 )
-def test_a_signal_saves_the_step_that_is_under_way(
-    ranks: int, blow: Blow, step: int, tmp_path: Path, undisturbed: dict[int, dict[str, torch.Tensor]]
+def test_signal_saves_the_current_step(
+    ranks: int, blow: SignalPlan, step: int, tmp_path: Path, undisturbed: dict[int, dict[str, torch.Tensor]]
 ) -> None:
-    ended = live_on_ranks(ranks, "full", tmp_path / "run", *RUN, blow=blow)
+    ended = run_with_signals(ranks, "full", tmp_path / "run", *RUN, blow=blow)
     assert [each.status for each in ended] == [0] * ranks
     steps_per_epoch = STEPS[ranks] // EPOCHS
     name = f"epoch_{step // steps_per_epoch - 1}" if step % steps_per_epoch == 0 else f"step_{step}"
     place = tmp_path / "run" / "out" / name
     by = f"{blow.signals[0].name}{'' if 0 in blow.ranks else ' on rank 1'}: stopped after"
     assert by in ended[0].lines
-    assert told(ended[0].lines) == f"stopped after step {step}; last checkpoint: {place}"
+    assert named_end(ended[0].lines) == f"stopped after step {step}; last checkpoint: {place}"
     assert place.is_dir()
     assert all(not TO_GO_ON.search(each.lines) for each in ended[1:])
     notices = [
@@ -96,29 +96,29 @@ def test_a_signal_saves_the_step_that_is_under_way(
     ]
     assert len(notices) == (0 in blow.ranks)
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON
-    assert_goes_on(tmp_path / "run", ranks, undisturbed, after=step)
+    assert_resumes(tmp_path / "run", ranks, undisturbed, after=step)
 
 
-@pytest.mark.parametrize("blow", [Blow(8), Blow(signalled.SAVE, skip=1)], ids=["step", "save"])
-def test_in_the_last_step_and_its_save_the_run_is_finished(blow: Blow, tmp_path: Path) -> None:
-    ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, blow=blow)
+@pytest.mark.parametrize("blow", [SignalPlan(8), SignalPlan(signal_runs.SAVE, skip=1)], ids=["step", "save"])
+def test_signal_in_the_last_step_or_its_save_lets_the_run_finish(blow: SignalPlan, tmp_path: Path) -> None:
+    ended = run_with_signals(1, "full", tmp_path / "run", *RUN, blow=blow)
     assert ended[0].status == 0
     assert not TO_GO_ON.search(ended[0].lines)
     assert "SIGTERM: " in ended[0].lines
     assert (tmp_path / "run" / "out" / f"epoch_{EPOCHS - 1}").is_dir()
-    again = live_on_ranks(1, "full", tmp_path / "run", *RUN)
+    again = run_with_signals(1, "full", tmp_path / "run", *RUN)
     assert "nothing left to train" in again[0].lines
 
 
 @pytest.mark.parametrize(
     ("moment", "where", "ranks"),
-    [(signalled.LOADING, "during setup", (0,)), (signalled.SEARCH, "during the search", (1,))],
+    [(signal_runs.LOADING, "during setup", (0,)), (signal_runs.SEARCH, "during the search", (1,))],
 )
-def test_before_the_first_step_it_says_that_nothing_is_saved(
+def test_signal_before_the_first_step_reports_that_no_checkpoint_exists(
     moment: str, where: str, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=Blow(moment, ranks))
+    ended = run_with_signals(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=SignalPlan(moment, ranks))
     assert [each.status for each in ended] == [0, 0]
-    assert told(ended[0].lines) == f"stopped {where}, before the first step; nothing is saved"
+    assert named_end(ended[0].lines) == f"stopped {where}, before the first step; nothing is saved"
     assert not list((tmp_path / "run" / "out").glob("*_[0-9]"))
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON

@@ -1,1 +1,1 @@
-"""Finetuning runs: beside stock, searching, recovering, by tokens, on every mesh."""
+"""Finetuning runs: parity with stock, search, recovery, token budgets, all meshes."""

@@ -1,4 +1,4 @@
-"""What a user sees of searching, recovering and growing: whole runs on two ranks."""
+"""Searching, recovering and growing in whole runs on two ranks, as a user sees them."""
 
 import json
 import math
@@ -8,16 +8,16 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from tests.hearing import listening
-from tests.pictures import is_drawn
+from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
+from tests.saved_figures import is_drawn
 
 PLAIN = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=inf")
 SEARCHING = ("use_maximum_batch_size=True", "adaptive.sequence_length=256")
 LIMIT_MIB = 64
-"""Room for 8 rows of 256 tokens on rank 1, and for little more; rank 0 has plenty."""
+"""Memory for about 8 rows of 256 tokens on rank 1; rank 0 has plenty."""
 HEAD_BY_ITSELF = "custom_sharded_layers=[tok_embeddings,output]"
 """As in torchtune's 8B_full and 70B_full: FSDP gathers the head for every chunk of logits."""
 GROWING = (
@@ -35,22 +35,22 @@ GROWING = (
 
 
 def double(epoch: int, current_batch_size: int) -> int:
-    """On rank 0, whose answer counts: a function may draw, or read a clock."""
+    """Called on rank 0, whose result counts: a function may be random or read a clock."""
     return current_batch_size * (1 + dist.get_rank()) if epoch else 0
 
 
 class Runs(NamedTuple):
     folder: Path
     lines: list[dict[str, list[str]]]
-    """Of each rank, by the name of the run."""
+    """Log lines of each rank, by name of the run."""
 
     def log(self, name: str) -> list[dict[str, float]]:
         return read_log(self.folder / name / "log.jsonl")
 
 
 def run_and_listen(kind: str, folder: Path, *overrides: str) -> list[str]:
-    """Collective: the recipe's whole life, and the lines that it logged on this rank."""
-    with listening() as lines:
+    """Collective: run the recipe; return the lines logged on this rank."""
+    with captured_log() as lines:
         run_ours(kind, demo_config(kind, folder, *overrides))
     return lines
 
@@ -75,7 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.smoke
-def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> None:
+def test_search_fits_the_tightest_rank_and_logs_its_probes(runs: Runs) -> None:
     lines = runs.lines[0]["searched"]
     assert f"batch search · linear · 256 tokens · budget {LIMIT_MIB}.0 MiB a rank" in lines
     assert sum("<- chosen" in line for line in lines) == 1
@@ -83,7 +83,7 @@ def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> No
     assert any(line.startswith("8 rows × 1 microbatch × 2 ranks = 16 samples a step (as configured)") for line in lines)
 
 
-def test_the_search_leaves_its_record(runs: Runs) -> None:
+def test_search_writes_its_record(runs: Runs) -> None:
     output = runs.folder / "searched" / "out"
     record = json.loads((output / "batch_search.json").read_text())
     assert record["result"]["rows"] == 8
@@ -91,7 +91,7 @@ def test_the_search_leaves_its_record(runs: Runs) -> None:
 
 
 @pytest.mark.smoke
-def test_training_after_a_search_is_training_with_the_found_size_in_the_config(runs: Runs) -> None:
+def test_training_after_a_search_equals_training_with_that_batch_size(runs: Runs) -> None:
     searched, written = runs.log("searched"), runs.log("written")
     assert len(searched) == len(written) == 4
     for one, other in zip(searched, written, strict=True):
@@ -99,7 +99,7 @@ def test_training_after_a_search_is_training_with_the_found_size_in_the_config(r
 
 
 @pytest.mark.smoke
-def test_a_run_with_recoveries_has_the_losses_of_one_with_all_memory(runs: Runs) -> None:
+def test_run_with_recoveries_has_the_losses_of_an_unlimited_run(runs: Runs) -> None:
     limited, unlimited = runs.log("searched"), runs.log("unlimited")
     assert unlimited[-1]["oom_recoveries"] == 0
     for one, other in zip(limited, unlimited, strict=True):
@@ -107,8 +107,8 @@ def test_a_run_with_recoveries_has_the_losses_of_one_with_all_memory(runs: Runs)
             assert one[figure] == pytest.approx(other[figure], rel=RELATIVE_AFTER_ADAM), figure
 
 
-def test_ranks_gather_a_head_equally_often_whatever_their_lengths(runs: Runs) -> None:
-    # after a search, whose first step is of two tokens; and with rows of 34 tokens, which make 7 chunks of the 8
+def test_ranks_gather_the_head_equally_often_for_any_lengths(runs: Runs) -> None:
+    # after a search, whose first step has two tokens; and with rows of 34 tokens, which make 7 of 8 chunks
     assert runs.log("head by itself")[-1]["oom_recoveries"] > 0
     for name in ("head by itself", "few chunks"):
         for one, other in zip(runs.log(name), runs.log("unlimited"), strict=True):
@@ -117,7 +117,7 @@ def test_ranks_gather_a_head_equally_often_whatever_their_lengths(runs: Runs) ->
 
 
 @pytest.mark.smoke
-def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
+def test_record_of_a_run_has_its_events(runs: Runs) -> None:
     output = runs.folder / "searched" / "out"
     events = read_log(output / "adaptive_events.jsonl")
     recoveries = [event for event in events if event["kind"] == "recovery"]
@@ -135,19 +135,19 @@ def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
     assert is_drawn(output / "adaptive_report.png")
 
 
-def test_the_record_has_every_step_with_its_memory_beside_the_budget(runs: Runs) -> None:
+def test_record_has_memory_and_budget_of_every_step(runs: Runs) -> None:
     steps, logged = read_log(runs.folder / "searched" / "out" / "adaptive_steps.jsonl"), runs.log("searched")
     assert [step["step"] for step in steps] == [step["step"] for step in logged]
     for step, other in zip(steps, logged, strict=True):
         assert step["loss"] == other["loss"]
         assert step["budget_bytes"] in (120 * 2**20, LIMIT_MIB * 2**20)
-        # what one operation allocates is known when it has run
+        # the memory of an operation is known only after it has run
         assert 0 < step["peak_bytes"] < 1.1 * step["budget_bytes"]
 
 
 @pytest.mark.smoke
-def test_a_growing_batch_takes_the_steps_and_microbatches_of_its_plan(runs: Runs) -> None:
-    # 64 samples on 2 ranks: 32 a rank; 1, 2, then 4 rows, twice a step
+def test_growing_batch_takes_the_planned_steps_and_microbatches(runs: Runs) -> None:
+    # 64 samples on 2 ranks: 32 per rank; 1, 2, then 4 rows, two microbatches per step
     log = runs.log("growing")
     assert [step["step"] for step in log] == list(range(1, 16 + 8 + 4 + 1))
     assert [step["microbatch_rows"] for step in log] == [1] * 16 + [2] * 8 + [4] * 4
@@ -157,13 +157,13 @@ def test_a_growing_batch_takes_the_steps_and_microbatches_of_its_plan(runs: Runs
     assert any("batch schedule · 3 epochs · 28 steps" in line for line in runs.lines[0]["growing"])
 
 
-def test_a_growing_batch_has_the_learning_rate_that_a_hand_computes(runs: Runs) -> None:
+def test_growing_batch_has_the_expected_learning_rate(runs: Runs) -> None:
     warm_up, total = 3, 16 + 8 + 4
     growth = [1.0] * 16 + [2.0] * 8 + [4.0] * 4
     for step in runs.log("growing")[:-1]:
-        done = int(step["step"])  # the rate is logged after the schedule has moved on
+        done = int(step["step"])  # the rate is logged after the schedule has advanced
         progress = (done - warm_up) / (total - warm_up)
         cosine = done / warm_up if done < warm_up else 0.5 * (1 + math.cos(math.pi * progress))
-        # the factor of an epoch applies from its first step on, so the rate logged before it has the old one
+        # the factor of an epoch applies from its first step, so the rate logged before still has the old one
         factor = math.sqrt(growth[done - 1])
         assert step["lr"] == pytest.approx(1e-3 * cosine * factor, rel=1e-6, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Runs on a mesh of 2 replicas of 2 ranks each, beside the same ranks in one dimension."""
+"""Runs on a mesh of 2 replicas of 2 ranks each, compared with a flat mesh of the same ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, saved_weights
-from tests.recipes.stops import stopped_before
 from torchtune_adaptive.report.journal import read_timeline
 
 BASE = (
@@ -31,7 +31,7 @@ HYBRID = ("data_parallel_replicate_dim=2",)
 
 
 def starved(little: str) -> tuple[str, ...]:
-    """On a rank of the second replica."""
+    """Limit the memory of one rank of the second replica."""
     limit = f"adaptive.memory_limit=[120MiB,120MiB,120MiB,{little}]"
     return (*HYBRID, "adaptive.token_budget=4000", "adaptive.sequence_length=null", limit)
 
@@ -49,13 +49,15 @@ RUNS: dict[str, dict[str, list[tuple[str, ...]]]] = {
     },
     "lora_dpo": {"flat": [()], "starved": [starved("17MiB")]},
 }
-"""One start after the other: the first of two is stopped after an epoch."""
+"""Consecutive starts: the first of two stops after an epoch."""
 STEPS = 8
 
 
 @contextmanager
 def adapters_like_those_of_one_process() -> Iterator[None]:
-    """DTensor draws other adapters on every mesh, so that runs on two of them could not be compared."""
+    """Initialize adapters equally on all meshes: DTensor draws different ones on each, and runs could not be
+    compared.
+    """
 
     def initialize(layer: LoRALinear) -> None:
         generator = torch.Generator().manual_seed(layer.lora_a.weight.numel())
@@ -74,7 +76,7 @@ def run_all(kind: str, folder: Path) -> None:
     with adapters_like_those_of_one_process():
         for case, (*stopped, last) in RUNS[kind].items():
             for overrides in stopped:
-                with stopped_before(1):
+                with stopped_before_epoch(1):
                     run_ours(kind, demo_config(kind, folder / case, *BASE, *overrides))
             run_ours(kind, demo_config(kind, folder / case, *BASE, *last))
 
@@ -86,7 +88,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, folder
 
 
-def test_every_step_has_the_figures_of_a_mesh_of_one_dimension(runs: tuple[str, Path]) -> None:
+def test_every_step_has_the_figures_of_a_flat_mesh(runs: tuple[str, Path]) -> None:
     kind, folder = runs
     logs = {case: read_log(folder / case / "log.jsonl") for case in RUNS[kind]}
     flat = logs.pop("flat")
@@ -98,7 +100,7 @@ def test_every_step_has_the_figures_of_a_mesh_of_one_dimension(runs: tuple[str, 
                 assert found[figure] == pytest.approx(expected[figure], rel=RELATIVE), (case, figure, found["step"])
 
 
-def test_the_saved_weights_are_those_of_a_mesh_of_one_dimension(runs: tuple[str, Path]) -> None:
+def test_saved_weights_are_those_of_a_flat_mesh(runs: tuple[str, Path]) -> None:
     kind, folder = runs
     flat = saved_weights(folder / "flat", epoch=1)
     for case in RUNS[kind]:
@@ -107,7 +109,7 @@ def test_the_saved_weights_are_those_of_a_mesh_of_one_dimension(runs: tuple[str,
             torch.testing.assert_close(ours[name], weight, rtol=RELATIVE, atol=1e-6, msg=f"{case}: {name}")
 
 
-def test_a_rank_of_one_replica_that_runs_out_of_memory_is_recovered_from(runs: tuple[str, Path]) -> None:
+def test_oom_on_a_rank_of_one_replica_is_recovered(runs: tuple[str, Path]) -> None:
     _, folder = runs
     timeline = read_timeline(folder / "starved" / "out")
     recoveries = [event for event in timeline.events if event["kind"] == "recovery"]
@@ -116,10 +118,10 @@ def test_a_rank_of_one_replica_that_runs_out_of_memory_is_recovered_from(runs: t
 
 
 def train_with_adapters_of_its_own(folder: Path) -> None:
-    """Collective: as a user does, with adapters that every rank draws for itself."""
+    """Collective: train as a user does, with adapters drawn separately on every rank."""
     run_ours("lora", demo_config("lora", folder, *HYBRID, "dataset.samples=32"))
 
 
-def test_replicas_begin_with_the_same_adapters(tmp_path: Path) -> None:
-    """Others are refused in the first step: tests/distributed/sharding/test_hybrid.py."""
+def test_replicas_start_with_the_same_adapters(tmp_path: Path) -> None:
+    """tests/distributed/sharding/test_hybrid.py checks that different ones are refused."""
     run_on_ranks(4, train_with_adapters_of_its_own, tmp_path / "run", timeout_s=60, in_group=False)

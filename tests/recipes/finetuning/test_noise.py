@@ -1,4 +1,4 @@
-"""`adaptive.measure_noise`: what a user sees of it, resumed too."""
+"""`adaptive.measure_noise` as a user sees it, also resumed."""
 
 import math
 from contextlib import nullcontext
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hearing import listening
+from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
-from tests.recipes.stops import stopped_before
 
 NOISY = (
     "adaptive.measure_noise=2",
@@ -24,18 +24,20 @@ SCALE = "gradient_noise_scale"
 
 
 def whole_and_resumed(kind: str, folder: Path, options: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Collective: a whole run, and one that was stopped after its first epoch; the lines of the first and the last."""
-    with listening() as of_whole:
+    """Collective: run once whole and once stopped after the first epoch; return the log lines of the first and the
+    last run.
+    """
+    with captured_log() as of_whole:
         run_ours(kind, demo_config(kind, folder / "whole", *options))
-    with stopped_before(1):
+    with stopped_before_epoch(1):
         run_ours(kind, demo_config(kind, folder / "resumed", *options))
-    with listening() as of_resumed:
+    with captured_log() as of_resumed:
         run_ours(kind, demo_config(kind, folder / "resumed", *options, "resume_from_checkpoint=auto"))
     return of_whole, of_resumed
 
 
 def check_measured(folder: Path, lines: list[str], samples: int, measured: list[int]) -> None:
-    """In these steps, and by both runs alike; what the resumed one has come to, it says."""
+    """Check that both runs measured in these steps with equal results, and that the resumed run logs its verdict."""
     whole, resumed = (read_log(folder / name / "log.jsonl") for name in ("whole", "resumed"))
     assert [step["step"] for step in whole if SCALE in step] == measured
     assert [step.get(SCALE) for step in resumed] == [step.get(SCALE) for step in whole]
@@ -57,7 +59,7 @@ FOLLOWING = (
 )
 
 
-def test_a_batch_that_follows_the_noise_grows_and_a_resumed_run_repeats_it(tmp_path: Path) -> None:
+def test_batch_that_follows_the_noise_grows_and_resumes_equally(tmp_path: Path) -> None:
     options = (*NOISY, *FOLLOWING)
     (lines, last), _ = run_on_ranks(2, whole_and_resumed, "full", tmp_path, options, timeout_s=90, in_group=False)
     check_measured(tmp_path, last, 16, [*range(10, 29)])
@@ -68,24 +70,24 @@ def test_a_batch_that_follows_the_noise_grows_and_a_resumed_run_repeats_it(tmp_p
     whole, resumed = (read_log(tmp_path / name / "log.jsonl") for name in ("whole", "resumed"))
     assert len(whole) == 16 + 8 + 4
     assert [(step["lr"], step["loss"]) for step in resumed] == [(step["lr"], step["loss"]) for step in whole]
-    # the rate goes by samples: after the fourth step of twice as many, 24 steps as configured have passed of 48
+    # the rate depends on samples: after the fourth step of doubled size, 24 of 48 configured steps have passed
     rates = [step["lr"] for step in whole]
     assert rates[19] == pytest.approx(0.003 * 2**0.5 * (1 + math.cos(math.pi * (24 - 4) / (48 - 4))) / 2, rel=1e-6)
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
 def followed(folder: Path, options: tuple[str, ...], stop_before: int | None) -> None:
-    """Collective: epochs whose rate goes by samples, up to the given one."""
+    """Collective: train epochs with a sample-based learning rate, up to `stop_before`."""
     config = demo_config("full", folder, *NOISY, *FOLLOWING, "adaptive.lr_scaling=none", *options)
-    with nullcontext() if stop_before is None else stopped_before(stop_before):
+    with nullcontext() if stop_before is None else stopped_before_epoch(stop_before):
         run_ours("full", config)
 
 
 @pytest.mark.parametrize(
     ("ranks", "option"), [(2, "batch_increase_function.fraction=0.0001"), (1, "max_steps_per_epoch=12")]
 )
-def test_a_rate_that_goes_by_samples_ends_at_its_end(tmp_path: Path, ranks: int, option: str) -> None:
-    """Resumed on other ranks, and with epochs of fewer samples than there are."""
+def test_sample_based_learning_rate_ends_at_its_minimum(tmp_path: Path, ranks: int, option: str) -> None:
+    """Resumed on other ranks, or with epochs shorter than the dataset."""
     again = (option, "resume_from_checkpoint=auto", "overwrite_output_dir=False")
     run_on_ranks(1, followed, tmp_path / "run", again, 1, timeout_s=60, in_group=False)
     run_on_ranks(ranks, followed, tmp_path / "run", again, None, timeout_s=60, in_group=False)
@@ -94,7 +96,7 @@ def test_a_rate_that_goes_by_samples_ends_at_its_end(tmp_path: Path, ranks: int,
     assert rates[-1] == pytest.approx(0, abs=1e-9)
 
 
-def test_preference_training_measures_too_and_a_resumed_run_goes_on_measuring(tmp_path: Path) -> None:
+def test_preference_training_measures_noise_and_resumes_measuring(tmp_path: Path) -> None:
     options = (*NOISY, "epochs=2", "dataset.samples=44", "tokenizer.max_seq_len=96")
     (_, last), _ = run_on_ranks(2, whole_and_resumed, "lora_dpo", tmp_path, options, timeout_s=90, in_group=False)
-    check_measured(tmp_path, last, 4, [20, 22])  # of 22 steps, 11 are measured, and 10 are needed
+    check_measured(tmp_path, last, 4, [20, 22])  # 11 of 22 steps are measured, and 10 are needed

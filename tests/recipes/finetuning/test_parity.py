@@ -1,4 +1,4 @@
-"""The installed stock recipe and ours, run beside each other on two ranks: the same figures at every step."""
+"""The installed stock recipe and ours on two ranks: the same figures at every step."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock, saved_weights
 
 EVERYTHING = (
@@ -54,7 +54,7 @@ def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, Path]) 
 
 
 @pytest.mark.smoke("full-everything", "lora-everything")
-def test_the_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, Path]) -> None:
+def test_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, Path]) -> None:
     case, folder = runs
     stock, ours = (saved_weights(folder / who, epoch=int(case == "everything")) for who in ("stock", "ours"))
     torch.testing.assert_close(ours, stock, rtol=RELATIVE, atol=1e-6)

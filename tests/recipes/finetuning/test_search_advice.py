@@ -1,19 +1,19 @@
-"""Which length a search measures, and what it says of samples that are longer."""
+"""The length that a search measures, and its warning about longer samples."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hearing import listening
-from tests.recipes.running import start_here
+from tests.captured_logs import captured_log
+from tests.recipes.running import start_in_process
 from torchtune_adaptive.errors import ConfigError
 
 SEARCHED = ("--config", "adaptive/demo/full", "use_maximum_batch_size=True")
 
 
 class OfLengths:
-    """Samples of given lengths, over and over."""
+    """Samples of the given lengths, repeated."""
 
     def __init__(self, lengths: list[int], samples: int) -> None:
         self._lengths = [lengths[at % len(lengths)] for at in range(samples)]
@@ -26,7 +26,7 @@ class OfLengths:
 
 
 def of_lengths(tokenizer: Any, *, lengths: list[int], samples: int, packed: bool) -> OfLengths:
-    """Component for a config's `dataset:`."""
+    """Component for the `dataset` section of a config."""
     return OfLengths(lengths, samples)
 
 
@@ -36,10 +36,10 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(lengths: str, *overrides: str) -> list[str]:
-    """What a run of samples of these lengths says before it would train."""
+    """Return the log lines of a run with samples of these lengths, up to the start of training."""
     dataset = (f"dataset._component_={__name__}.of_lengths", "dataset.samples=64", f"dataset.lengths={lengths}")
-    with listening() as lines:
-        start_here("full", *SEARCHED, *dataset, *overrides)
+    with captured_log() as lines:
+        start_in_process("full", *SEARCHED, *dataset, *overrides)
     return lines
 
 
@@ -56,20 +56,18 @@ def started(lengths: str, *overrides: str) -> list[str]:
         ("[30,40,50,512]", 1, None),  # a step of two samples is one microbatch
     ],
 )
-def test_one_line_says_that_most_samples_are_far_shorter_than_what_was_measured(
-    lengths: str, steps: int, line: str | None
-) -> None:
+def test_warning_if_most_samples_are_much_shorter_than_measured(lengths: str, steps: int, line: str | None) -> None:
     sizes = ("adaptive.sequence_length=null", "adaptive.memory_limit=48MiB", "batch_size=2")
     lines = started(lengths, *sizes, f"gradient_accumulation_steps={steps}")
     assert [each for each in lines if each.startswith("the median sample")] == [line] * (line is not None)
 
 
-def test_samples_that_the_tokenizer_does_not_let_through_are_not_measured() -> None:
+def test_length_above_the_tokenizers_maximum_is_not_measured() -> None:
     lines = started("[60]", "tokenizer.max_seq_len=64", "adaptive.sequence_length=256")
     assert any(line.startswith("batch search · linear · 64 tokens") for line in lines)
 
 
-def test_the_longest_sample_of_a_dataset_is_named_where_the_model_does_not_take_it() -> None:
+def test_sample_longer_than_the_model_allows_is_named() -> None:
     message = r"^sample 2 of the dataset \(on rank 0\) has 2250 tokens, .* to 2048 or less, which cuts longer samples$"
     with pytest.raises(ConfigError, match=message):
         started("[30,40,2250]", "tokenizer.max_seq_len=null", "adaptive.sequence_length=null")

@@ -1,5 +1,6 @@
-"""Configs that torchtune ships train here and save, on two ranks, unchanged but for what a machine without GPU, network
-and weights cannot have (see stock_configs.py): one of each family of models, and every one at night."""
+"""Configs that torchtune ships train and save on two ranks, unchanged except for hardware, network and weights (see
+stock_configs.py): one per family of models, and all of them nightly.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ FULL, LORA = (
 MLP = {"w1", "w2", "w3"}
 
 pytestmark = pytest.mark.timeout(3600)
-"""At night the first test waits for all the runs."""
+"""Nightly, the first test waits for all runs."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +43,27 @@ class Runs:
     failures: Mapping[StockConfig, str]
 
     def config_of(self, stock: StockConfig) -> DictConfig:
-        """The config as it ran."""
+        """Return the config as it ran."""
         assert stock not in self.failures, self.failures[stock]
         return on_cpu(stock.load(), stock.folder(self.folder))
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The runs of all configs that a selected test asks for."""
+    """Runs of all configs that the selected tests use."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {call.params["stock"] for call in calls if call is not None and "stock" in call.params}
     folder = tmp_path_factory.mktemp("stock")
     return Runs(folder, train_all([stock for stock in ALL if stock in wanted], folder, world_size=2))
 
 
-def test_torchtune_ships_configs_for_every_recipe_and_every_family_is_here() -> None:
+def test_torchtune_has_configs_for_every_recipe_and_every_family_is_covered() -> None:
     assert {stock.recipe for stock in ALL} == set(RECIPES)
     assert {name.partition("/")[0] for name in ONE_OF_A_FAMILY} == {stock.name.partition("/")[0] for stock in ALL}
     assert {stock.name for stock in ALL} >= ONE_OF_A_FAMILY
 
 
-def test_no_key_of_theirs_is_taken_for_a_slip() -> None:
+def test_keys_of_stock_configs_are_known() -> None:
     for stock in ALL:
         check_keys(stock.load(), aloud=False)
 
@@ -77,7 +78,7 @@ def test_every_step_logs_a_finite_loss(runs: Runs, stock: StockConfig) -> None:
 
 
 @pytest.mark.parametrize("stock", FULL)
-def test_full_finetuning_moves_trainable_weights_only(runs: Runs, stock: StockConfig) -> None:
+def test_full_finetuning_changes_only_trainable_weights(runs: Runs, stock: StockConfig) -> None:
     cfg = runs.config_of(stock)
     before, after = first_weights(cfg), saved_weights(cfg)
     assert after.keys() == before.keys()
@@ -88,7 +89,7 @@ def test_full_finetuning_moves_trainable_weights_only(runs: Runs, stock: StockCo
 
 
 @pytest.mark.parametrize("stock", LORA)
-def test_lora_saves_an_adapter_as_its_config_describes_it(runs: Runs, stock: StockConfig) -> None:
+def test_lora_saves_the_adapter_described_by_its_config(runs: Runs, stock: StockConfig) -> None:
     cfg = runs.config_of(stock)
     adapter = torch.load(epoch_folder(cfg) / "adapter_model.pt", weights_only=True)
     assert adapter.keys() == get_adapter_state_dict(built(cfg).state_dict()).keys()
@@ -100,7 +101,7 @@ def test_lora_saves_an_adapter_as_its_config_describes_it(runs: Runs, stock: Sto
 
 
 @pytest.mark.parametrize("stock", LORA)
-def test_lora_saves_whole_weights_unless_told_not_to(runs: Runs, stock: StockConfig) -> None:
+def test_lora_saves_whole_weights_unless_disabled(runs: Runs, stock: StockConfig) -> None:
     cfg = runs.config_of(stock)
     if cfg.get("save_adapter_weights_only", False):
         assert not list(epoch_folder(cfg).glob("model-*"))
@@ -133,7 +134,7 @@ def saved_weights(cfg: DictConfig) -> dict[str, torch.Tensor]:
 
 
 def read_weights(cfg: DictConfig, folder: Path, files: list[str]) -> dict[str, torch.Tensor]:
-    """What the config's own checkpointer reads from a folder."""
+    """Read weights from a folder with the config's checkpointer."""
     section = cfg.checkpointer.copy()
     section.checkpoint_dir, section.checkpoint_files = str(folder), files
     section.output_dir = str(Path(cfg.output_dir).with_name("unused"))
@@ -141,7 +142,7 @@ def read_weights(cfg: DictConfig, folder: Path, files: list[str]) -> dict[str, t
 
 
 def built(cfg: DictConfig) -> nn.Module:
-    """The model as torchtune's builder leaves it."""
+    """Return the model as torchtune's builder returns it."""
     import_model(cfg)
     with shrunk_models():
         return config.instantiate(cfg.model)

@@ -1,4 +1,4 @@
-"""Tensor parallelism through the full recipe: beside stock, and out of memory, which ends the run there."""
+"""Tensor parallelism in the full recipe: parity with stock; running out of memory ends the run."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import run_on_ranks
 from tests.recipes.endings.test_endings import tune_on_two
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock
 from torchtune_adaptive.report.journal import read_timeline
 
@@ -16,7 +16,7 @@ TENSOR = (
     "tensor_parallel_dim=2",
     "adaptive.recover_from_oom=null",
     "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
-    "clip_grad_norm=null",  # which stock fails with
+    "clip_grad_norm=null",  # stock fails with it
     "dataset.samples=24",
     "batch_size=2",
 )
@@ -25,7 +25,7 @@ BY_ONE = ("batch_size=1", "gradient_accumulation_steps=4")
 
 CLIPPED = "clip_grad_norm=0.5"
 APART = (*SGD, "dataset.samples=24", "batch_size=1")
-"""The same steps by as many ranks, each with samples of its own."""
+"""The same steps without tensor parallelism, on ranks with different samples."""
 
 
 def run_all(folder: Path) -> None:
@@ -37,7 +37,7 @@ def run_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two groups of two ranks, each of which holds a shard."""
+    """Two groups of two ranks; each group holds a shard."""
     folder = tmp_path_factory.mktemp("tensor")
     run_on_ranks(4, run_all, folder, timeout_s=120, in_group=False)
     return folder
@@ -49,7 +49,7 @@ def test_losses_are_those_of_the_stock_recipe(runs: Path) -> None:
     assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in stock], rel=RELATIVE)
 
 
-def test_gradients_are_clipped_and_steps_recorded_as_without_tensor_parallelism(runs: Path) -> None:
+def test_clipping_and_records_equal_those_without_tensor_parallelism(runs: Path) -> None:
     together, apart = (read_timeline(runs / case / "out").steps for case in ("clipped", "apart"))
     assert len(together) == len(apart) >= STEPS
     for figure in ("loss", "grad_norm", "samples", "target_tokens"):
@@ -57,7 +57,7 @@ def test_gradients_are_clipped_and_steps_recorded_as_without_tensor_parallelism(
     assert all(step["grad_norm"] > 0.5 for step in apart)
 
 
-def test_out_of_memory_on_one_rank_ends_the_run_with_one_message(tmp_path: Path) -> None:
+def test_oom_on_one_rank_ends_the_run_with_one_message(tmp_path: Path) -> None:
     ended = tune_on_two(tmp_path, *TENSOR, "use_maximum_batch_size=False", "adaptive.memory_limit=[256MiB,8MiB]")
     assert ended.status != 0
     errors = [line for line in ended.output.splitlines() if line.startswith("error")]

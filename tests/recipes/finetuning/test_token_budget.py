@@ -1,4 +1,4 @@
-"""Token budgets in whole runs of both recipes: beside stock, recovering, growing, resumed, packed, of long samples."""
+"""Token budgets in whole runs: parity with stock, recovery, growth, resume, packed and long samples."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.finetuning.test_adaptive_runs import Runs, run_and_listen
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import (
     RELATIVE,
     RELATIVE_AFTER_ADAM,
@@ -18,17 +18,17 @@ from tests.recipes.running import (
     run_ours,
     run_stock,
     saved_weights,
-    start_here,
+    start_in_process,
 )
 from torchtune_adaptive.errors import AdaptiveError
 
 STEPS = (*SGD, "batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
 BUDGET = ("adaptive.sequence_length=null", "adaptive.memory_limit=null")
-"""Otherwise as in the demo's config, once a key of the section is given."""
+"""Other keys of the section keep the demo config's values."""
 LIMIT = "adaptive.memory_limit=[120MiB,48MiB]"
-"""Rank 1 has little."""
+"""Rank 1 has little memory."""
 SHORT = "adaptive.memory_limit=[120MiB,20MiB]"
-"""And here not enough for its share of a step at once."""
+"""Rank 1 cannot run its share of a step at once."""
 RUNS: dict[str, tuple[str, ...]] = {
     "budget": ("adaptive.token_budget=600",),
     "rows": ("adaptive.token_budget=600", "adaptive.padding=True", "adaptive.deal=False"),
@@ -64,12 +64,12 @@ def test_every_step_has_the_figures_of_the_stock_recipe(runs: Runs, name: str) -
 
 
 @pytest.mark.parametrize("name", ["budget", "rows"])
-def test_the_saved_weights_are_those_of_the_stock_recipe(runs: Runs, name: str) -> None:
+def test_saved_weights_are_those_of_the_stock_recipe(runs: Runs, name: str) -> None:
     stock, ours = (saved_weights(runs.folder / who) for who in ("stock", name))
     torch.testing.assert_close(ours, stock, rtol=RELATIVE, atol=1e-6)
 
 
-def test_microbatches_keep_to_the_budget_and_samples_that_are_dealt_leave_no_rank_waiting(runs: Runs) -> None:
+def test_microbatches_stay_within_the_budget_and_dealing_balances_ranks(runs: Runs) -> None:
     rows, joined = runs.log("rows"), runs.log("budget")
     assert all(step["microbatch_tokens"] <= 600 for step in (*rows, *joined))
     assert all(0 < step["padding_fraction"] < 0.5 for step in rows)
@@ -80,7 +80,7 @@ def test_microbatches_keep_to_the_budget_and_samples_that_are_dealt_leave_no_ran
 
 
 ON_TWO_RANKS = pytest.mark.parametrize("runs", [("full", 2)], ids=str, indirect=True)
-"""Where memory is measured."""
+"""The runs that measure memory."""
 
 
 @pytest.mark.smoke("('full', 2)")
@@ -103,12 +103,12 @@ def test_auto_measures_a_few_lengths_without_running_out_of_memory(runs: Runs) -
     ("growth", "most"),
     [((), 8), (("epochs=2", "batch_increase_function=tests.recipes.finetuning.test_token_budget.twice"), 16)],
 )
-def test_auto_probes_no_more_rows_than_a_step_has_samples(
+def test_auto_probes_at_most_the_rows_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: tuple[str, ...], most: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ample = ("adaptive.memory_limit=1GiB", "adaptive.token_budget=auto", "use_maximum_batch_size=False")
-    start_here("full", "--config", "adaptive/demo/full", *STEPS, *ample, *growth)
+    start_in_process("full", "--config", "adaptive/demo/full", *STEPS, *ample, *growth)
     record = json.loads((tmp_path / "runs/demo/full/batch_search.json").read_text())
     assert max(point["rows"] for point in record["result"]["points"]) == most
 
@@ -120,13 +120,13 @@ def twice(epoch: int, batch_size: int) -> int:
 
 @pytest.mark.smoke("('full', 2)")
 @ON_TWO_RANKS
-def test_auto_trains_what_stock_trains(runs: Runs) -> None:
+def test_auto_has_the_losses_of_stock(runs: Runs) -> None:
     for step_of_stock, step_of_ours in zip(runs.log("stock"), runs.log("auto"), strict=True):
         assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
 
 
 @ON_TWO_RANKS
-def test_a_budget_that_does_not_fit_is_recovered_from_with_the_losses_of_stock(runs: Runs) -> None:
+def test_recovery_under_a_token_budget_has_the_losses_of_stock(runs: Runs) -> None:
     lines = [line for line in runs.lines[0]["short"] if "out of memory" in line]
     assert lines
     assert all("on rank 1 (longest sample" in line and "tokens, step repeated" in line for line in lines)
@@ -145,10 +145,10 @@ def run_packed(folder: Path) -> list[str]:
     return run_and_listen("full", folder / "tokens", *SMALL, *BUDGET, *PACKED, "adaptive.token_budget=1100")
 
 
-def test_a_packed_dataset_has_microbatches_by_rows_and_says_so_once(tmp_path: Path) -> None:
+def test_packed_dataset_uses_row_microbatches_and_logs_it_once(tmp_path: Path) -> None:
     lines, _ = run_on_ranks(2, run_packed, tmp_path, timeout_s=200, in_group=False)
-    said = [line for line in lines if "the dataset is packed" in line]
-    assert said == ["token budget · the dataset is packed, all rows have 256 tokens: microbatches of 4 rows"]
+    printed = [line for line in lines if "the dataset is packed" in line]
+    assert printed == ["token budget · the dataset is packed, all rows have 256 tokens: microbatches of 4 rows"]
     by_rows, by_tokens = (read_log(tmp_path / name / "log.jsonl") for name in ("rows", "tokens"))
     assert [step["loss"] for step in by_tokens] == pytest.approx(
         [step["loss"] for step in by_rows], rel=RELATIVE_AFTER_ADAM
@@ -158,17 +158,17 @@ def test_a_packed_dataset_has_microbatches_by_rows_and_says_so_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("budget", "told"),
+    ("budget", "message"),
     [
         ("200", r"^sample \d+ of the dataset has \d+ tokens.* raise adaptive\.token_budget"),
         ("auto", r"^one row of \d+ tokens .* \(sample \d+ of the dataset\); "),
     ],
 )
-def test_a_sample_that_does_not_fit_is_named_before_training_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, told: str
+def test_sample_that_does_not_fit_is_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     limit = "adaptive.memory_limit=13MiB" if budget == "auto" else "adaptive.memory_limit=null"
     asked = (f"adaptive.token_budget={budget}", "tokenizer.max_seq_len=null", limit, "use_maximum_batch_size=False")
-    with pytest.raises(AdaptiveError, match=told):
-        start_here("full", "--config", "adaptive/demo/full", *SMALL, *BUDGET[:1], *asked, "dataset.samples=48")
+    with pytest.raises(AdaptiveError, match=message):
+        start_in_process("full", "--config", "adaptive/demo/full", *SMALL, *BUDGET[:1], *asked, "dataset.samples=48")

@@ -1,4 +1,4 @@
-"""Whole runs without padding beside the stock recipe's, with what users switch on, on one rank, two and three."""
+"""Whole runs without padding, compared with stock, with checkpointing, clipping, accumulation and a schedule."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ import pytest
 
 from tests.ranks import run_on_ranks
 from tests.recipes.finetuning.test_parity import EVERYTHING
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import SGD, demo_config, run_ours, run_stock
 
 RELATIVE = 2e-5
-"""By which losses and gradient norms may differ at any step, in fp32."""
+"""Tolerance of losses and gradient norms at any step, in fp32."""
 BUDGET = ("adaptive.token_budget=500", "adaptive.padding=False")
 SAMPLES = {1: 64, 2: 32}
-"""By ranks: at least four steps."""
+"""Samples by number of ranks: at least four steps."""
 WHERE = [("full", 2, True), ("full", 1, False)]
-"""And whether activations are checkpointed: test_token_budget.py has runs that store them, with adapters too."""
+"""Kind, ranks, and activation checkpointing. test_token_budget.py covers runs that store activations, and adapters."""
 
 
 def run_both(kind: str, folder: Path, *more: str) -> None:
@@ -25,7 +25,7 @@ def run_both(kind: str, folder: Path, *more: str) -> None:
 
 @pytest.mark.smoke("full-2-True")
 @pytest.mark.parametrize(("kind", "ranks", "checkpointed"), WHERE)
-def test_checkpointing_clipping_accumulation_and_a_schedule_give_the_figures_of_stock(
+def test_checkpointing_clipping_accumulation_and_schedule_match_stock(
     kind: str, ranks: int, checkpointed: bool, tmp_path: Path
 ) -> None:
     epochs = 1 if ranks == 1 else 2

@@ -1,1 +1,1 @@
-"""GRPO: any number of ranks, any split and any recovery train the same; a run that stops goes on."""
+"""GRPO trains the same with any number of ranks, split or recovery, and resumes."""

@@ -1,4 +1,4 @@
-"""GRPO of all weights and of adapters, by one rank to three, cut in other ways, out of memory: all the same."""
+"""GRPO of all weights and of adapters gives equal results on one to three ranks, with other splits and after OOM."""
 
 from pathlib import Path
 from unittest import mock
@@ -10,7 +10,7 @@ from torchtune.modules import peft
 
 from tests.ranks import run_on_ranks
 from tests.recipes.grpo.tiny import JUDGE, KINDS, STEPS, grpo_config
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import load_ours
 from torchtune_adaptive.rl.stages import GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
@@ -25,13 +25,13 @@ WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
     "out of memory": (2, ()),
     "judged": (2, JUDGE),
 }
-"""On how many ranks, and what else."""
+"""Number of ranks and overrides."""
 OF_ADAPTERS = ("one rank", "two ranks", "out of memory")
 CASES = [(kind, name) for kind in KINDS for name in WAYS if kind == "full_grpo" or name in OF_ADAPTERS]
 
 
 def run_all(folder: Path, ranks: int) -> None:
-    """Collective: every way on so many ranks."""
+    """Collective: run every case that uses this number of ranks."""
     for kind, name in CASES:
         ranks_of_way, overrides = WAYS[name]
         if ranks_of_way == ranks:
@@ -39,7 +39,7 @@ def run_all(folder: Path, ranks: int) -> None:
 
 
 def run(kind: str, folder: Path, name: str, overrides: tuple[str, ...]) -> None:
-    """Collective: a whole run; where memory is to run out, it does so in each stage of the second iteration."""
+    """Collective: run to the end; in the OOM case, every stage of the second iteration runs out of memory."""
     recipe = load_ours(kind)(grpo_config(kind, folder, *overrides))
     with mock.patch.object(peft.LoRALinear, "initialize_parameters", alike_on_any_number_of_ranks):
         recipe.setup()
@@ -67,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """What a run has saved at its end, adapters among it."""
+    """Load the weights and adapters saved by a run."""
     saved: dict[str, Tensor] = {}
     for path in sorted((folder / "out" / "epoch_0").glob("*model*")):
         saved |= torch.load(path, weights_only=True)
@@ -76,7 +76,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.smoke("full_grpo-out of memory")
 @pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] not in ("two ranks", "judged")])
-def test_neither_ranks_nor_split_nor_recovery_change_what_is_trained(runs: Path, kind: str, name: str) -> None:
+def test_ranks_split_and_recovery_do_not_change_training(runs: Path, kind: str, name: str) -> None:
     like = runs / kind / "two ranks"
     lines, expected = (read_log(folder / "log.jsonl") for folder in (runs / kind / name, like))
     assert len(lines) == len(expected) == STEPS
@@ -90,19 +90,19 @@ def test_neither_ranks_nor_split_nor_recovery_change_what_is_trained(runs: Path,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_groups_without_a_signal_are_sampled_anew(runs: Path, kind: str) -> None:
+def test_groups_without_signal_are_resampled(runs: Path, kind: str) -> None:
     lines = read_log(runs / kind / "two ranks" / "log.jsonl")
     assert max(line["groups_sampled_anew"] for line in lines) > 0
     assert all(line["groups_without_signal"] <= line["groups_sampled_anew"] for line in lines)
 
 
-def test_a_reward_model_and_functions_are_added(runs: Path) -> None:
+def test_reward_model_and_functions_are_added(runs: Path) -> None:
     line, plain = (read_log(runs / "full_grpo" / name / "log.jsonl")[0] for name in ("judged", "two ranks"))
     assert plain["scores"] == pytest.approx(plain["reward/places"], abs=1e-6)
-    assert line["scores"] == pytest.approx(line["reward/places"], abs=1e-3)  # there are no small letters among digits
+    assert line["scores"] == pytest.approx(line["reward/places"], abs=1e-3)  # digits contain no lowercase letters
 
 
-def test_adapters_are_all_that_changes_and_are_in_the_checkpoint(runs: Path) -> None:
+def test_only_adapters_change_and_they_are_saved(runs: Path) -> None:
     adapters = {name: of for name, of in weights(runs / "lora_grpo" / "two ranks").items() if "lora_b" in name}
     assert all(weight.abs().max() > 0 for weight in adapters.values())
     assert adapters
@@ -110,6 +110,6 @@ def test_adapters_are_all_that_changes_and_are_in_the_checkpoint(runs: Path) -> 
     assert line[0]["kl"] != line[-1]["kl"] > 0
 
 
-def test_answers_are_shown_every_so_many_iterations(runs: Path) -> None:
+def test_answers_are_recorded_at_the_configured_interval(runs: Path) -> None:
     lines = read_log(runs / "full_grpo" / "two ranks" / "out" / "adaptive_answers.jsonl")
     assert [(line["step"], len(line["answers"]), len(line["rewards"])) for line in lines] == [(2, 4, 4)]

@@ -1,4 +1,4 @@
-"""An iteration beside TRL's GRPOTrainer on one process: the same weights, the same answers, two updates."""
+"""An iteration compared with TRL's GRPOTrainer on one process: the same weights and answers, two updates."""
 
 import os
 from collections import Counter
@@ -29,7 +29,7 @@ STOP = DemoTokenizer().eos_id
 
 
 class Loss(NamedTuple):
-    """How ours and theirs say the same."""
+    """Names of a loss in our config and in TRL."""
 
     average: str
     scaled: bool
@@ -42,11 +42,11 @@ LOSSES = {"grpo": Loss("answers", True, 0.2), "dr_grpo": Loss("length", False, 0
 class Update(NamedTuple):
     loss: float
     gradients: dict[str, Tensor]
-    """By the names of transformers."""
+    """Gradients, under transformers' names."""
 
 
 def questions(tokenizer: DemoTokenizer, samples: int) -> DemoDataset:
-    """Component for a config's `dataset:`. Prompts of several lengths."""
+    """Component for the `dataset` section of a config: prompts of several lengths."""
 
     def make(index: int) -> Any:
         tokens = tokenizer.encode("17" * (index + 1) + "=", add_eos=False)
@@ -56,12 +56,12 @@ def questions(tokenizer: DemoTokenizer, samples: int) -> DemoDataset:
 
 
 def worth(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-    """A reward that goes by tokens, so that tokenizers need not agree."""
+    """A reward computed from tokens, so that tokenizers need not agree."""
     return [sum(token % 7 for token in tokens if token != STOP) / 10 for tokens in completion_ids]
 
 
 def in_hf(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights or gradients, as transformers' Llama has them."""
+    """Convert weights or gradients to transformers' Llama names."""
     converted: dict[str, Tensor] = tune_to_hf(tensors, num_heads=4, num_kv_heads=2, dim=SIZES["embed_dim"])
     return converted
 
@@ -107,7 +107,7 @@ def ours(folder: Path, loss: Loss) -> tuple[list[Update], list[Rollout]]:
 
 
 def theirs(folder: Path, loss_type: str, given: Sequence[Rollout]) -> list[Update]:
-    """TRL's, which cuts the answers into other microbatches."""
+    """Run TRL, which splits the answers into other microbatches."""
     import pyarrow
     import trl
     from datasets import Dataset
@@ -131,7 +131,7 @@ def theirs(folder: Path, loss_type: str, given: Sequence[Rollout]) -> list[Updat
     )
     model.load_state_dict(in_hf(torch.load(folder / "weights" / "reference.pt")))
     model.save_pretrained(folder / "hf")
-    model = LlamaForCausalLM.from_pretrained(folder / "hf")  # from there, TRL takes the reference
+    model = LlamaForCausalLM.from_pretrained(folder / "hf")  # TRL loads the reference from there
     model.load_state_dict(in_hf(torch.load(folder / "weights" / "policy.pt")))
     losses, gradients = Counter[int](), []
 
@@ -165,7 +165,7 @@ def theirs(folder: Path, loss_type: str, given: Sequence[Rollout]) -> list[Updat
         reward_funcs=worth,
         rollout_func=answer,
         processing_class=tokenizer(),
-        train_dataset=Dataset(table, fingerprint="prompts"),  # hashing one fails with some versions of pyarrow
+        train_dataset=Dataset(table, fingerprint="prompts"),  # hashing a dataset fails with some versions of pyarrow
         callbacks=[Note()],
         args=arguments(
             folder,
@@ -195,7 +195,7 @@ def theirs(folder: Path, loss_type: str, given: Sequence[Rollout]) -> list[Updat
 
 
 def compare(folder: Path, loss_type: str) -> int:
-    """How many updates are alike."""
+    """Return the number of equal updates."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     torch.manual_seed(0)
     reference = digits_at_random(SIZES)
@@ -215,5 +215,5 @@ def compare(folder: Path, loss_type: str) -> int:
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_losses_and_gradients_of_two_updates_are_those_of_trl(tmp_path: Path, loss_type: str) -> None:
+def test_losses_and_gradients_of_two_updates_equal_those_of_trl(tmp_path: Path, loss_type: str) -> None:
     assert run_on_ranks(1, compare, tmp_path, loss_type, in_group=False, timeout_s=100) == [2]

@@ -1,4 +1,4 @@
-"""Tiny runs of GRPO, of all weights and of adapters."""
+"""Tiny GRPO runs, of all weights and of adapters."""
 
 from pathlib import Path
 
@@ -38,5 +38,5 @@ JUDGE = (
 
 
 def grpo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config in small."""
+    """Return a small demo config."""
     return config_in(folder, "grpo" if kind == "full_grpo" else "grpo_lora", *TINY, *overrides)

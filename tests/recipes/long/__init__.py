@@ -1,1 +1,1 @@
-"""Long runs in bad weather, and sweeps of minutes; a little of each, and of `make crash`, is a test."""
+"""Long runs under memory pressure and minutes-long sweeps; tests run a part of each, and of `make crash`."""

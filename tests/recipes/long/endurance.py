@@ -1,10 +1,9 @@
-"""A long run of tiny steps with many saves: what it keeps in memory must not grow with them.
+"""A long run of tiny steps with many saves: its memory must not grow.
 
     python -m tests.recipes.long.endurance [--steps 5000]
 
-Read now and then: the memory of the process, the objects that Python's collector knows, and the bytes that are alive on
-the device, by the meter that stands for one on a CPU. Compared is the last third with the one before; the first is left
-out, in which caches fill.
+Regularly read the memory of the process, the number of objects that Python's collector tracks, and the bytes alive on
+the device (on a CPU, according to our meter). Compare the last third with the middle third; caches fill in the first.
 """
 
 import argparse
@@ -37,9 +36,9 @@ class Reading(NamedTuple):
 
 
 MOST_GROWTH = Reading(process_bytes=8 * KIB * KIB, objects=150, device_bytes=0)
-"""From the middle third to the last. Of 80 steps on a busy machine, a process has grown by 4.1 MiB."""
+"""Allowed growth from the middle third to the last. In 80 steps on a busy machine, a process has grown by 4.1 MiB."""
 DEALT_BYTES = 4 * KIB
-"""Samples read ahead under a budget are on the device, now longer, now shorter. In 5,000 steps, 3 bytes each."""
+"""Samples read ahead under a budget stay on the device for varying times. In 5,000 steps: 3 bytes per step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Case:
     kind: str
     asynchronous: bool = False
     ranks: int = 1
-    """Several agree, listen to each other's heartbeat, and deal out samples under a budget of tokens."""
+    """Several ranks agree, use heartbeats, and deal samples under a token budget."""
 
     def __str__(self) -> str:
         ranks = f", {self.ranks} ranks under a budget" if self.ranks > 1 else ""
@@ -58,7 +57,7 @@ CASES = (Case("full", asynchronous=True), Case("lora"), Case("full", asynchronou
 
 
 class Quiet:
-    """A metric logger that keeps nothing."""
+    """A metric logger that keeps no records."""
 
     def __init__(self, path: str) -> None:
         pass
@@ -79,8 +78,7 @@ def process_bytes() -> int:
 
 
 def growth(readings: Sequence[Reading]) -> Reading:
-    """By how much the least of the last third is above the least of the third before: what a save needs for a while
-    does not count."""
+    """Return the growth of the minimum from the middle third to the last; temporary memory of a save does not count."""
     third = len(readings) // 3
 
     def least(some: Sequence[Reading], name: str) -> int:
@@ -91,7 +89,7 @@ def growth(readings: Sequence[Reading]) -> Reading:
 
 
 def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object]) -> list[Reading]:
-    """Collective: the run, and what each rank has read in it."""
+    """Collective: run; return the readings of each rank."""
     recipe = load_ours(case.kind)(config_of(case, folder, steps))
     every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
     with ending_when_a_rank_is_silent(SILENT_S * PATIENCE):
@@ -122,7 +120,7 @@ def config_of(case: Case, folder: Path, steps: int) -> Any:
         folder,
         *(f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in MODEL),
         "metric_logger._component_=tests.recipes.long.endurance.Quiet",
-        "dataset._component_=tests.recipes.long.storms.numbered",
+        "dataset._component_=tests.recipes.long.memory_pressure.numbered",
         *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS * case.ranks}", "tokenizer.max_seq_len=256"),
         *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
@@ -133,20 +131,20 @@ def config_of(case: Case, folder: Path, steps: int) -> Any:
 
 
 def endure(case: Case, folder: Path, steps: int, each_step: Callable[[], object] = bool) -> str:
-    """The whole of it; raises where something grows. `each_step` is done before every step."""
+    """Run the case; raise if memory grows. Call `each_step` before every step."""
     began = time.monotonic()
     by_rank = run_on_ranks(
         case.ranks, train, case, folder / "run", steps, each_step, timeout_s=60 + steps // 10, in_group=False
     )
     grown = Reading(*map(max, zip(*map(growth, by_rank), strict=True)))
-    told = (
+    message = (
         f"{case}: {steps} steps, {steps // SAVE_EVERY} saves; in the last third a process has grown by "
         f"{grown.process_bytes // KIB} KiB, by {grown.objects} objects, and by {grown.device_bytes} bytes on the device"
     )
     assert len([each for each in find_checkpoints(folder / "run" / "out") if each.manifest]) == KEEP
     most = MOST_GROWTH._replace(device_bytes=DEALT_BYTES) if case.ranks > 1 else MOST_GROWTH
-    assert all(measured <= limit for measured, limit in zip(grown, most, strict=True)), told
-    return f"{told} ({time.monotonic() - began:.0f} s)"
+    assert all(measured <= limit for measured, limit in zip(grown, most, strict=True)), message
+    return f"{message} ({time.monotonic() - began:.0f} s)"
 
 
 def main() -> int:

@@ -1,12 +1,11 @@
-"""A long run in bad weather: memory comes and goes on every rank, operations fail at random, the run is stopped.
+"""A long run under memory pressure: memory changes on every rank, operations fail at random, and the run is stopped.
 
     python -m tests.recipes.long.soak [--seeds 0 1 2 3 4 5] [--epochs 8]
 
-Two ranks train samples of random lengths through the recipe, or pairs of them, or on answers of their own (PPO).
-Before every stage of a step the memory of each rank is set anew, or an operation is made to run out of memory; halfway
-the run ends after a checkpoint, and other processes resume it. It has to end by itself; each sample has to count
-exactly once in every stage of every epoch; and the weights have to be, bit by bit, those of a run in fair weather that
-cut its steps into the same microbatches.
+Two ranks train on samples of random lengths, on pairs of them, or on generated answers (PPO). Before every stage of a
+step, the memory of each rank changes or an operation runs out of memory. Halfway, the run ends after a checkpoint, and
+other processes resume it. It has to end by itself; each sample has to count exactly once in every stage of every
+epoch; and the weights have to equal, bit by bit, those of an undisturbed run with the same microbatches.
 """
 
 import argparse
@@ -25,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from tests.recipes.long.storms import CALM_BYTES, LONGEST, Cut, Storm, number_of, read_cuts, stages_of
+from tests.recipes.interrupted_runs import resume_arguments, stopped_before_epoch
+from tests.recipes.long.memory_pressure import CALM_BYTES, LONGEST, Cut, Storm, number_of, read_cuts, stages_of
 from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.running import demo_config, load_ours, saved_weights
-from tests.recipes.stops import stopped_before, to_resume
 from torchtune_adaptive.engine.governor import GROWTH, RECOVERY
 from torchtune_adaptive.report.journal import EVENTS_FILE
 from torchtune_adaptive.rl.stages import STAGES, TRAIN_POLICY, TRAIN_VALUE
@@ -38,9 +37,9 @@ VARIANTS = (
     *(("full", "null"), ("lora", "2048"), ("full", "2048")),
     *(("full_dpo", "null"), ("lora_dpo", "4096"), ("full_ppo", "null")),
 )
-"""By seed: the recipe, and its token budget."""
+"""Recipe and token budget, by seed."""
 PPO_SAMPLES, PPO_EPOCHS = 208, 2
-"""Prompts: 13 iterations an epoch of them, 104 of the whole soak; and how often an iteration trains on its answers."""
+"""Prompts: 13 iterations per epoch, 104 in the whole soak; and the number of updates per iteration."""
 
 
 class Weather(NamedTuple):
@@ -100,7 +99,7 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
     return demo_config(
         weather.kind,
         folder,
-        f"dataset._component_=tests.recipes.long.storms.numbered{'_pairs' * weather.of_pairs}",
+        f"dataset._component_=tests.recipes.long.memory_pressure.numbered{'_pairs' * weather.of_pairs}",
         f"dataset.seed={weather.seed}",
         f"dataset.samples={weather.samples}",
         f"tokenizer.max_seq_len={LONGEST}",
@@ -115,18 +114,18 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
 
 
 def train(weather: Weather, folder: Path, first: int) -> None:
-    """Collective: until the middle, or from there to the end."""
-    resume = to_resume(weather.kind, first) if first and not weather.of_rollouts else []
+    """Collective: train to the middle, or from there to the end."""
+    resume = resume_arguments(weather.kind, first) if first and not weather.of_rollouts else []
     recipe = load_ours(weather.kind)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B", *resume))
     recipe.setup()
     storm = Storm(recipe, weather.seed, stages_of(recipe), splits_of(folder))
-    with storm, nullcontext() if first else stopped_before(weather.middle):
+    with storm, nullcontext() if first else stopped_before_epoch(weather.middle):
         recipe.train()
         recipe.cleanup()
 
 
-def train_in_fair_weather(weather: Weather, folder: Path, reference: Path) -> None:
-    """Collective: the same steps in the same microbatches, without a limit, a failure or a stop."""
+def train_undisturbed(weather: Weather, folder: Path, reference: Path) -> None:
+    """Collective: train the same steps in the same microbatches, without a limit, failure or stop."""
     recipe = load_ours(weather.kind)(config_of(weather, reference))
     recipe.setup()
     cuts = defaultdict(deque)
@@ -148,7 +147,7 @@ def splits_of(folder: Path) -> Path:
 
 
 def check_samples(weather: Weather, folder: Path) -> None:
-    """That each counted exactly once in every stage of every epoch."""
+    """Check that each sample counted exactly once in every stage of every epoch."""
     cuts = [cut for rank in (0, 1) for cut in read_cuts(folder / f"splits-{rank}.jsonl")]
     if weather.of_rollouts:
         check_rollouts(weather, cuts)
@@ -163,7 +162,9 @@ def check_samples(weather: Weather, folder: Path) -> None:
 
 
 def check_rollouts(weather: Weather, cuts: Sequence[Cut]) -> None:
-    """That each counted exactly once in every stage of every iteration, and as often as it is trained on."""
+    """Check that each rollout counted exactly once in every stage of every iteration, and once per update in
+    training.
+    """
     seen: Counter[tuple[int, str, int]] = Counter()
     for cut in cuts:
         seen.update((cut.step, cut.stage, number) for rows in cut.microbatches for number in rows)
@@ -172,24 +173,24 @@ def check_rollouts(weather: Weather, cuts: Sequence[Cut]) -> None:
     assert seen == {(step, stage, number): times[stage] for step in steps for stage in STAGES for number in numbers}
 
 
-def check_weather(weather: Weather, kinds: Counter[tuple[str, str]]) -> None:
-    """That it was bad, in every stage, and passed."""
+def check_pressure(weather: Weather, kinds: Counter[tuple[str, str]]) -> None:
+    """Check that memory was short in every stage, and that limits grew again."""
     hit = [kinds[RECOVERY, stage] for stage in weather.stages]
-    # a stage whose growth has failed waits twice as long for the next try, so one that is often hit is hit less often
+    # after a failed growth, a stage waits twice as long, so a stage that fails often recovers less often
     assert min(hit) > weather.steps / 40, f"this was no storm: {kinds}"
     assert sum(hit) > weather.steps / 20, f"this was no storm: {kinds}"
     assert all(kinds[GROWTH, stage] > weather.steps / 50 for stage in weather.stages), f"it had no end: {kinds}"
 
 
 def soak(weather: Weather, folder: Path) -> str:
-    """The whole of it; raises where anything is not as it should be."""
+    """Run the whole soak; raise if any check fails."""
     began = time.monotonic()
     stormy, fair = folder / "stormy", folder / "fair"
     timeout_s = 60 + 60 * weather.epochs
     run_on_ranks(2, train, weather, stormy, 0, timeout_s=timeout_s, in_group=False)
     run_on_ranks(2, train, weather, stormy, weather.middle, timeout_s=timeout_s, in_group=False)
     check_samples(weather, stormy)
-    run_on_ranks(2, train_in_fair_weather, weather, stormy, fair, timeout_s=timeout_s, in_group=False)
+    run_on_ranks(2, train_undisturbed, weather, stormy, fair, timeout_s=timeout_s, in_group=False)
     read = saved if weather.of_rollouts else saved_weights
     ours, theirs = (read(path, weather.epochs - 1) for path in (stormy, fair))
     different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
@@ -198,7 +199,7 @@ def soak(weather: Weather, folder: Path) -> str:
     events = [json.loads(line) for line in (stormy / "out" / EVENTS_FILE).read_text().splitlines()]
     kinds = Counter((event["kind"], event.get("stage") or "") for event in events)
     recoveries, growths = (sum(kinds[kind, stage] for stage in weather.stages) for kind in (RECOVERY, GROWTH))
-    check_weather(weather, kinds)
+    check_pressure(weather, kinds)
     return (
         f"seed {weather.seed} ({weather.kind}, token budget {weather.budget}): {weather.steps} steps, "
         f"{recoveries} recoveries, grown back {growths} times, resumed once; every sample exactly once an "

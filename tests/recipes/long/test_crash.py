@@ -1,4 +1,4 @@
-"""A little of what `make crash` does to runs; and that its trap strikes where it was told to."""
+"""A part of `make crash`; and tests that its hook strikes at the requested operation."""
 
 import os
 import random
@@ -13,15 +13,9 @@ import pytest
 import torch
 
 from tests.ranks import RankFailed, run_on_ranks
-from tests.recipes.crash import trap
-from tests.recipes.crash.plans import (
-    Plan,
-    Scout,
-    all_plans,
-    one_of_each,
-    random_operations,
-)
-from tests.recipes.crash.points import (
+from tests.recipes.crash import kill_hook
+from tests.recipes.crash.child_runs import struck_at
+from tests.recipes.crash.kill_points import (
     INT,
     LAST_STEP,
     PROBE,
@@ -32,22 +26,26 @@ from tests.recipes.crash.points import (
     Order,
     Point,
 )
+from tests.recipes.crash.plans import (
+    Plan,
+    Scout,
+    all_plans,
+    one_of_each,
+    random_operations,
+)
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import ASYNC, FULL
-from tests.recipes.crash.victims import struck_at
 
 
 @pytest.mark.parametrize(
-    ("plan", "least_killed"),  # fewer than are aimed at: what comes last may find a run that is done
+    ("plan", "least_killed"),  # fewer than planned: the run may finish before the last points
     [
         (Plan("one of each operation", FULL, one_of_each), 5),
         (Plan("sample", ASYNC, random_operations(3, ranks=2)), 2),
     ],
     ids=str,
 )
-def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
-    plan: Plan, least_killed: int, tmp_path: Path
-) -> None:
+def test_run_killed_repeatedly_ends_like_an_undisturbed_run(plan: Plan, least_killed: int, tmp_path: Path) -> None:
     tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
     assert tally.good, "\n".join([tally.summary(), *tally.details()])
     assert tally.killed >= least_killed, tally.summary()
@@ -55,27 +53,27 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
 
 @dataclass(frozen=True)
 class Undisturbed(Scout):
-    """As long as any."""
+    """A long run: 40 operations per stage."""
 
     def operations(self, stage: str) -> list[str]:
         return [f"write {stage}_{number}" for number in range(40)]
 
 
 def cells(plan: Plan) -> Iterator[tuple[object, ...]]:
-    """Which signal comes to whom, of how many ranks, in what."""
+    """Yield signal, target, number of ranks and stage for each point."""
     for point in plan.aim(Undisturbed(Path(), 9000, plan.variant.stages), random.Random(0)):
         assert not point.launcher or (plan.tune_run and (plan.variant.ranks > 1 or plan.launched)), str(plan)
         if point.asks:
             yield point.blow, point.launcher, plan.variant.ranks, point.stage
 
 
-def test_signals_come_to_launcher_and_ranks_on_one_and_two_in_search_steps_saves_and_the_last_step() -> None:
+def test_signal_plans_cover_all_targets_rank_counts_and_stages() -> None:
     wanted = set(product((TERM, INT), (True, False), (1, 2), (PROBE, STEP, TRAIN, LAST_STEP)))
     assert wanted - {cell for plan in all_plans() for cell in cells(plan)} == set()
 
 
 def change_files(room: Path) -> None:
-    """One of each operation that a save may consist of."""
+    """Perform one of each operation of a save."""
     torch.save({"weight": torch.ones(1000)}, room / "draft.pt")
     with (room / "draft.json").open("w") as file:
         file.write("0123456789")
@@ -95,26 +93,26 @@ OPERATIONS = [
 ]
 
 
-def trapped(order: Order) -> None:
-    trap.install(order, 0)
+def hooked(order: Order) -> None:
+    kill_hook.install(order, 0)
     change_files(Path(order.watched) / "room")
 
 
-def spring(tmp_path: Path, point: Point | None) -> Path:
+def run_hooked(tmp_path: Path, point: Point | None) -> Path:
     watched, notes = tmp_path / "watched", tmp_path / "notes"
     (watched / "room").mkdir(parents=True)
     order = Order(point, str(watched), str(notes), after_step=0)
     if point is None:
-        run_on_ranks(1, trapped, order, in_group=False)
+        run_on_ranks(1, hooked, order, in_group=False)
     else:
         with pytest.raises(RankFailed, match="died"):
-            run_on_ranks(1, trapped, order, in_group=False)
+            run_on_ranks(1, hooked, order, in_group=False)
         assert struck_at(notes)
     return watched / "room"
 
 
-def test_the_trap_counts_every_operation(tmp_path: Path) -> None:
-    spring(tmp_path, None)
+def test_hook_counts_every_operation(tmp_path: Path) -> None:
+    run_hooked(tmp_path, None)
     lines = (tmp_path / "notes" / "operations0").read_text().splitlines()
     assert lines == [f"start:{number} {label}" for number, label in enumerate(OPERATIONS, start=1)]
 
@@ -128,23 +126,23 @@ def test_the_trap_counts_every_operation(tmp_path: Path) -> None:
         ("rmdir room/old", ["draft.pt", "latest", "manifest.json", "old"]),
     ],
 )
-def test_the_trap_kills_before_the_operation(label: str, left: list[str], tmp_path: Path) -> None:
-    room = spring(tmp_path, Point(START, OPERATIONS.index(label) + 1))
+def test_hook_kills_before_the_operation(label: str, left: list[str], tmp_path: Path) -> None:
+    room = run_hooked(tmp_path, Point(START, OPERATIONS.index(label) + 1))
     assert sorted(path.name for path in room.iterdir()) == left
 
 
 @pytest.mark.parametrize(
     ("label", "name"), [("save room/draft.pt", "draft.pt"), ("write room/draft.json", "draft.json")]
 )
-def test_the_trap_kills_with_half_of_a_file_written(label: str, name: str, tmp_path: Path) -> None:
+def test_hook_kills_with_half_of_a_file_written(label: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    whole = (spring(tmp_path / "whole", None) / "manifest.json").stat().st_size if name == "draft.json" else 4000
+    whole = (run_hooked(tmp_path / "whole", None) / "manifest.json").stat().st_size if name == "draft.json" else 4000
     (tmp_path / "torn").mkdir()
-    room = spring(tmp_path / "torn", Point(START, OPERATIONS.index(label) + 1, torn=True))
+    room = run_hooked(tmp_path / "torn", Point(START, OPERATIONS.index(label) + 1, torn=True))
     assert 0 < (room / name).stat().st_size < whole
 
 
-def test_where_the_power_fails_what_was_not_synced_is_empty(tmp_path: Path) -> None:
-    room = spring(tmp_path, Point(START, OPERATIONS.index("mkdir room/old") + 1, cut=True))
+def test_simulated_power_failure_empties_unsynced_files(tmp_path: Path) -> None:
+    room = run_hooked(tmp_path, Point(START, OPERATIONS.index("mkdir room/old") + 1, cut=True))
     assert (room / "draft.pt").stat().st_size == 0
     assert (room / "manifest.json").read_text() == "0123456789"

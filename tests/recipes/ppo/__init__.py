@@ -1,1 +1,1 @@
-"""PPO: beside stock, every stage, what fails in it, what it saves."""
+"""PPO: parity with stock, all stages, failures in them, checkpoints."""

@@ -1,4 +1,4 @@
-"""Tiny runs of PPO, ours and torchtune's, on answers that the test gives or that the policy draws."""
+"""Tiny PPO runs, ours and torchtune's, with answers given by the test or sampled from the policy."""
 
 import os
 import random
@@ -38,12 +38,12 @@ TINY = (
 
 
 def ppo_config(folder: Path, *overrides: str) -> DictConfig:
-    """The demo's config in small."""
+    """Return a small demo config."""
     return config_in(folder, "ppo", *TINY, *overrides)
 
 
 def run_ppo(cfg: DictConfig, port: int) -> Any:
-    """Collective: the whole life of our recipe; returns it."""
+    """Collective: set up, train and clean up our recipe; return it."""
     os.environ["MASTER_PORT"] = str(port)
     recipe = load_ours("full_ppo")(cfg)
     recipe.setup()
@@ -53,7 +53,7 @@ def run_ppo(cfg: DictConfig, port: int) -> Any:
 
 
 def run_stock_ppo(cfg: DictConfig) -> None:
-    """torchtune's recipe, on answers that are given."""
+    """Run torchtune's recipe with given answers."""
     recipe_type = runpy.run_path(str(STOCK / "ppo_full_finetune_single_device.py"))["PPOFullFinetuneRecipeSingleDevice"]
     with stock_on_cpu(), mock.patch("torchtune.generation.generate", _given_to_stock):
         recipe = recipe_type(cfg)
@@ -64,13 +64,13 @@ def run_stock_ppo(cfg: DictConfig) -> None:
 
 @contextmanager
 def given_to_ours() -> Iterator[None]:
-    """Open, our policy answers as torchtune's does."""
+    """While open, our policy returns the given answers, like torchtune's."""
     with mock.patch("torchtune_adaptive.rl.passes.generate", _given):
         yield
 
 
 def answer_to(prompt: Sequence[int]) -> list[int]:
-    """Depends on the prompt alone; some end before they have to, one with its first token."""
+    """Return an answer that depends only on the prompt; some stop early, one at its first token."""
     draw = random.Random(repr(list(prompt)))
     tokens = [draw.choice([*range(32, 127)]) for _ in range(NEW)]
     end = draw.randrange(2 * NEW)
@@ -82,7 +82,7 @@ def _given(model: nn.Module, prompts: Sequence[Tensor], drawn: Tensor, *options:
 
 
 def _given_to_stock(model: nn.Module, prompt: Tensor, *, pad_id: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """The answers, and the logits that the policy has for them."""
+    """Return the answers and the policy's logits for them."""
     answers = torch.tensor([answer_to([t for t in row if t != pad_id]) for row in prompt.tolist()])
     whole = torch.cat([prompt, answers], dim=1)
     real = whole != pad_id
@@ -93,7 +93,7 @@ def _given_to_stock(model: nn.Module, prompt: Tensor, *, pad_id: int, **options:
 
 
 def saved(folder: Path, epoch: int = 0, value: str = "value") -> dict[str, Tensor]:
-    """What a finished run has saved of both models."""
+    """Load the weights of both models saved by a run."""
     here = folder / "out" / f"epoch_{epoch}"
     files = {"policy": here / "model-00001-of-00001.bin", "value": here / value / "model-00001-of-00001.bin"}
     weights = {name: torch.load(path, weights_only=True) for name, path in files.items()}

@@ -1,4 +1,4 @@
-"""PPO with the checkpointers of its real configs: Hugging Face's folders, of a policy and of a reward model."""
+"""PPO with the checkpointers of its real configs: Hugging Face folders of a policy and a reward model."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,9 @@ from torchtune.models.mistral._component_builders import mistral_classifier
 from torchtune.rlhf.utils import reward_tune_to_hf
 
 from tests.ranks import run_on_ranks
+from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import load_ours
-from tests.recipes.stops import train_until
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 
@@ -43,7 +43,7 @@ FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
 def make_weights(folder: Path) -> None:
-    """Both models as somebody downloads them: Hugging Face's names, in two files, beside a config."""
+    """Write both models as downloads: Hugging Face names, in two files, with a config."""
     torch.manual_seed(0)
     policy = mistral(vocab_size=VOCAB_SIZE, **SIZES).state_dict()
     value = mistral_classifier(num_classes=1, vocab_size=VOCAB_SIZE + 1, **SIZES).state_dict()
@@ -87,12 +87,12 @@ def checkpointer(folder: Path, model: str, files: list[str], output: Path) -> di
 
 
 def train(folder: Path, weights: Path, stop_at: int | None = None) -> dict[str, dict[str, Tensor]]:
-    """To the end, or until this iteration has trained the value model; what both models have come to."""
+    """Train to the end, or until iteration `stop_at` has trained the value model; return the weights of both models."""
     recipe = load_ours("full_ppo")(mistral_config(folder, weights))
     recipe.setup()
     train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
     models = {"policy": recipe.models.policy, "value": recipe.models.value}
-    return {name: dict(model.state_dict()) for name, model in models.items()}  # of one process, nothing is sharded
+    return {name: dict(model.state_dict()) for name, model in models.items()}  # in one process, weights are not sharded
 
 
 def train_whole_and_in_two_starts(folder: Path) -> None:
@@ -103,14 +103,14 @@ def train_whole_and_in_two_starts(folder: Path) -> None:
 
 
 def loaded(folder: Path, model: str) -> dict[str, Tensor]:
-    """By torchtune's own checkpointer, in its names."""
+    """Load weights with torchtune's checkpointer, under its names."""
     files = sorted(path.name for path in folder.glob("model-*.safetensors"))
     section = OmegaConf.create(checkpointer(folder, model, files, folder.with_name("nowhere")))
     weights: dict[str, Tensor] = config.instantiate(section).load_checkpoint()[training.MODEL_KEY]
     return weights
 
 
-def test_torchtunes_checkpointers_load_both_models_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+def test_torchtunes_checkpointers_load_both_models_and_a_run_resumes_from_them(tmp_path: Path) -> None:
     run_on_ranks(1, train_whole_and_in_two_starts, tmp_path, timeout_s=150, in_group=False)
     trained = torch.load(tmp_path / "trained.pt", weights_only=True)
     begun = {model: loaded(tmp_path / "weights" / model, model) for model in KINDS}

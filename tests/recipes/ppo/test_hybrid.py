@@ -1,11 +1,11 @@
-"""PPO on a mesh of 2 replicas of 2 ranks each, beside the same ranks in one dimension."""
+"""PPO on a mesh of 2 replicas of 2 ranks each, compared with a flat mesh of the same ranks."""
 
 from pathlib import Path
 
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.ppo.test_runs import compare
-from tests.recipes.recording import events_of
+from tests.recipes.recorders import events_of
 from tests.recipes.running import load_ours, run_ours
 from torchtune_adaptive.rl.stages import STAGES
 from torchtune_adaptive.testing import FaultInjector
@@ -24,9 +24,9 @@ def run_all(folder: Path) -> None:
     recipe.cleanup()
 
 
-def test_answers_and_weights_are_those_of_one_dimension_whichever_replica_fails(tmp_path: Path) -> None:
+def test_answers_and_weights_are_those_of_a_flat_mesh_whichever_replica_fails(tmp_path: Path) -> None:
     run_on_ranks(4, run_all, tmp_path, timeout_s=200, in_group=False)
     compare(tmp_path / "hybrid", tmp_path / "flat")
-    told = " ".join(event["reason"] for event in events_of(tmp_path / "hybrid", "recovery"))
-    assert "on rank 0" in told
-    assert "on rank 3" in told
+    message = " ".join(event["reason"] for event in events_of(tmp_path / "hybrid", "recovery"))
+    assert "on rank 0" in message
+    assert "on rank 3" in message

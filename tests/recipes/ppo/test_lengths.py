@@ -1,4 +1,6 @@
-"""PPO under a token budget: answers and weights as by rows, whatever fails, in as many microbatches on all ranks."""
+"""PPO under a token budget: the answers and weights of row limits, after any failure, with equal numbers of
+microbatches on all ranks.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.ppo.test_runs import compare
-from tests.recipes.recording import events_of, read_log
+from tests.recipes.recorders import events_of, read_log
 from tests.recipes.running import load_ours
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.profile import MOST_POINTS
@@ -48,11 +50,11 @@ class Cut(NamedTuple):
 
 
 Cuts = dict[str, list[Cut]]
-"""Of one rank, by the name of the run."""
+"""Splits of one rank, by name of the run."""
 
 
 def set_up(folder: Path, *overrides: str) -> tuple[Any, list[Cut]]:
-    """Collective: a recipe, and a list of how its stages will be cut on this rank."""
+    """Collective: set up a recipe; return it with a list that collects its splits on this rank."""
     recipe = load_ours("full_ppo")(ppo_config(folder, *VARIED, *overrides))
     recipe.setup()
     cuts: list[Cut] = []
@@ -66,7 +68,7 @@ def train(recipe: Any) -> None:
 
 
 def fail_everywhere(folder: Path) -> list[Cut]:
-    """Collective: every stage runs out of memory in its first step, on one rank or the other."""
+    """Collective: run out of memory in the first step of every stage, on alternating ranks."""
     recipe, cuts = set_up(folder, BUDGET, "adaptive.regrow_after=0")
     for number, stage in enumerate(STAGES):
         FaultInjector(recipe.stages.runners[stage]).fail_at(rank=number % 2, step=1, operation=40).__enter__()
@@ -86,7 +88,7 @@ def run_all(folder: Path) -> Cuts:
 class Runs(NamedTuple):
     folder: Path
     cuts: list[Cuts]
-    """Of each rank."""
+    """Splits of each rank."""
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +98,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("case", ["budget", "auto", "failing"])
-def test_a_token_budget_changes_no_answer_and_no_weight(runs: Runs, case: str) -> None:
+def test_token_budget_does_not_change_answers_or_weights(runs: Runs, case: str) -> None:
     compare(runs.folder / case, runs.folder / "rows")
 
 
-def test_every_stage_has_a_limit_in_tokens_that_shrinks_by_itself(runs: Runs) -> None:
+def test_every_stage_has_its_token_limit_which_shrinks_independently(runs: Runs) -> None:
     recoveries = events_of(runs.folder / "failing", "recovery")
     assert [(event["step"], event["stage"], event["unit"]) for event in recoveries] == [
         (1, stage, "tokens") for stage in STAGES
@@ -111,8 +113,8 @@ def test_every_stage_has_a_limit_in_tokens_that_shrinks_by_itself(runs: Runs) ->
     assert {last[f"{stage.replace(' ', '_')}/recoveries"] for stage in STAGES} == {1}
 
 
-def test_ranks_whose_answers_differ_have_as_many_microbatches(runs: Runs) -> None:
-    """Where one needs fewer, they are smaller."""
+def test_ranks_with_different_answers_run_equally_many_microbatches(runs: Runs) -> None:
+    """A rank that would need fewer gets smaller ones."""
     for case in ("budget", "auto", "failing"):
         mine, its = (ran[case] for ran in runs.cuts)
         assert [(cut.stage, cut.step, len(cut.plan)) for cut in mine] == [
@@ -121,7 +123,7 @@ def test_ranks_whose_answers_differ_have_as_many_microbatches(runs: Runs) -> Non
         assert [cut.plan for cut in mine] != [cut.plan for cut in its]
 
 
-def test_short_answers_share_a_microbatch_and_those_to_come_count_in_full(runs: Runs) -> None:
+def test_short_answers_share_microbatches_and_future_answers_count_in_full(runs: Runs) -> None:
     log = read_log(runs.folder / "budget" / "log.jsonl")
     for line in log:
         for stage in STAGES:
@@ -130,7 +132,7 @@ def test_short_answers_share_a_microbatch_and_those_to_come_count_in_full(runs: 
     assert max(line["values/microbatch_rows"] for line in log) > ROOM // (16 + NEW)
 
 
-def test_each_stage_is_measured_over_lengths_and_nothing_fails(runs: Runs) -> None:
+def test_each_stage_is_measured_over_lengths_without_failures(runs: Runs) -> None:
     found = {event["stage"]: event for event in events_of(runs.folder / "auto", "search")}
     assert tuple(found) == STAGES
     assert {(event["unit"], event["budget_bytes"]) for event in found.values()} == {("bytes", 2600 * 2**10)}
@@ -142,7 +144,7 @@ def test_each_stage_is_measured_over_lengths_and_nothing_fails(runs: Runs) -> No
     for stage in STAGES:
         record = json.loads((runs.folder / "auto" / "out" / stage.replace(" ", "_") / "batch_search.json").read_text())
         points = record["result"]["points"]
-        # only what is measured last, since the surfaces allow it, may run out of memory
+        # only the last points, which the surfaces allow, may run out of memory
         assert all(point["peak"]["fits"] for point in points[: MOST_POINTS - 1])
         longest[stage] = points[0]["length"]
     assert set(longest.values()) == {16 + NEW}
@@ -156,23 +158,23 @@ ALONE = ("batch_size=2", "ppo_batch_size=2", "num_steps=4", "dataset.samples=4")
 
 
 def run_too_long(folder: Path) -> dict[str, str]:
-    told = {}
+    message = {}
     for case, overrides in LONG.items():
         try:
             recipe, _ = set_up(folder / case, *ALONE, *overrides)
             train(recipe)
         except AdaptiveError as error:
-            told[case] = str(error)
+            message[case] = str(error)
             place.leave()
-    return told
+    return message
 
 
-def test_a_prompt_without_room_for_an_answer_is_named(tmp_path: Path) -> None:
-    [told] = run_on_ranks(1, run_too_long, tmp_path, timeout_s=60, in_group=False)
-    assert "of the dataset has" in told["named"]
-    assert f"room for {18 - NEW} plus an answer; raise adaptive.token_budget, or lower max_gen" in told["named"]
+def test_prompt_without_space_for_an_answer_is_named(tmp_path: Path) -> None:
+    [message] = run_on_ranks(1, run_too_long, tmp_path, timeout_s=60, in_group=False)
+    assert "of the dataset has" in message["named"]
+    assert f"room for {18 - NEW} plus an answer; raise adaptive.token_budget, or lower max_gen" in message["named"]
     assert (
         f"room for {NEW} tokens (adaptive.token_budget: {NEW}), but even a prompt of one token and its answer may"
-        in told["no room"]
+        in message["no room"]
     )
     assert read_log(tmp_path / "named" / "log.jsonl") == []

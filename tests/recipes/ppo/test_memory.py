@@ -1,4 +1,4 @@
-"""PPO where memory is scarce: a critic larger than the policy, and ranks without room for a row."""
+"""PPO with little memory: a critic larger than the policy, and ranks without memory for a row."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config
-from tests.recipes.recording import events_of
+from tests.recipes.recorders import events_of
 from tests.recipes.running import load_ours, run_ours
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE
@@ -43,7 +43,7 @@ def train_with_a_large_critic(folder: Path) -> None:
     run_ours("full_ppo", ppo_config(folder / "run", *LARGE_CRITIC, *files, "use_maximum_batch_size=True"))
 
 
-def test_a_critic_that_is_larger_than_the_policy_has_a_limit_of_its_own(tmp_path: Path) -> None:
+def test_critic_larger_than_the_policy_has_its_limit(tmp_path: Path) -> None:
     run_on_ranks(2, train_with_a_large_critic, tmp_path, timeout_s=150, in_group=False)
     rows = {event["stage"]: event["after"] for event in events_of(tmp_path / "run", "search")}
     assert 1 <= rows[TRAIN_VALUE] < rows[TRAIN_POLICY]
@@ -52,7 +52,7 @@ def test_a_critic_that_is_larger_than_the_policy_has_a_limit_of_its_own(tmp_path
 
 
 def refused_for_want_of_memory(folder: Path, limits: str) -> str:
-    """Collective: what a run says whose models and optimizer are too much for its ranks."""
+    """Collective: return the error of a run whose models and optimizer do not fit."""
     adam = ("optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.001")
     searched = (f"adaptive.memory_limit={limits}", "use_maximum_batch_size=True")
     recipe = load_ours("full_ppo")(ppo_config(folder, *adam, *searched, "batch_size=4"))
@@ -63,8 +63,8 @@ def refused_for_want_of_memory(folder: Path, limits: str) -> str:
 
 
 @pytest.mark.parametrize("limits", ["[9MiB,2MiB]", "[9MiB,0.5MiB]"])
-def test_where_not_one_row_fits_every_rank_says_what_it_would_need(tmp_path: Path, limits: str) -> None:
-    """Also where a rank has no room for the models alone."""
-    told = run_on_ranks(2, refused_for_want_of_memory, tmp_path / "run", limits, timeout_s=60, in_group=False)
-    assert told[0] == told[1]
-    assert f"on rank 1, whose budget is {'2.0 MiB' if '2MiB' in limits else '512.0 KiB'}" in told[0]
+def test_if_no_row_fits_every_rank_reports_the_required_memory(tmp_path: Path, limits: str) -> None:
+    """This includes ranks without memory for the models."""
+    message = run_on_ranks(2, refused_for_want_of_memory, tmp_path / "run", limits, timeout_s=60, in_group=False)
+    assert message[0] == message[1]
+    assert f"on rank 1, whose budget is {'2.0 MiB' if '2MiB' in limits else '512.0 KiB'}" in message[0]

@@ -1,4 +1,4 @@
-"""torchtune's PPO recipe and ours beside each other, on the same answers: the same figures, the same weights."""
+"""torchtune's PPO recipe and ours on the same answers: the same figures and weights."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import given_to_ours, ppo_config, run_stock_ppo, saved
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, run_ours
 
 WHOLE = "ppo_batch_size=8"
-"""An update is on all answers of an iteration, so that its order does not matter."""
+"""An update uses all answers of an iteration, so that their order does not matter."""
 CASES = {
     "plain": (WHOLE,),
     "penalised": (WHOLE, "penalise_no_eos=True", "min_response_length=2", "temperature=0.7", "loss.value_coeff=0.5"),

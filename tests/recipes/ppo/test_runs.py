@@ -1,4 +1,4 @@
-"""PPO with everything that adapts: the same answers and weights as a run that has nothing to adapt to."""
+"""PPO with all adaptive features has the answers and weights of a run without them."""
 
 import shutil
 from pathlib import Path
@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
+from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config, saved
-from tests.recipes.recording import events_of, read_log
+from tests.recipes.recorders import events_of, read_log
 from tests.recipes.running import load_ours, run_ours
-from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.stages import FIND_VALUES, STAGES, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.testing import FaultInjector
 
 RELATIVE = 1e-5
 ON_TWO = ("batch_size=4", "ppo_batch_size=2", "forward_batch_size=4")
-"""As many samples an iteration, and an update, as one rank has with twice these sizes."""
+"""The samples per iteration and update of one rank with twice these sizes."""
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.round_to=none")
 WIDER = ("ppo_batch_size=4",)
 TIGHT = "2200KiB"
-"""Of four rows, room for all in stages without a backward, and for one or two where the policy is trained."""
+"""Enough for all four rows in stages without a backward, and for one or two rows when the policy trains."""
 CASES: dict[str, tuple[str, ...]] = {
     "plain": (),
     "one by one": ("forward_batch_size=1", "gradient_accumulation_steps=2"),
@@ -40,7 +40,9 @@ RESUMED = (
 
 
 def train_and_stop(folder: Path, stop_at: int | None, *overrides: str) -> None:
-    """Collective: to the end, or until the value model has been trained in this iteration. In step 1 a stage fails."""
+    """Collective: train to the end, or until iteration `stop_at` has trained the value model. A stage fails in
+    step 1.
+    """
     recipe = load_ours("full_ppo")(ppo_config(folder, *ON_TWO, *RESUMED, *overrides))
     recipe.setup()
     FaultInjector(recipe.stages.runners[FIND_VALUES]).fail_at(rank=1, step=1, operation=40).__enter__()
@@ -75,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(ours: Path, others: Path) -> None:
-    """The answers by what was said of them, and the weights of both models."""
+    """Compare the logged figures of answers, and the weights of both models."""
     for mine, its in zip(read_log(ours / "log.jsonl"), read_log(others / "log.jsonl"), strict=True):
         for figure in ("scores", "response_lengths", "kl", "policy_loss", "value_loss", "clipfrac"):
             assert mine[figure] == pytest.approx(its[figure], rel=RELATIVE, abs=1e-6), figure
@@ -85,23 +87,23 @@ def compare(ours: Path, others: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "like"),
     [
-        pytest.param("one by one", "plain", id="however an iteration is split"),
+        pytest.param("one by one", "plain", id="any split of an iteration"),
         pytest.param("unequal", "wider", id="searched on ranks with unequal memory"),
         pytest.param("scarce", "wider", id="too little memory on a rank"),
         *(pytest.param(case, f"alone/{case}", id=f"{case}, two ranks and one") for case in ("plain", "clipped")),
     ],
 )
-def test_answers_and_weights_are_the_same(runs: Path, case: str, like: str) -> None:
+def test_answers_and_weights_are_equal(runs: Path, case: str, like: str) -> None:
     compare(runs / case, runs / like)
 
 
-def test_clipping_and_whitening_do_something(runs: Path) -> None:
+def test_clipping_and_whitening_have_an_effect(runs: Path) -> None:
     plain, clipped = (saved(runs / case) for case in ("plain", "clipped"))
     assert any(not torch.allclose(plain[name], clipped[name]) for name in plain)
     assert all(line["grad_norm"] > 0 == line["skipped_updates"] for line in read_log(runs / "clipped" / "log.jsonl"))
 
 
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
+def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(runs: Path) -> None:
     whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
@@ -110,7 +112,7 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs:
     assert [line["values/microbatch_rows"] for line in lines] == [2] * 4, "limits survive"
 
 
-def test_a_resumed_run_may_split_its_updates_otherwise(runs: Path) -> None:
+def test_resumed_run_may_split_its_updates_differently(runs: Path) -> None:
     whole, split = saved(runs / "whole"), saved(runs / "split anew")
     for name, weight in split.items():
         torch.testing.assert_close(weight, whole[name], rtol=RELATIVE, atol=1e-6, msg=name)
@@ -119,20 +121,20 @@ def test_a_resumed_run_may_split_its_updates_otherwise(runs: Path) -> None:
 
 
 def go_on_alone(folder: Path) -> str:
-    """What a run on one rank says of the checkpoint of two."""
+    """Return the error of a one-rank run that resumes a checkpoint of two ranks."""
     recipe = load_ours("full_ppo")(ppo_config(folder, *ON_TWO, *RESUMED, "num_steps=64"))
     with pytest.raises(ConfigError) as error:
         recipe.setup()
     return str(error.value)
 
 
-def test_another_number_of_ranks_is_refused_since_iterations_would_have_other_samples(runs: Path) -> None:
-    [told] = run_on_ranks(1, go_on_alone, runs / "stopped", timeout_s=60, in_group=False)
-    assert "saved on 2 ranks, but there are 1 now" in told
-    assert told.endswith("resume on 2")
+def test_different_number_of_ranks_is_refused_because_iterations_would_change(runs: Path) -> None:
+    [message] = run_on_ranks(1, go_on_alone, runs / "stopped", timeout_s=60, in_group=False)
+    assert "saved on 2 ranks, but there are 1 now" in message
+    assert message.endswith("resume on 2")
 
 
-def test_every_stage_is_measured_for_itself_and_has_one_answer_on_ranks_with_unequal_memory(runs: Path) -> None:
+def test_every_stage_is_measured_separately_with_one_result_on_unequal_ranks(runs: Path) -> None:
     found = {event["stage"]: event for event in events_of(runs / "unequal", "search")}
     assert tuple(found) == STAGES
     assert {event["budget_bytes"] for event in found.values()} == {2200 * 2**10}
@@ -142,7 +144,7 @@ def test_every_stage_is_measured_for_itself_and_has_one_answer_on_ranks_with_une
     assert events_of(runs / "unequal", "recovery") == []
 
 
-def test_what_is_scarce_on_one_rank_makes_all_of_them_run_less_at_a_time(runs: Path) -> None:
+def test_memory_shortage_on_one_rank_shrinks_the_limit_on_all(runs: Path) -> None:
     recoveries = events_of(runs / "scarce", "recovery")
     assert TRAIN_POLICY in {event["stage"] for event in recoveries} <= {TRAIN_VALUE, TRAIN_POLICY}
     assert {tuple(event["ranks"]) for event in recoveries} == {(0,)}

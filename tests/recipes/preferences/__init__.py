@@ -1,1 +1,1 @@
-"""Preference training: beside stock, both stages, the reference asked before."""
+"""Preference training: parity with stock, both stages, the reference computed first."""

@@ -1,4 +1,4 @@
-"""torchtune's DPO recipes and ours beside each other on two ranks: the same figures at every step, the same weights."""
+"""torchtune's DPO recipes and ours on two ranks: the same figures at every step, the same weights."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, demo_config, run_ours, run_stock, saved_weights
 
 SGD = (
-    "optimizer._component_=tests.recipes.recording.NormSGD",
+    "optimizer._component_=tests.recipes.recorders.NormSGD",
     "optimizer.fused=False",
     "optimizer.lr=0.01",
     "optimizer.momentum=0.9",
@@ -40,8 +40,9 @@ BETA = 0.1
 
 
 def exactness(figure: str, of: dict[str, float]) -> float:
-    """How exact a figure can be. A reward is beta times a difference of sums of log-probabilities: what fp32 rounds off
-    is of their size and not of its own."""
+    """Return the tolerance of a figure. A reward is beta times a difference of sums of log-probabilities: rounding
+    errors of fp32 scale with the sums.
+    """
     if not figure.startswith("rewards/"):
         return 1e-6
     magnitude = abs(of["log_probs/chosen"]) + abs(of["log_probs/rejected"])
@@ -72,33 +73,33 @@ def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, str, Pa
     assert len(ours) == len(stock) >= 4
     for step_of_stock, step_of_ours in zip(stock, ours, strict=True):
         if kind == "lora_dpo":
-            step_of_stock["loss"] /= 2  # of both ranks: it adds them up
+            step_of_stock["loss"] /= 2  # stock adds up both ranks
         for figure in FIGURES:
             expected = pytest.approx(step_of_stock[figure], rel=RELATIVE, abs=exactness(figure, step_of_stock))
             assert step_of_ours[figure] == expected, figure
     assert ours[-1]["rewards/margins"] != 0
 
 
-def test_every_gradient_has_the_norm_that_it_has_in_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
+def test_every_gradient_norm_is_that_of_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
     stock, ours = (norms_of(runs[2] / who) for who in ("stock", "ours"))
     assert len(ours) == len(stock) >= 4
     assert min(stock) > 0
     assert ours == pytest.approx(stock, rel=RELATIVE)
 
 
-def test_the_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
+def test_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
     _, case, folder = runs
     stock, ours = (saved_weights(folder / who, epoch=int(case == "several")) for who in ("stock", "ours"))
     torch.testing.assert_close(ours, stock, rtol=RELATIVE, atol=1e-6)
 
 
 @pytest.mark.parametrize("runs", [("full_dpo", "one microbatch")], ids="-".join, indirect=True)
-def test_the_norm_in_the_log_is_that_of_the_gradient(runs: tuple[str, str, Path]) -> None:
+def test_logged_norm_is_that_of_the_gradient(runs: tuple[str, str, Path]) -> None:
     _, _, folder = runs
     logged = [step["grad_norm"] for step in read_log(folder / "ours" / "log.jsonl")]
     assert logged == pytest.approx(norms_of(folder / "ours"), rel=RELATIVE)
 
 
 def norms_of(folder: Path) -> list[float]:
-    """What the optimizer was given."""
+    """Read the norms recorded by the optimizer."""
     return [float(line) for line in (folder / "norms").read_text().splitlines()]

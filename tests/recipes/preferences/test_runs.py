@@ -1,4 +1,4 @@
-"""Preference runs with everything that adapts: the same losses and rewards as a run that has nothing to adapt to."""
+"""Preference training with all adaptive features has the losses and rewards of a run without them."""
 
 import json
 import re
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands import tune_run_here
+from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import events_of, read_log
+from tests.recipes.recorders import events_of, read_log
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
@@ -53,7 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", [*(case for case in CASES if case != "plain"), ONE_RANK])
-def test_losses_and_rewards_are_those_of_a_run_that_has_nothing_to_adapt_to(runs: Path, case: str) -> None:
+def test_losses_and_rewards_are_those_of_a_plain_run(runs: Path, case: str) -> None:
     plain, ours = (read_log(runs / each / "log.jsonl") for each in ("plain", case))
     assert len(ours) == len(plain) == 4
     for expected, found in zip(plain, ours, strict=True):
@@ -62,7 +62,7 @@ def test_losses_and_rewards_are_those_of_a_run_that_has_nothing_to_adapt_to(runs
     assert plain[-1]["rewards/margins"] > plain[0]["rewards/margins"]
 
 
-def test_each_stage_is_searched_for_its_own_rows_and_the_record_names_it(runs: Path) -> None:
+def test_each_stage_is_searched_separately_and_named_in_the_record(runs: Path) -> None:
     found = {event["stage"]: event["after"] for event in events_of(runs / "searched", "search")}
     assert found.keys() == {POLICY, REFERENCE}
     assert found[REFERENCE] > found[POLICY] >= 1
@@ -72,7 +72,7 @@ def test_each_stage_is_searched_for_its_own_rows_and_the_record_names_it(runs: P
     assert {event["stage"]: event["after"] for event in events_of(runs / "searched", "epoch")} == found
 
 
-def test_a_search_measures_the_phases_that_its_stage_has(runs: Path) -> None:
+def test_search_measures_the_phases_of_its_stage(runs: Path) -> None:
     phases = {}
     for place in ("", "reference"):
         result = json.loads((runs / "searched" / "out" / place / "batch_search.json").read_text())["result"]
@@ -81,7 +81,7 @@ def test_a_search_measures_the_phases_that_its_stage_has(runs: Path) -> None:
     assert {"layers forward", "layers backward", "update"} < set(phases[""])
 
 
-def test_both_stages_recover_and_the_record_names_them(runs: Path) -> None:
+def test_both_stages_recover_and_are_named_in_the_record(runs: Path) -> None:
     recoveries = events_of(runs / "starved", "recovery")
     assert {event["stage"] for event in recoveries} == {POLICY, REFERENCE}
     for event in recoveries:
@@ -94,7 +94,7 @@ def test_both_stages_recover_and_the_record_names_them(runs: Path) -> None:
     assert sum(of_stages) == len(recoveries)
 
 
-def test_a_token_budget_takes_pairs_with_and_without_padding(runs: Path) -> None:
+def test_token_budget_takes_pairs_with_and_without_padding(runs: Path) -> None:
     assert {event["stage"] for event in events_of(runs / "joined", "search")} == {POLICY, REFERENCE}
     steps = {case: read_log(runs / case / "log.jsonl") for case in ("joined", "plain", "tokens")}
     assert all(step["padding_fraction"] == 0 for step in steps["joined"])
@@ -109,9 +109,9 @@ def test_a_token_budget_takes_pairs_with_and_without_padding(runs: Path) -> None
     ("recipe", "config"),
     [("adaptive_full_dpo_distributed", "dpo"), ("adaptive_lora_dpo_distributed", "lora_dpo")],
 )
-def test_the_demo_runs_as_a_user_calls_it(recipe: str, config: str, tmp_path: Path) -> None:
+def test_demo_runs_with_the_documented_command(recipe: str, config: str, tmp_path: Path) -> None:
     short = ("dataset.samples=64", "max_steps_per_epoch=3", "tokenizer.max_seq_len=96", "adaptive.sequence_length=96")
-    ended = tune_run_here(recipe, "--config", f"adaptive/demo/{config}", *short, ranks=2, cwd=tmp_path, timeout_s=90)
+    ended = tune_run_forked(recipe, "--config", f"adaptive/demo/{config}", *short, ranks=2, cwd=tmp_path, timeout_s=90)
     assert ended.status == 0, ended.output
     assert "batch search · reference log-probabilities · linear" in ended.output
     assert "batch search · policy · linear" in ended.output
@@ -119,5 +119,5 @@ def test_the_demo_runs_as_a_user_calls_it(recipe: str, config: str, tmp_path: Pa
     [log] = (tmp_path / "runs" / "demo" / config / "logs").glob("log_*.txt")
     margins = [float(margin) for margin in re.findall(r"rewards/margins:(\S+)", log.read_text())]
     assert len(margins) == 3
-    assert margins[0] == 0  # the policy is its reference still
+    assert margins[0] == 0  # the policy still equals its reference
     assert margins[-1] > 0

@@ -1,4 +1,4 @@
-"""What each stage of preference training is found to fit holds for a whole run, and not only for its first step."""
+"""The limit found for each stage of preference training holds for the whole run, not only for its first step."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
 from torchtune_adaptive.report.journal import STEPS_FILE
 
@@ -34,7 +34,7 @@ def found(folder: Path, place: str) -> dict[str, Any]:
 
 
 @pytest.mark.smoke
-def test_the_reference_fits_beside_optimizer_state_that_the_search_has_not_left_behind(tmp_path: Path) -> None:
+def test_reference_fits_with_optimizer_state_that_the_search_did_not_keep(tmp_path: Path) -> None:
     run_on_ranks(1, train, "full_dpo", tmp_path / "run", timeout_s=60, in_group=False)
     policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")
     assert policy["rows"] < reference["rows"] < 64
@@ -42,7 +42,7 @@ def test_the_reference_fits_beside_optimizer_state_that_the_search_has_not_left_
     assert [step["oom_recoveries"] for step in steps] == [0, 0, 0]
 
 
-def test_on_unequal_ranks_both_stages_stay_within_the_budget_of_the_one_that_has_least(tmp_path: Path) -> None:
+def test_both_stages_stay_within_the_smallest_budget_of_unequal_ranks(tmp_path: Path) -> None:
     unequal = ("adaptive.memory_limit=[120MiB,30MiB]", "dataset.samples=256")
     run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *unequal, timeout_s=100, in_group=False)
     policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")

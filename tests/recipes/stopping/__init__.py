@@ -1,1 +1,1 @@
-"""Runs that stop and go on: checkpoints, saves that fail, spoiled records."""
+"""Runs that stop and resume: checkpoints, failed saves, damaged records."""

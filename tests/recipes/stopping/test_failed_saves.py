@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written ends a run with one message on every rank."""
+"""A failed save ends the run with one message on every rank."""
 
 import shutil
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:
 
 class Case(NamedTuple):
     spoil: Callable[..., Any]
-    told: tuple[str, ...]
+    text: tuple[str, ...]
     overrides: tuple[str, ...] = ()
     kind: str = "full"
 
@@ -67,7 +67,7 @@ CASES = {
 
 
 def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
-    """Collective: what ended a run whose third checkpoint failed, and the complete checkpoints."""
+    """Collective: return the error of a run whose third checkpoint failed, and its complete checkpoints."""
     case = CASES[name]
     recipe = load_ours(case.kind)(demo_config(case.kind, folder, *RUN, *case.overrides))
     recipe.setup()
@@ -92,13 +92,13 @@ def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
 
 @pytest.mark.smoke("full-gone")
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(tmp_path: Path, name: str) -> None:
+def test_every_rank_ends_with_path_cause_and_last_good_checkpoint(tmp_path: Path, name: str) -> None:
     ended = run_on_ranks(2, trained, name, tmp_path / "run", timeout_s=90, in_group=False)
     good = "dist_epoch_0" if CASES[name].overrides == ASYNC else "epoch_0"
     for rank, (message, complete) in enumerate(ended):
         assert message is not None
-        for word in CASES[name].told:
+        for word in CASES[name].text:
             assert word.format(out=tmp_path / "run" / "out", rank=rank) in message
-        # where another run may have started, what has the name may be that run's
-        assert (good in message) == (CASES[name].told != IS_GONE)
+        # if another run may have started, a checkpoint of this name may belong to it
+        assert (good in message) == (CASES[name].text != IS_GONE)
         assert complete == [good, "step_2"], "nothing is made anew or pushed out"

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed, by our recipe or by the stock one, is the run that was never stopped."""
+"""A run that is stopped and resumed, by our recipe or by stock, equals an uninterrupted run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, RELATIVE_AFTER_ADAM, SGD, demo_config, run_ours, run_stock
-from tests.recipes.stops import stopped_before
 
 EPOCHS, STEPS_PER_EPOCH = 3, 3
 WHOLE_RUN = (
@@ -21,7 +21,7 @@ WHOLE_RUN = (
     "lr_scheduler.num_warmup_steps=2",
 )
 ADAMW: tuple[str, ...] = ()
-"""As in the demo's config."""
+"""The optimizer of the demo's config."""
 SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
 SAVED_STATE = "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt"
 ASYNC = "enable_async_checkpointing=True"
@@ -30,33 +30,33 @@ IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_g
 
 @dataclass(frozen=True)
 class Case:
-    """Who trains the first epoch, and who the others; with what besides; and what is given only to resume."""
+    """The recipes of the first and of later epochs, overrides, and overrides for resuming."""
 
     kind: str = "full"
     first: Callable[..., Any] = run_ours
     then: Callable[..., Any] = run_ours
     overrides: tuple[str, ...] = ()
-    to_resume: tuple[str, ...] = ()
+    resume_arguments: tuple[str, ...] = ()
     optimizer: tuple[str, ...] = SGD
     weights: str = "model-00001-of-00001.bin"
 
 
 CASES = {
-    "ours-by-stock": Case(then=run_stock, to_resume=(SAVED_WEIGHTS, SAVED_STATE)),
-    "stock-by-ours": Case(first=run_stock, optimizer=ADAMW, to_resume=(SAVED_WEIGHTS,)),
+    "ours-by-stock": Case(then=run_stock, resume_arguments=(SAVED_WEIGHTS, SAVED_STATE)),
+    "stock-by-ours": Case(first=run_stock, optimizer=ADAMW, resume_arguments=(SAVED_WEIGHTS,)),
     "async-in-backward": Case(overrides=(ASYNC, *IN_BACKWARD)),
     "adapter-only": Case("lora", overrides=("save_adapter_weights_only=True",), weights="adapter_model.pt"),
 }
 
 
 def run_both(name: str, folder: Path) -> None:
-    """Collective: a run that is never stopped, ours, and one that is."""
+    """Collective: run ours uninterrupted, and once stopped and resumed."""
     case = CASES[name]
     overrides = (*WHOLE_RUN, *case.optimizer, *case.overrides)
     run_ours(case.kind, demo_config(case.kind, folder / "whole", *overrides))
-    with stopped_before(1):
+    with stopped_before_epoch(1):
         case.first(case.kind, demo_config(case.kind, folder / "resumed", *overrides))
-    resume = (*overrides, *case.to_resume, "resume_from_checkpoint=True")
+    resume = (*overrides, *case.resume_arguments, "resume_from_checkpoint=True")
     case.then(case.kind, demo_config(case.kind, folder / "resumed", *resume))
 
 
@@ -67,7 +67,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return CASES[request.param], folder
 
 
-def test_every_step_is_that_of_the_run_that_was_never_stopped(runs: tuple[Case, Path]) -> None:
+def test_every_step_is_that_of_an_uninterrupted_run(runs: tuple[Case, Path]) -> None:
     case, folder = runs
     whole, resumed = (read_log(folder / name / "log.jsonl") for name in ("whole", "resumed"))
     assert [step["step"] for step in resumed] == [step["step"] for step in whole]
@@ -80,7 +80,7 @@ def test_every_step_is_that_of_the_run_that_was_never_stopped(runs: tuple[Case, 
 
 
 @pytest.mark.parametrize("runs", [name for name in CASES if CASES[name].optimizer == SGD], indirect=True)
-def test_the_last_weights_are_those_of_the_run_that_was_never_stopped(runs: tuple[Case, Path]) -> None:
+def test_final_weights_are_those_of_an_uninterrupted_run(runs: tuple[Case, Path]) -> None:
     case, folder = runs
     files = (folder / name / "out" / f"epoch_{EPOCHS - 1}" / case.weights for name in ("whole", "resumed"))
     whole, resumed = (torch.load(file, weights_only=True) for file in files)

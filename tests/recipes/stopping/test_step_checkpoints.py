@@ -1,4 +1,4 @@
-"""A run that ends anywhere goes on by the same command, and is in the end the run that was never disturbed."""
+"""A run that ends at any point resumes with the same command and finally equals an undisturbed run."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torchao.optim import AdamW8bit
 
 from tests.ranks import run_on_ranks
+from tests.recipes.interrupted_runs import train_until
 from tests.recipes.running import demo_config, load_ours, saved_weights
-from tests.recipes.stops import train_until
 from torchtune_adaptive.life.output_lock import LOCK_FILE
 from torchtune_adaptive.report.journal import read_timeline
 from torchtune_adaptive.tune.schedule import Measured
@@ -40,27 +40,28 @@ GROWING_WITHIN = (
     "gradient_accumulation_steps=1",
     "batch_size=2",
 )
-"""Steps of 4 samples on two ranks, of 8 from step 7 on, of 16 from step 10 on."""
+"""Steps of 4 samples on two ranks, of 8 from step 7, and of 16 from step 10."""
 EIGHT_BIT = (
     "optimizer._component_=tests.recipes.stopping.test_step_checkpoints.eight_bit",
     "adaptive.memory_limit=64MiB",
 )
-"""Under a limit nothing is compiled, which torchao's step else is."""
+"""Memory limits disable torchao's compiled optimizer step."""
 KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
     "full-async-8-bit-2-ranks": ("full", 2, ("enable_async_checkpointing=True", *EIGHT_BIT)),
     "full-growing-within": ("full", 2, ("model.attn_dropout=0.1", *GROWING_WITHIN)),
     "lora-tokens": ("lora", 1, ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
 }
-"""Recipe, ranks, and what else."""
+"""Recipe, ranks and overrides."""
 SLOW = "full-async-8-bit-2-ranks"
 STOPS = (2, 4, 6, 7)
-"""Steps before which the run ends, one after the other: before the first checkpoint, right after one, in an epoch, and
-right after one where the batch is to grow."""
+"""Steps before which the run ends, in turn: before the first checkpoint, right after one, within an epoch, and right
+after one at which the batch grows.
+"""
 
 
 def grow_within(epoch: int, current_batch_size: int, measured: Measured) -> int:
-    """On rank 0, whose answer counts."""
+    """Called on rank 0, whose result counts."""
     assert measured.samples_per_step == 2 * current_batch_size
     return current_batch_size * (1 + dist.get_rank()) if measured.target_tokens else 0
 
@@ -70,7 +71,7 @@ def eight_bit(parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool) 
 
 
 def train(kind: str, cfg: Any, stop_before: int | None = None, watch: Callable[[Any], None] | None = None) -> None:
-    """Collective: our recipe to its end, or until it would train this step."""
+    """Collective: train our recipe to its end or to step `stop_before`."""
     recipe = load_ours(kind)(cfg)
     recipe.setup()
     if watch is not None:
@@ -79,7 +80,7 @@ def train(kind: str, cfg: Any, stop_before: int | None = None, watch: Callable[[
 
 
 def run_kind(name: str, folder: Path) -> None:
-    """Collective: a run that is never disturbed, and one that ends several times."""
+    """Collective: run once undisturbed, and once with several stops."""
     kind, _, overrides = KINDS[name]
     train(kind, demo_config(kind, folder / "whole", *RUN, *overrides))
     for stop in (*STOPS, None):
@@ -97,13 +98,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.smoke("full-2-ranks", "lora-tokens")
-def test_the_last_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) -> None:
+def test_final_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) -> None:
     whole, stopped = (saved_weights(folder / name, EPOCHS - 1) for name in ("whole", "stopped"))
     assert whole.keys() == stopped.keys()
     assert [name for name in whole if not torch.equal(whole[name], stopped[name])] == []
 
 
-def test_every_step_is_in_the_record_once_with_the_figures_of_the_undisturbed_run(folder: Path) -> None:
+def test_record_has_every_step_once_with_the_figures_of_the_undisturbed_run(folder: Path) -> None:
     records = {name: read_timeline(folder / name / "out").steps for name in ("whole", "stopped")}
     steps = [record["step"] for record in records["whole"]]
     assert steps == list(range(1, len(steps) + 1))
@@ -113,12 +114,12 @@ def test_every_step_is_in_the_record_once_with_the_figures_of_the_undisturbed_ru
             assert one[figure] == other[figure], (one["step"], figure)
 
 
-def test_nothing_is_left_of_what_was_half_done(folder: Path) -> None:
+def test_no_unfinished_files_remain(folder: Path) -> None:
     assert [path.name for path in (folder / "stopped" / "out").glob(".*")] == [LOCK_FILE]
 
 
 def noting_numbers(path: Path, recipe: Any) -> None:
-    """From now on it is noted which samples each step of this rank has."""
+    """From here on, record the samples of each step of this rank."""
     run = recipe.runner.run
 
     def noting(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
@@ -130,9 +131,9 @@ def noting_numbers(path: Path, recipe: Any) -> None:
     recipe.runner.run = noting
 
 
-SAMPLES = 96  # which 1, 2 and 3 ranks share without padding
+SAMPLES = 96  # divisible by 1, 2 and 3 ranks without padding
 NUMBERED = (
-    "dataset._component_=tests.recipes.long.storms.numbered",
+    "dataset._component_=tests.recipes.long.memory_pressure.numbered",
     "dataset.seed=0",
     f"dataset.samples={SAMPLES}",
     "batch_size=2",
@@ -143,14 +144,14 @@ NUMBERED = (
 
 
 def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
-    """Collective: with a note for each rank."""
+    """Collective: train, with a file of sample numbers for each rank."""
     path = folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl"
     cfg = demo_config("full", folder, *RUN, *NUMBERED, *options)
     train("full", cfg, stop_before, partial(noting_numbers, path))
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, ()), (3, ("adaptive.token_budget=512",))], ids=["rows", "dealt"])
-def test_another_number_of_ranks_trains_on_the_rest_of_the_epoch_and_on_nothing_twice(
+def test_another_number_of_ranks_trains_the_rest_of_the_epoch_once(
     tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "run"
@@ -169,15 +170,13 @@ def test_another_number_of_ranks_trains_on_the_rest_of_the_epoch_and_on_nothing_
 
 
 def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
-    """Of each step, those of all ranks one after the other."""
+    """Return the samples of each step, of all ranks in order."""
     files = [path.read_text(encoding="utf-8") for path in folder.glob(f"numbers-{ranks}-*.jsonl")]
     return [(step, found) for step, found in (json.loads(line) for file in files for line in file.splitlines())]
 
 
 @pytest.mark.parametrize("options", [(), ("adaptive.token_budget=512",)], ids=["rows", "dealt"])
-def test_a_batch_that_grows_within_an_epoch_trains_on_every_sample_once(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_batch_that_grows_within_an_epoch_trains_every_sample_once(tmp_path: Path, options: tuple[str, ...]) -> None:
     grows = [each for each in GROWING_WITHIN if not (options and "max_batch_size" in each)]
     run_on_ranks(2, train_numbered, tmp_path, None, (*grows, *options), timeout_s=120, in_group=False)
     steps = Counter[int]()
@@ -191,7 +190,7 @@ def test_a_batch_that_grows_within_an_epoch_trains_on_every_sample_once(
 
 
 def base_weights_while_saving(folder: Path) -> list[str]:
-    """Collective: names of the frozen weights that saving has changed."""
+    """Collective: return the names of frozen weights that a save has changed."""
     recipe = load_ours("lora")(demo_config("lora", folder))
     recipe.setup()
     before = {name: weight.detach().clone() for name, weight in recipe.model.named_parameters()}
@@ -212,6 +211,6 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other).detach())
 
 
-def test_saving_a_merged_adapter_leaves_the_frozen_weights_as_they_are(tmp_path: Path) -> None:
+def test_saving_a_merged_adapter_does_not_change_the_frozen_weights(tmp_path: Path) -> None:
     for changed in run_on_ranks(2, base_weights_while_saving, tmp_path / "run", timeout_s=60, in_group=False):
         assert changed == []

@@ -1,12 +1,12 @@
-"""Two runs in one output_dir: the second ends before it has touched anything, and never do both write into it."""
+"""Two runs in one output_dir: the second ends before it changes any file, and they never both write into it."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.signalled import live_on_ranks
-from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
+from tests.recipes.signal_runs import run_with_signals
+from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
 from tests.unit.life.test_output_lock import another_run
 from torchtune_adaptive.cli.status import Condition, look
 
@@ -37,41 +37,41 @@ def held(tokenizer, **options):
 
 @pytest.mark.smoke("its-checkpoints")
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["its-checkpoints", "its-record"])
-def test_the_second_run_says_who_is_there_and_leaves_everything_as_it_is(elsewhere: bool, tmp_path: Path) -> None:
+def test_second_run_names_the_first_and_changes_no_file(elsewhere: bool, tmp_path: Path) -> None:
     options = (*RUN, f"checkpointer.output_dir={tmp_path / 'checkpoints'}") if elsewhere else RUN
     out = tmp_path / "run" / "out"
     out.mkdir(parents=True)
     with another_run(out) as first:
         before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-        ended = live_on_ranks(2, "full", tmp_path / "run", *options)
+        ended = run_with_signals(2, "full", tmp_path / "run", *options)
         assert [each.status for each in ended] == [1, 1]
         assert re.search(
             rf"error: output_dir '{re.escape(str(out))}' is in use by process {first.pid} on", ended[0].lines
         )
         assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    ended = live_on_ranks(2, "full", tmp_path / "run", *options)
+    ended = run_with_signals(2, "full", tmp_path / "run", *options)
     assert [each.status for each in ended] == [0, 0]
     assert look(out)[0] is Condition.FINISHED
 
 
-def test_an_error_is_the_last_line_and_kept_for_whoever_asks_how_the_run_ended(tmp_path: Path) -> None:
+def test_error_is_the_last_line_and_kept_for_status(tmp_path: Path) -> None:
     broken = ("optimizer.lr=1e30", "lr_scheduler=null", "clip_grad_norm=null", "adaptive.max_skipped_steps=0")
-    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *broken, "epochs=4")
+    ended = run_with_signals(2, "full", tmp_path / "run", *RUN, *broken, "epochs=4")
     assert [each.status for each in ended] == [1, 1]
-    told = r"error: step [2-4]: the (loss|gradient norm) is (nan|inf), in 1 consecutive step, and .* is 0;"
-    assert re.match(told, ended[0].lines.splitlines()[-1])
+    message = r"error: step [2-4]: the (loss|gradient norm) is (nan|inf), in 1 consecutive step, and .* is 0;"
+    assert re.match(message, ended[0].lines.splitlines()[-1])
     condition, (why, *_) = look(tmp_path / "run" / "out")
     assert condition is Condition.BROKEN
     assert "adaptive.max_skipped_steps is 0" in why
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """The files of a run, without those that are appended to while it trains."""
+    """Return the files of a run, except those that it appends to during training."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".jsonl"}
 
 
-@pytest.mark.parametrize("options", [(), ("enable_async_checkpointing=True",)], ids=["waiting", "beside-training"])
-def test_a_run_whose_directory_was_renamed_writes_nothing_into_that_of_the_next_run(
+@pytest.mark.parametrize("options", [(), ("enable_async_checkpointing=True",)], ids=["waiting", "background-save"])
+def test_run_whose_directory_was_renamed_does_not_write_into_that_of_the_next_run(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "held.py").write_text(HELD)
@@ -85,21 +85,21 @@ def test_a_run_whose_directory_was_renamed_writes_nothing_into_that_of_the_next_
         (tmp_path / f"hold_{name}").touch()
         run.when((tmp_path / f"hold_{name}.held").exists, 60)
 
-    with in_a_terminal(tmp_path, command, forked=True, RUN_NAME="first") as first:
+    with run_in_terminal(tmp_path, command, forked=True, RUN_NAME="first") as first:
         stopped_after_step_4(first, "first")
         (tmp_path / "out").rename(tmp_path / "moved")
-        with in_a_terminal(tmp_path, command, forked=True, RUN_NAME="second") as second:
+        with run_in_terminal(tmp_path, command, forked=True, RUN_NAME="second") as second:
             stopped_after_step_4(second, "second")
             before = content(tmp_path / "out")
             (tmp_path / "hold_first").unlink()
             first.when(lambda: first.process.poll() is not None, 120)
             assert content(tmp_path / "out") == before
             assert first.process.wait(1) == 1
-            (told,) = re.findall(r"^error(?: \(rank 1\))?: .*", first.output, re.MULTILINE)
+            (message,) = re.findall(r"^error(?: \(rank 1\))?: .*", first.output, re.MULTILINE)
             assert re.search(
-                r"checkpoint step_\d+ is not saved: .*/out is not the directory in which this run started", told
+                r"checkpoint step_\d+ is not saved: .*/out is not the directory in which this run started", message
             )
-            assert "last" not in told
+            assert "last" not in message
             (tmp_path / "hold_second").unlink()
             assert second.process.wait(120) == 0
     assert look(tmp_path / "out")[0] is Condition.FINISHED

@@ -1,4 +1,4 @@
-"""What a save that goes on beside training takes with it, and what that costs the training."""
+"""State copied by a background save, and its cost for training."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ COPIES = ("copy_", "clone", "_to_copy")
 
 
 class Copied(TorchDispatchMode):
-    """The bytes that are copied while it is on."""
+    """Counts the bytes copied while active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,9 @@ def flat(state: object) -> list[Tensor]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, AdamW8bit])
-def test_what_is_saved_is_the_state_before_training_goes_on(optimizer_type: type[torch.optim.Optimizer]) -> None:
+def test_background_save_contains_the_state_before_training_continues(
+    optimizer_type: type[torch.optim.Optimizer],
+) -> None:
     model, optimizer = trained(optimizer_type)
     state = of(model, optimizer)
     staged = copy_of(state)
@@ -72,7 +74,7 @@ def test_what_is_saved_is_the_state_before_training_goes_on(optimizer_type: type
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_training_stands_still_for_one_copy_of_its_state() -> None:
+def test_training_waits_for_one_copy_of_its_state() -> None:
     state = of(*trained(torch.optim.AdamW))
     with Copied() as copied:
         copy_of(state)
@@ -81,10 +83,10 @@ def test_training_stands_still_for_one_copy_of_its_state() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("failing", range(3))
-def test_a_save_tells_an_error_or_holds_everything(
+def test_save_reports_an_error_or_is_complete(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """torch writes the parts of a rank in as many threads as it is told to, and looks after one of them."""
+    """torch writes a rank's parts in several threads, and checks only one of them for errors."""
     opened: list[Path] = []
     create_stream = FileSystem.create_stream
 

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: weights that are finite, gathered as torchtune gathers them."""
+"""Contents of a checkpoint: finite weights, gathered like torchtune's."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ LORA = {"rank": 2, "alpha": 4.0}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_trained_weight_that_is_not_finite_is_noticed_and_a_frozen_one_is_not(bad: float) -> None:
+def test_trained_weight_must_be_finite_but_a_frozen_one_need_not(bad: float) -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("frozen", nn.Parameter(torch.full((1,), bad), requires_grad=False))
     assert weights_are_finite(model)
@@ -26,7 +26,7 @@ def test_a_trained_weight_that_is_not_finite_is_noticed_and_a_frozen_one_is_not(
 
 
 def adapted(*, quantized: bool = False, offloaded: bool = False) -> nn.Module:
-    """Collective: a layer of each kind, shards of unequal size, and a weight and a buffer that are not sharded."""
+    """Collective: build a layer of each kind, with shards of unequal size, and an unsharded weight and buffer."""
     torch.manual_seed(0)
     model = nn.Sequential(LoRALinear(128, 256, **LORA, quantize_base=quantized), nn.Linear(256, 3))
     model[0].weight.requires_grad_(False)
@@ -38,7 +38,7 @@ def adapted(*, quantized: bool = False, offloaded: bool = False) -> nn.Module:
 
 
 def as_by_torchtune(options: dict[str, bool]) -> set[str]:
-    """Collective: the names of what is gathered, each weight to the bit as torchtune gathers it."""
+    """Collective: compare every gathered weight bitwise with torchtune's; return their names."""
     model = adapted(**options)
     theirs = training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=CPU)
     with pytest.MonkeyPatch.context() as patch:
@@ -54,14 +54,14 @@ def as_by_torchtune(options: dict[str, bool]) -> set[str]:
     [(1, {}), (3, {}), (1, {"quantized": True}), (2, {"quantized": True}), (3, {"offloaded": True})],
     ids=str,
 )
-def test_weights_are_gathered_as_by_torchtune(ranks: int, options: dict[str, bool]) -> None:
+def test_gathered_weights_equal_torchtunes(ranks: int, options: dict[str, bool]) -> None:
     names, *elsewhere = run_on_ranks(ranks, as_by_torchtune, options, timeout_s=60)
     assert names > {"whole", "counted", "0.weight", "0.lora_a.weight"}
     assert elsewhere == [set()] * (ranks - 1)
 
 
 def sent_for(adapter_only: bool) -> tuple[set[str], list[tuple[int, ...]]]:
-    """Collective: the names of what is saved on rank 0, and the shapes that were gathered for it."""
+    """Collective: return the names saved on rank 0, and the shapes gathered for them."""
     model, shapes, gather = adapted(), list[tuple[int, ...]](), DTensor.full_tensor
 
     def noting(weight: DTensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def sent_for(adapter_only: bool) -> tuple[set[str], list[tuple[int, ...]]]:
         return set(gather_weights(sharded, CPU)[training.MODEL_KEY]), shapes
 
 
-def test_a_checkpoint_of_the_adapter_gathers_nothing_else() -> None:
+def test_adapter_checkpoint_gathers_only_the_adapter() -> None:
     adapter = {"0.lora_a.weight", "0.lora_b.weight"}
     (names, shapes), (elsewhere, other_shapes) = run_on_ranks(2, sent_for, True, timeout_s=60)
     assert (names, elsewhere, shapes, other_shapes) == (adapter, set(), [(2, 128), (256, 2)], [(2, 128), (256, 2)])

@@ -1,4 +1,4 @@
-"""What makes a run another one, and in which words that is said."""
+"""Differences that make a run another run, and their messages."""
 
 import zlib
 from pathlib import Path
@@ -12,18 +12,18 @@ from torchtune_adaptive.checkpoints.identity import difference, weights_in
 
 
 @pytest.mark.parametrize(
-    ("configured", "saved", "told"),
+    ("configured", "saved", "message"),
     [
         ({"seed": 1}, {"seed": 2}, "seed is 1, but was 2"),
         ({"seed": 1}, {}, "seed is 1, but was not set"),
         ({}, {"model.attn_dropout": 0.1}, "model.attn_dropout is not set, but was 0.1"),
     ],
 )
-def test_both_values_are_told_as_they_were_given(configured: dict[str, Any], saved: dict[str, Any], told: str) -> None:
-    assert difference(configured, saved) == told
+def test_both_values_are_shown_as_given(configured: dict[str, Any], saved: dict[str, Any], message: str) -> None:
+    assert difference(configured, saved) == message
 
 
-def test_weights_are_another_runs_where_their_names_or_their_contents_differ() -> None:
+def test_weights_with_other_names_or_contents_are_another_run() -> None:
     ours = {"reward weights in b.pt": "2 bytes", "reference weights in c.pt": "3 bytes"}
     theirs = {"reward weights in a.pt": "2 bytes", "reference weights in c.pt": "4 bytes"}
     assert difference(ours, theirs) == (
@@ -33,29 +33,29 @@ def test_weights_are_another_runs_where_their_names_or_their_contents_differ() -
     )
 
 
-def test_a_data_file_that_is_gone_is_left_to_the_dataset_to_tell() -> None:
+def test_missing_data_file_is_left_to_the_dataset() -> None:
     assert difference({}, {"content of rows.jsonl": "2 bytes"}) is None
     assert difference({"content of rows.jsonl": "3 bytes"}, {"content of rows.jsonl": "2 bytes"}) is not None
 
 
-def test_all_that_has_changed_is_told_at_once() -> None:
+def test_all_changes_are_reported_together() -> None:
     ours, theirs = (dict.fromkeys("abcd", value) for value in (1, 2))
-    told = "a is 1, but was 2, and b is 1, but was 2, and c is 1, but was 2"
-    assert difference(ours, theirs) == f"{told}, and 1 more differ"
+    message = "a is 1, but was 2, and b is 1, but was 2, and c is 1, but was 2"
+    assert difference(ours, theirs) == f"{message}, and 1 more differ"
 
 
-def test_another_recipe_is_what_is_told_first() -> None:
+def test_another_recipe_is_the_only_reported_change() -> None:
     ours = {"batch_size": 4, "recipe": "full"}
     saved = {"batch_size": 2, "frozen weights in demo.pt": "9 bytes", "recipe": "lora"}
     assert difference(ours, saved) == "recipe is 'full', but was 'lora'"
 
 
 @pytest.mark.parametrize("size", [0, 5, 10, 15, 200])
-def test_a_large_file_is_read_at_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_large_file_is_read_at_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(identity, "ENDS_BYTES", 10)
     content = bytes(range(size))
     (tmp_path / "base.pt").write_bytes(content)
     crc32 = zlib.crc32(content if size <= 20 else content[:10] + content[190:])
     section = DictConfig({"checkpoint_dir": str(tmp_path), "checkpoint_files": ["base.pt"]})
-    told = f"{size} bytes, CRC-32 {crc32:08x}"
-    assert weights_in("frozen weights", section) == {"frozen weights in base.pt": told}
+    message = f"{size} bytes, CRC-32 {crc32:08x}"
+    assert weights_in("frozen weights", section) == {"frozen weights in base.pt": message}

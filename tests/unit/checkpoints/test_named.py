@@ -1,11 +1,11 @@
-"""Resuming from the files that a config names: those of one checkpoint, with the state that belongs to them."""
+"""Resuming from files named in a config: all from one checkpoint, with its state."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoints.making import CONTENT, save
-from tests.unit.checkpoints.starting import ADAPTER, config, files_of, saved, start
+from tests.unit.checkpoints.checkpoint_files import CONTENT, save
+from tests.unit.checkpoints.run_starts import ADAPTER, config, files_of, saved, start
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.resuming import Start
 from torchtune_adaptive.checkpoints.store import Position
@@ -20,7 +20,7 @@ def files(name: str) -> str:
     return f"checkpointer.checkpoint_files=[{name}/model-00001-of-00001.bin]"
 
 
-def test_named_weights_bring_their_own_state(tmp_path: Path) -> None:
+def test_named_weights_come_with_their_state(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch, epochs=epoch + 1)
     begun = named(tmp_path, files("epoch_0"))
@@ -39,7 +39,7 @@ def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
             named(tmp_path, *overrides)
 
 
-def test_a_named_checkpoint_that_is_damaged_is_refused_and_another_one_named(tmp_path: Path) -> None:
+def test_damaged_named_checkpoint_is_refused_with_an_alternative(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0", 0)
     (saved(tmp_path, "epoch_1", 1) / "recipe_state.pt").write_bytes(b"statE")
     with pytest.raises(ConfigError, match=r"epoch_1 is damaged.*resume_from_checkpoint=auto"):
@@ -56,14 +56,14 @@ def stock(directory: Path, epoch: int, content: dict[str, bytes] = CONTENT) -> N
     (directory / "recipe_state" / "recipe_state.pt").write_bytes(b"state")
 
 
-def test_torchtunes_own_files_are_taken_and_left_to_be_compared_when_they_are_read(tmp_path: Path) -> None:
+def test_torchtunes_files_are_accepted_and_compared_when_read(tmp_path: Path) -> None:
     stock(tmp_path, 0)
     found = files_of(named(tmp_path, files("epoch_0")))
     assert found.recipe_state == str(tmp_path / "recipe_state" / "recipe_state.pt")
     assert not found.complete
 
 
-def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_epoch(tmp_path: Path) -> None:
+def test_adapter_comes_from_the_folder_of_the_state_not_the_largest_epoch(tmp_path: Path) -> None:
     stock(tmp_path, 7, ADAPTER)
     saved(tmp_path, "epoch_1", recipe="lora", content=ADAPTER)
     found = files_of(named(tmp_path, recipe="lora"))
@@ -71,7 +71,7 @@ def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_ep
     assert found.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
 
 
-def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> None:
+def test_order_of_samples_must_not_change_within_an_epoch(tmp_path: Path) -> None:
     position = Position(epochs=1, steps_in_epoch=2, step=6)
     save(tmp_path, "step_6", identity=identity_of(config(tmp_path), "full"), position=position)
     assert named(tmp_path, files("step_6")).resumes
@@ -79,14 +79,16 @@ def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> No
         named(tmp_path, files("step_6"), "shuffle=False")
 
 
-def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
+def test_missing_names_are_reported_with_existing_ones(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
-    told = "epoch_5/model-00001-of-00001.bin, which does not exist; resume_from_checkpoint=auto .*; names are relative"
-    with pytest.raises(ConfigError, match=rf"{told} to .*, for example .*=\[epoch_0/model-00001-of-00001\.bin\]$"):
+    message = (
+        "epoch_5/model-00001-of-00001.bin, which does not exist; resume_from_checkpoint=auto .*; names are relative"
+    )
+    with pytest.raises(ConfigError, match=rf"{message} to .*, for example .*=\[epoch_0/model-00001-of-00001\.bin\]$"):
         named(tmp_path, files("epoch_5"))
 
 
-def test_a_distributed_checkpoint_is_found_by_its_manifest_or_torchs_last_file(tmp_path: Path) -> None:
+def test_distributed_checkpoint_is_found_by_its_manifest_or_torchs_last_file(tmp_path: Path) -> None:
     asynchronous = "enable_async_checkpointing=True"
     (tmp_path / "dist_epoch_0").mkdir()
     with pytest.raises(ConfigError, match="no complete dist_epoch"):

@@ -1,18 +1,18 @@
-"""A fresh start among the checkpoints of a run: refused, or allowed to remove them, and nothing else."""
+"""A fresh start in a folder with checkpoints is refused, or allowed to remove only them."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoints.making import complete
-from tests.unit.checkpoints.starting import config, saved, start
+from tests.unit.checkpoints.checkpoint_files import complete
+from tests.unit.checkpoints.run_starts import config, saved, start
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN
 
 
-def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_again(tmp_path: Path) -> None:
+def test_without_an_intact_checkpoint_no_refused_command_is_advised(tmp_path: Path) -> None:
     for serial, name in enumerate(["epoch_0", "step_6"]):
         (saved(tmp_path, name, serial) / "recipe_state.pt").write_bytes(b"stata")
     with pytest.raises(ConfigError) as error:
@@ -22,14 +22,14 @@ def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_aga
 
 
 @pytest.mark.parametrize("mode", ["False", "auto"])
-def test_folders_without_a_manifest_are_not_touched(tmp_path: Path, mode: str) -> None:
+def test_folders_without_a_manifest_are_kept(tmp_path: Path, mode: str) -> None:
     (tmp_path / "epoch_0").mkdir()
     with pytest.raises(ConfigError, match=r"epoch_0.*another output_dir, or set .*overwrite_output_dir=True"):
         start(tmp_path, f"resume_from_checkpoint={mode}")
     assert (tmp_path / "epoch_0").is_dir()
 
 
-def test_a_fresh_start_among_checkpoints_is_refused_and_told_how_to_go_on(tmp_path: Path) -> None:
+def test_fresh_start_among_checkpoints_is_refused_with_ways_to_continue(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
     ways = r"resume_from_checkpoint=auto.*another output_dir.*overwrite_output_dir=True"
     with pytest.raises(ConfigError, match=ways):
@@ -40,19 +40,21 @@ def test_a_fresh_start_among_checkpoints_is_refused_and_told_how_to_go_on(tmp_pa
 OVERWRITE = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
 
 
-def test_overwriting_removes_nothing_before_training_begins(tmp_path: Path) -> None:
+def test_overwriting_waits_until_training_begins(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
     decided = start(tmp_path, *OVERWRITE)
     assert (decided.resumes, decided.overwrites) == (False, 1)
-    assert complete(tmp_path) == ["epoch_0"], "what is wrong with the rest of the config shows before anything is lost"
+    assert complete(tmp_path) == ["epoch_0"], "other config errors appear before any file is removed"
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("restarts", ["0", "1"])
-def test_a_restart_overwrites_nothing_whichever_nodes_launcher_counts_it(
+def test_restart_overwrites_no_checkpoint_whichever_launcher_counts_it(
     restarts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launchers count their own ranks' failures; where another node's has failed, this one starts its ranks with 0."""
+    """Launchers count failures of their ranks only; after a failure on another node, this one starts its ranks
+    with 0.
+    """
     monkeypatch.setattr(THIS_RUN, "restarted", False)
     monkeypatch.setattr(THIS_RUN, "place", None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
@@ -63,7 +65,7 @@ def test_a_restart_overwrites_nothing_whichever_nodes_launcher_counts_it(
     monkeypatch.setenv(RESTARTS, restarts)
     with pytest.raises(ConfigError, match=r"or of this one .* \(resume_from_checkpoint=auto\)") as error:
         find_start(fresh, "full")
-    assert "overwrite_output_dir" not in str(error.value), "it is set already"
+    assert "overwrite_output_dir" not in str(error.value), "already set"
     assert complete(tmp_path) == ["epoch_0"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the next job")
     monkeypatch.setenv(RESTARTS, "0")
@@ -72,7 +74,7 @@ def test_a_restart_overwrites_nothing_whichever_nodes_launcher_counts_it(
     assert decided.overwrites == 1
 
 
-def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:
+def test_automatic_resume_never_removes_files(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
     assert start(tmp_path, "overwrite_output_dir=True").resumes
     with pytest.raises(ConfigError, match="seed is 7, but was 0"):
@@ -92,7 +94,7 @@ def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:
         (".", "checkpointer.adapter_checkpoint=epoch_0/adapter.pt"),
     ],
 )
-def test_nothing_that_the_config_reads_is_overwritten(tmp_path: Path, folder: str, named: str) -> None:
+def test_files_that_the_config_reads_are_not_overwritten(tmp_path: Path, folder: str, named: str) -> None:
     saved(tmp_path, "epoch_0")
     (tmp_path / folder).mkdir(exist_ok=True)
     with pytest.raises(ConfigError, match=r"checkpointer reads .*epoch_0.* which would be removed"):
@@ -101,7 +103,7 @@ def test_nothing_that_the_config_reads_is_overwritten(tmp_path: Path, folder: st
 
 
 @pytest.mark.parametrize("mode", ["auto", "False"])
-def test_a_file_with_the_name_of_a_checkpoint_is_left_to_its_owner(tmp_path: Path, mode: str) -> None:
+def test_file_with_the_name_of_a_checkpoint_is_kept(tmp_path: Path, mode: str) -> None:
     (tmp_path / "step_3").write_text("my notes")
     with pytest.raises(ConfigError, match=r"step_3' is a file, but has the name of a checkpoint: move it"):
         start(tmp_path, f"resume_from_checkpoint={mode}")

@@ -1,4 +1,4 @@
-"""What went wrong with a checkpoint, in words that a user can act on."""
+"""Messages about failed checkpoints tell users how to react."""
 
 import errno
 from pathlib import Path
@@ -10,14 +10,14 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.unit.checkpoints.making import save
+from tests.unit.checkpoints.checkpoint_files import save
 from torchtune_adaptive.checkpoints import loading, saving, store
 from torchtune_adaptive.checkpoints.saving import cause
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import CheckpointError, ConfigError
 
 
-def test_the_operating_systems_reason_is_found_below_torchs_with_the_file_that_is_in_the_way(tmp_path: Path) -> None:
+def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None:
     error = RuntimeError("basic_ios::clear: iostream error")
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert cause(error, tmp_path).startswith("No space left on device (")
@@ -30,7 +30,7 @@ CUT = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 6
 
 
 @pytest.mark.parametrize("error", [CUT, CheckpointException("write", {1: (CUT, StackSummary())})])
-def test_where_torch_drops_the_reason_the_file_system_is_asked_for_it(
+def test_if_torch_drops_the_reason_the_file_system_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     for step in (2, 4):
@@ -42,12 +42,12 @@ def test_where_torch_drops_the_reason_the_file_system_is_asked_for_it(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(saving, "replace_file", full)
-    told = cause(error, tmp_path)
-    assert told.startswith("No space left on device (")
-    assert told.endswith(" free; step_2 may be removed)")
+    message = cause(error, tmp_path)
+    assert message.startswith("No space left on device (")
+    assert message.endswith(" free; step_2 may be removed)")
 
 
-def test_where_room_is_missing_it_says_which_checkpoint_may_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_names_checkpoints_that_may_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (2, 4, 6):
         save(tmp_path, f"step_{step}", step)
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -61,7 +61,7 @@ def test_where_room_is_missing_it_says_which_checkpoint_may_go(tmp_path: Path, m
 @pytest.mark.parametrize(
     "component", ["torchtune.training.FullModelHFCheckpointer", "torchtune_adaptive.demo.weights.demo_checkpointer"]
 )
-def test_what_a_save_would_fail_to_copy_is_refused_before_training(tmp_path: Path, component: str) -> None:
+def test_uncopyable_file_is_refused_before_training(tmp_path: Path, component: str) -> None:
     section = OmegaConf.create({"_component_": component, "checkpoint_dir": str(tmp_path)})
     (tmp_path / "model.safetensors").symlink_to("gone")  # a save does not copy weights
     (tmp_path / ".cache").symlink_to("gone")
@@ -71,23 +71,23 @@ def test_what_a_save_would_fail_to_copy_is_refused_before_training(tmp_path: Pat
         loading.check_what_saves_copy(section)
 
 
-def test_out_of_memory_in_a_save_is_told_with_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_in_a_save_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr(saving.THIS_RUN, "newest", None)
 
-    def told() -> str:
+    def message() -> str:
         return in_keys(saving.out_of_memory_in("epoch_0", torch.OutOfMemoryError()))
 
     advice = "train on more ranks or raise adaptive.memory_limit if it is set"
     again = "the same command and resume_from_checkpoint=auto"
-    assert told().endswith(f"there is no earlier checkpoint; once that is fixed, start over with {again}; {advice}")
+    assert message().endswith(f"there is no earlier checkpoint; once that is fixed, start over with {again}; {advice}")
     monkeypatch.setattr(saving.THIS_RUN, "newest", tmp_path)
-    assert told().endswith(f"the last good one is {tmp_path}; once that is fixed, resume with {again}; {advice}")
+    assert message().endswith(f"the last good one is {tmp_path}; once that is fixed, resume with {again}; {advice}")
     assert cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "expected"),
     [
         ({"model": [1, 2]}, "the file contains a list"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory while loading the weights on rank 1"),
@@ -95,15 +95,17 @@ def test_out_of_memory_in_a_save_is_told_with_where_to_go_on(tmp_path: Path, mon
         (ValueError("Unable to load"), "loading the weights failed on rank 1"),
     ],
 )
-def test_what_a_rank_meets_in_loading_all_ranks_tell(monkeypatch: pytest.MonkeyPatch, found: object, says: str) -> None:
-    told: list[object] = []
+def test_loading_error_on_one_rank_is_reported_on_all(
+    monkeypatch: pytest.MonkeyPatch, found: object, expected: str
+) -> None:
+    message: list[object] = []
 
     def gathered(mine: object) -> list[object]:
-        told.append(mine)
+        message.append(mine)
         return [(None, False), mine]
 
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr(loading, "from_all_ranks", gathered)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=expected):
         loading.load(mock.Mock(**{"load_checkpoint.side_effect": [found]}), None, "full")
-    assert len(told) == 1
+    assert len(message) == 1

@@ -1,12 +1,12 @@
-"""Where a run starts: from what is complete and its own, and with an error that helps from nothing else."""
+"""A run starts from its complete checkpoints only, and otherwise fails with a helpful error."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.checkpoints.making import complete, save
-from tests.unit.checkpoints.starting import ADAPTER, config, files_of, saved, start
+from tests.unit.checkpoints.checkpoint_files import complete, save
+from tests.unit.checkpoints.run_starts import ADAPTER, config, files_of, saved, start
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.errors import ConfigError, RunFinished
@@ -14,7 +14,7 @@ from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.this_run import THIS_RUN
 
 
-def test_the_newest_complete_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+def test_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0", 0)
     saved(tmp_path, "step_6", 1)
     begun = start(tmp_path)
@@ -24,7 +24,7 @@ def test_the_newest_complete_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     assert begun.serial == 2
 
 
-def test_a_torn_newer_one_is_passed_over_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_newer_checkpoint_is_skipped_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "torchtune_adaptive")
     saved(tmp_path, "epoch_0", 0)
     (saved(tmp_path, "step_6", 1) / "recipe_state.pt").write_bytes(b"stat")
@@ -46,7 +46,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_what_makes_another_run_is_an_error_with_both_values(tmp_path: Path, change: str) -> None:
+def test_setting_of_another_run_is_an_error_with_both_values(tmp_path: Path, change: str) -> None:
     saved(tmp_path, "epoch_0")
     with pytest.raises(ConfigError) as error:
         start(tmp_path, change)
@@ -55,7 +55,7 @@ def test_what_makes_another_run_is_an_error_with_both_values(tmp_path: Path, cha
     assert complete(tmp_path) == ["epoch_0"]
 
 
-def test_a_checkpoint_that_torch_would_unpickle_is_read_only_if_the_config_asks_for_that_format(tmp_path: Path) -> None:
+def test_distributed_checkpoint_is_unpickled_only_if_the_config_requests_its_format(tmp_path: Path) -> None:
     saved(tmp_path, "step_6", distributed=True)
     with pytest.raises(
         ConfigError, match=r"step_6 is in the format .* unpickles, .* set enable_async_checkpointing=True"
@@ -67,22 +67,20 @@ def test_a_checkpoint_that_torch_would_unpickle_is_read_only_if_the_config_asks_
 NAMED = ("resume_from_checkpoint=True", "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]")
 
 
-def test_a_run_that_the_launcher_restarts_goes_on_from_what_it_has_saved_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_run_resumes_from_its_latest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, "epoch_0", 0)
     saved(tmp_path, "epoch_1", 1, epochs=2)
     assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0"
     this_run.begin(tmp_path, "tune run", tmp_path, serial=2)
     monkeypatch.setattr(THIS_RUN, "restarted", True)
-    assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0", "nothing has been saved since"
+    assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0", "no newer checkpoint"
     saved(tmp_path, "step_6", 2)
     assert files_of(start(tmp_path, *NAMED)).folder.name == "step_6"
     monkeypatch.setattr(THIS_RUN, "restarted", False)
-    assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0", "it was asked for, by a command of its own"
+    assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0", "requested by a new command"
 
 
-def test_where_steps_are_counted_a_run_is_finished_by_the_ranks_that_it_had(tmp_path: Path) -> None:
+def test_run_counted_in_steps_is_finished_according_to_its_former_ranks(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0", ranks=2)  # after 4 steps
     assert start(tmp_path, steps=lambda ranks: 10 // ranks).resumes
     with pytest.raises(RunFinished, match="raise num_steps"):
@@ -95,7 +93,7 @@ def test_epochs_logging_and_limits_may_change(tmp_path: Path, change: str) -> No
     assert start(tmp_path, change.lstrip("+")).resumes
 
 
-def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_finished_run_has_no_work_and_keeps_its_files(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_2", epochs=3, finished=True)
     store.clean(tmp_path)  # as a run does before it ends
     before = sorted(tmp_path.rglob("*"))
@@ -105,7 +103,7 @@ def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) 
     assert start(tmp_path, "epochs=4").resumes
 
 
-def test_a_finished_run_that_is_killed_before_or_while_it_is_tidied_up_is_tidied_up_by_the_next(
+def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (2, 4, 6):
@@ -125,7 +123,7 @@ def test_a_finished_run_that_is_killed_before_or_while_it_is_tidied_up_is_tidied
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
 
 
-def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_path: Path) -> None:
+def test_adapter_resumes_with_the_base_weights_it_was_trained_with(tmp_path: Path) -> None:
     out, base = tmp_path / "out", tmp_path / "base"
     base.mkdir()
     (base / "base.pt").write_bytes(b"one model")
@@ -141,7 +139,7 @@ def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_pa
 
 
 @pytest.mark.parametrize("named", ["[{}/rows.jsonl]", "{}/*.jsonl", "file://{}/rows.jsonl", "{}"])
-def test_a_data_file_that_has_changed_is_another_run(tmp_path: Path, named: str) -> None:
+def test_changed_data_file_is_another_run(tmp_path: Path, named: str) -> None:
     data = tmp_path / "data" / "rows.jsonl"
     data.parent.mkdir()
     data.write_text("one\ntwo\n")
@@ -154,8 +152,8 @@ def test_a_data_file_that_has_changed_is_another_run(tmp_path: Path, named: str)
         start(tmp_path / "out", *changes)
 
 
-def test_what_a_killed_run_would_have_removed_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    """And the checkpoint to go on from stays, whatever is newer and cannot be used."""
+def test_pruning_interrupted_by_a_kill_is_completed_at_the_next_start(tmp_path: Path) -> None:
+    """The checkpoint to resume from stays, even if newer ones are unusable."""
     for step in (2, 4, 6):
         saved(tmp_path, f"step_{step}", serial=step)
     (tmp_path / "step_6" / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
@@ -164,7 +162,7 @@ def test_what_a_killed_run_would_have_removed_is_removed_at_the_next_start(tmp_p
     assert files_of(start(tmp_path)).folder.name == "step_4"
 
 
-def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
+def test_base_weights_in_several_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
     files = {"filename_format": "base-{}-of-{}.bin", "max_filename": "00002"}
     for folder, second in (("one", b"1"), ("two", b"2")):
         (tmp_path / folder).mkdir()
@@ -178,7 +176,7 @@ def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> 
     assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin is ")
 
 
-def test_without_a_checkpoint_it_is_a_fresh_start_and_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+def test_fresh_start_removes_leftovers_of_a_kill(tmp_path: Path) -> None:
     assert not start(tmp_path / "new" / "out").resumes
     out = tmp_path / "out"
     for name in (".saving", ".removing-step_3-ab12"):

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, wherever writing stops; pruning keeps what must stay."""
+"""A checkpoint is complete or absent wherever writing stops; pruning keeps required checkpoints."""
 
 import errno
 import json
@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.checkpoints.making import CONTENT, claim, complete, manifest, save, stage
+from tests.unit.checkpoints.checkpoint_files import CONTENT, claim, complete, manifest, save, stage
 from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, Manifest, read_manifest, record_files, write_manifest
 
 
 class Killed(BaseException):
-    """What nothing catches, as nothing catches a kill."""
+    """Simulates a kill: no code catches it."""
 
 
 class Killer:
-    """Ends the process, as it were, before the n-th change of the file system."""
+    """Simulates a kill before the n-th change of the file system."""
 
     NAMES = ("rename", "replace", "symlink", "unlink", "rmdir", "mkdir", "fsync")
 
@@ -48,7 +48,7 @@ class Killer:
         return counted
 
 
-def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_or_the_new_one_complete(tmp_path: Path) -> None:
+def test_kill_before_any_change_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     points = 0
     while True:
         directory = tmp_path / str(points)
@@ -79,7 +79,7 @@ def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_or_the_new_o
 
 
 @pytest.mark.parametrize(("number", "supported"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)])
-def test_a_folder_that_fails_to_sync_is_an_error_where_the_file_system_can_sync_folders(
+def test_folder_that_fails_to_sync_is_an_error_if_the_file_system_supports_it(
     number: int, supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync
@@ -100,14 +100,14 @@ def test_a_folder_that_fails_to_sync_is_an_error_where_the_file_system_can_sync_
 
 
 @pytest.mark.parametrize("change", ["moved", "replaced", "copied", "cleaned by another run", "staged again"])
-def test_a_checkpoint_is_not_published_into_a_directory_that_is_no_longer_the_runs(change: str, tmp_path: Path) -> None:
+def test_checkpoint_is_not_published_into_a_directory_that_another_run_owns(change: str, tmp_path: Path) -> None:
     directory = tmp_path / "out"
     save(directory, "step_2")
     stage(directory, "step_4", 1)
     held = claim(directory)
     if change == "cleaned by another run":
         store.clean(directory)
-    elif change == "staged again":  # what was staged, by a checkpointer that makes the folders it needs
+    elif change == "staged again":  # by a checkpointer that creates missing folders
         (held.staging / store.MARKER_FILE).unlink()
     else:
         directory.rename(tmp_path / "elsewhere")
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_not_published_into_a_directory_that_is_no_longer_the_ru
     assert complete(directory) == before
 
 
-def test_publishing_over_a_folder_of_that_name_replaces_it(tmp_path: Path) -> None:
+def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "epoch_0").mkdir()
     (tmp_path / "epoch_0" / "torn.bin").write_bytes(b"half")
     place = save(tmp_path, "epoch_0")
@@ -129,7 +129,7 @@ def test_publishing_over_a_folder_of_that_name_replaces_it(tmp_path: Path) -> No
     assert not (place / "torn.bin").exists()
 
 
-def test_a_file_that_others_have_mapped_keeps_its_content_when_its_checkpoint_is_replaced(tmp_path: Path) -> None:
+def test_mapped_file_keeps_its_content_when_its_checkpoint_is_replaced(tmp_path: Path) -> None:
     import mmap
 
     place = save(tmp_path, "epoch_0")
@@ -141,7 +141,7 @@ def test_a_file_that_others_have_mapped_keeps_its_content_when_its_checkpoint_is
 
 @pytest.mark.parametrize("file", list(CONTENT))
 @pytest.mark.parametrize("damage", ["gone", "cut", "longer"])
-def test_a_checkpoint_that_lacks_a_byte_is_not_complete(tmp_path: Path, file: str, damage: str) -> None:
+def test_checkpoint_that_lacks_a_byte_is_incomplete(tmp_path: Path, file: str, damage: str) -> None:
     path = save(tmp_path, "epoch_0") / file
     if damage == "gone":
         path.unlink()
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_lacks_a_byte_is_not_complete(tmp_path: Path, file: st
 
 
 @pytest.mark.parametrize("change", [{"version": 99}, {"files": [1]}, {"files": {"a": 1}}, {"position": {}}, {"x": 1}])
-def test_a_sound_manifest_of_another_version_or_form_is_a_fault(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_intact_manifest_of_another_version_or_format_is_an_error(tmp_path: Path, change: dict[str, Any]) -> None:
     path = save(tmp_path, "epoch_0") / MANIFEST_FILE
     values = {**json.loads(path.read_text(encoding="utf-8")), **change}
     del values[store.OWN_CHECKSUM]
@@ -162,14 +162,14 @@ def test_a_sound_manifest_of_another_version_or_form_is_a_fault(tmp_path: Path, 
     assert isinstance(read_manifest(path.parent), str)
 
 
-def test_a_manifest_that_was_copied_along_with_the_first_weights_is_replaced(tmp_path: Path) -> None:
+def test_manifest_copied_with_the_initial_weights_is_replaced(tmp_path: Path) -> None:
     folder = stage(tmp_path, "epoch_0")
     (folder / MANIFEST_FILE).write_text("another run's")
     write_manifest(folder, manifest(files=record_files(folder)))
     assert isinstance(read_manifest(folder), Manifest)
 
 
-def test_the_newest_is_the_one_saved_last_whatever_its_name(tmp_path: Path) -> None:
+def test_newest_checkpoint_is_the_last_saved_one(tmp_path: Path) -> None:
     for serial, name in enumerate(["epoch_5", "step_40", "epoch_0"]):
         save(tmp_path, name, serial)
     assert complete(tmp_path) == ["epoch_0", "step_40", "epoch_5"]
@@ -180,7 +180,7 @@ def test_the_newest_is_the_one_saved_last_whatever_its_name(tmp_path: Path) -> N
     keep_last=st.none() | st.integers(1, 9),
     resumed_from=st.none() | st.integers(0, 7),
 )
-def test_pruning_keeps_the_newest_the_last_of_a_finished_run_and_the_one_resumed_from(
+def test_pruning_keeps_newest_final_and_resumed_checkpoints(
     finished: list[bool], keep_last: int | None, resumed_from: int | None
 ) -> None:
     found = [
@@ -196,7 +196,7 @@ def test_pruning_keeps_the_newest_the_last_of_a_finished_run_and_the_one_resumed
     assert kept == (newest | stays) & {each.name for each in found}
 
 
-def test_pruning_never_touches_what_is_not_complete(tmp_path: Path) -> None:
+def test_pruning_keeps_incomplete_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "epoch_9").mkdir()
     for serial in range(3):
         save(tmp_path, f"step_{serial}", serial)
@@ -204,7 +204,7 @@ def test_pruning_never_touches_what_is_not_complete(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*_*")) == ["epoch_9", "step_2"]
 
 
-def test_all_of_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_all_checkpoints_of_a_run_and_no_other_files_are_removed(tmp_path: Path) -> None:
     save(tmp_path, "epoch_0", 0)
     (tmp_path / "dist_epoch_0").mkdir()
     for name in ("logs", "epoch_final", "epoch_1.bak"):
@@ -214,7 +214,7 @@ def test_all_of_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.bak", "epoch_final", "logs"]
 
 
-def test_a_manifest_in_which_any_bit_has_changed_is_damaged(tmp_path: Path) -> None:
+def test_any_flipped_bit_in_a_manifest_is_detected(tmp_path: Path) -> None:
     path = save(tmp_path, "step_6") / MANIFEST_FILE
     whole = path.read_bytes()
     assert isinstance(read_manifest(path.parent), Manifest)

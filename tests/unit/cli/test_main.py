@@ -1,4 +1,4 @@
-"""What `tune-adaptive` says of recipes and configs: ls and cp; and the tables of keys."""
+"""`tune-adaptive ls` and `cp`, and the tables of keys."""
 
 import runpy
 import subprocess
@@ -18,30 +18,30 @@ ROOT = Path(__file__).parents[3]
 LS = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
+def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
     with pytest.raises(SystemExit) as left:
         main(words)
     return left.value.code, *capsys.readouterr()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    code, out, error = told(capsys, *words)
+    code, out, error = output_of(capsys, *words)
     assert (code, out) == (1, "")
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     return error
 
 
-def test_every_recipe_that_is_installed_is_known_and_has_a_config() -> None:
+def test_every_installed_recipe_is_registered_and_has_a_config() -> None:
     assert RECIPES.keys() == {path.stem for path in (ROOT / "recipes").glob("*.py")}
     assert {each.recipe for each in our_configs()} == {name for name, recipe in RECIPES.items() if recipe is not PLAN}
     assert all(path.is_file() for path in recipe_files().values())
 
 
-def test_ls_has_a_line_for_every_config_that_ours_take_and_on_request_torchtunes_recipes(
+def test_ls_lists_supported_configs_and_optionally_torchtunes_recipes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, _ = told(capsys, "ls")
+    code, out, _ = output_of(capsys, "ls")
     lines = [tuple(line.split(maxsplit=1)) for line in out.splitlines()]
     assert code == 0
     assert lines[0] == ("RECIPE", "CONFIG")
@@ -49,34 +49,34 @@ def test_ls_has_a_line_for_every_config_that_ours_take_and_on_request_torchtunes
     assert {(full, "adaptive/demo/full"), (full, "llama3_2/1B_full")} < {*lines}
     assert ("adaptive_lora_finetune_distributed", "adaptive/demo/lora") in lines
     assert not any(recipe == "knowledge_distillation_distributed" for recipe, _ in lines)
-    assert "knowledge_distillation_distributed" in told(capsys, "ls", "--all")[1]
+    assert "knowledge_distillation_distributed" in output_of(capsys, "ls", "--all")[1]
     any_config = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
     assert lines[-1] == ("adaptive_plan", any_config)
 
 
-def test_ls_finds_lines_with_all_words_also_behind_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = told(capsys, "ls", "qwen2_5", "--all", "3B_lora_single")
+def test_ls_filters_by_all_words_in_any_position(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = output_of(capsys, "ls", "qwen2_5", "--all", "3B_lora_single")
     _, line = out.splitlines()
     assert line.split() == ["lora_finetune_single_device", "qwen2_5/3B_lora_single_device"]
     assert "did you mean qwen2 or qwen2_5?" in refused(capsys, "ls", "qven")
 
 
-def test_cp_makes_a_file_that_runs_as_the_last_line_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, "cp", "llama3_2/1B_lora", str(tmp_path / "mine.v2"))
+def test_cp_makes_a_file_that_runs_with_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output_of(capsys, "cp", "llama3_2/1B_lora", str(tmp_path / "mine.v2"))
     copy = tmp_path / "mine.v2.yaml"
     command = f"tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config {copy}"
     assert (code, out) == (0, f"copied to {copy}\nrun it with: {command}\n")
-    told(capsys, "cp", "adaptive_plan", str(tmp_path))
+    output_of(capsys, "cp", "adaptive_plan", str(tmp_path))
     assert (tmp_path / "adaptive_plan.py").read_bytes() == (ROOT / "recipes" / "adaptive_plan.py").read_bytes()
 
 
 @pytest.mark.parametrize(
     "name", ["adaptive/demo/full", "adaptive/demo/dpo", "llama3_2/1B_full", "mistral/7B_full_ppo_low_memory"]
 )
-def test_a_copy_of_a_config_has_nothing_to_do_with_the_original(
+def test_copied_config_is_independent_of_the_original(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told(capsys, "cp", name, str(tmp_path / "mine"))
+    output_of(capsys, "cp", name, str(tmp_path / "mine"))
     original, text = config_files()[name].read_text(), (tmp_path / "mine.yaml").read_text()
     before, after = yaml.safe_load(original), yaml.safe_load(text)
     assert after.pop("output_dir") == str(Path(before.pop("output_dir")).with_name("mine"))
@@ -89,34 +89,34 @@ def test_a_copy_of_a_config_has_nothing_to_do_with_the_original(
     assert f"--config {tmp_path / 'mine.yaml'}" in text
 
 
-def test_cp_replaces_nothing_unless_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp_overwrites_only_with_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = tmp_path / "there.yaml"
     there.write_text("mine: 1")
     assert "--force" in refused(capsys, "cp", "adaptive/demo/full", str(there))
     assert there.read_text() == "mine: 1"
     (tmp_path / "link.yaml").symlink_to(there)
-    assert told(capsys, "cp", "adaptive/demo/full", str(tmp_path / "link.yaml"), "--force")[0] == 0
+    assert output_of(capsys, "cp", "adaptive/demo/full", str(tmp_path / "link.yaml"), "--force")[0] == 0
     assert yaml.safe_load(there.read_text())["output_dir"] == "runs/demo/link"
     assert (tmp_path / "link.yaml").is_symlink()
 
 
-def test_cp_makes_folders_and_says_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "cp", "adaptive/demo/full", str(tmp_path / "new" / "mine.yaml"))[0] == 0
-    assert told(capsys, "cp", "adaptive/demo/full", f"{tmp_path / 'folder'}/")[0] == 0
+def test_cp_makes_folders_and_names_paths_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys, "cp", "adaptive/demo/full", str(tmp_path / "new" / "mine.yaml"))[0] == 0
+    assert output_of(capsys, "cp", "adaptive/demo/full", f"{tmp_path / 'folder'}/")[0] == 0
     assert (tmp_path / "folder" / "full.yaml").is_file()
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / "mine.yaml", Path("/proc/mine.yaml")):
         assert "choose another place" in refused(capsys, "cp", "adaptive/demo/full", str(place))
 
 
-def test_a_wrong_name_is_answered_with_those_that_are_near(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_name_is_answered_with_similar_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "x")
     assert "did you mean adaptive/demo/full" in refused(capsys, "cp", "adaptive/demo/ful.yaml", target)
     assert "llama3_2/1B_full" in refused(capsys, "cp", "llama3.2/1B_full", target)
     assert "tune-adaptive ls" in refused(capsys, "cp", "%%%", target)
 
 
-def test_the_tables_of_keys_say_what_the_keys_say_of_themselves() -> None:
+def test_tables_of_keys_follow_the_definitions_of_keys() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "keys.py"))
     pages = [page.read_text(encoding="utf-8") for page in tool["PAGES"]]
     for name in tool["TABLES"]:
@@ -125,21 +125,21 @@ def test_the_tables_of_keys_say_what_the_keys_say_of_themselves() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = told(capsys, name, "--help")
+def test_every_command_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output_of(capsys, name, "--help")
     assert code == 0
     assert str(COMMANDS[name].__doc__).splitlines()[0] in out
-    assert str(COMMANDS[name].__doc__).splitlines()[0] in " ".join(told(capsys, "--help")[1].split())
+    assert str(COMMANDS[name].__doc__).splitlines()[0] in " ".join(output_of(capsys, "--help")[1].split())
 
 
 @pytest.mark.parametrize("words", [["ls", "--al"], ["cp", "--foo"], ["status", "a", "b"], ["nonsense"], []])
-def test_what_is_not_understood_ends_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, error = told(capsys, *words)
+def test_invalid_arguments_end_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = output_of(capsys, *words)
     assert (code, out) == (2, "")
     assert error.startswith("usage: tune-adaptive")
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_closed_pipe_is_not_an_error() -> None:
     ended = shell(f"{LS} | true; echo ${{PIPESTATUS[0]}}")
     assert ended.stderr == ""
     assert int(ended.stdout) in (0, NOBODY_READS)
@@ -149,13 +149,13 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
 
 
-def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
+def test_full_output_device_gives_one_line() -> None:
     ended = shell(f"{LS} > /dev/full; echo $?")
     assert ended.stderr == "error: cannot write the output: No space left on device; redirect it elsewhere\n"
     assert ended.stdout == "1\n"
 
 
-def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path) -> None:
+def test_path_is_shown_even_if_the_terminal_lacks_its_letters(tmp_path: Path) -> None:
     call = f'main(["cp", "adaptive/demo/full", "{tmp_path}/größe.yaml"])'
     command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; {call}'"
     ended = shell(f"PYTHONIOENCODING=ascii {command}")
@@ -171,7 +171,9 @@ def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path)
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_it_answers_without_torch(words: list[str], code: int, unasked: tuple[str, ...], tmp_path: Path) -> None:
+def test_commands_run_without_importing_torch(
+    words: list[str], code: int, unasked: tuple[str, ...], tmp_path: Path
+) -> None:
     program = (
         "import sys; from torchtune_adaptive.cli.main import main\n"
         f"try: main({words!r})\n"

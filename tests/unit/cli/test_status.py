@@ -1,4 +1,4 @@
-"""What `tune-adaptive status` makes of what a run has left."""
+"""`tune-adaptive status` reports the condition of a run's folder."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpoints.making import save
+from tests.unit.checkpoints.checkpoint_files import save
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.life import output_lock, this_run
 from torchtune_adaptive.life.this_run import Doing, ThisRun
@@ -21,12 +21,12 @@ Status = Callable[[Path], tuple[Any, str]]
 
 @pytest.fixture
 def status(capsys: pytest.CaptureFixture[str]) -> Status:
-    def told(directory: Path) -> tuple[Any, str]:
+    def report(directory: Path) -> tuple[Any, str]:
         with pytest.raises(SystemExit) as left:
             main(["status", str(directory)])
         return left.value.code, capsys.readouterr().out
 
-    return told
+    return report
 
 
 def started(directory: Path, serial: int = 0) -> None:
@@ -35,37 +35,37 @@ def started(directory: Path, serial: int = 0) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """The folder of a run that was started, and has not said how it ended."""
+    """The folder of a started run that has not recorded its end."""
     started(tmp_path)
     return tmp_path
 
 
-def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(run_folder: Path, status: Status) -> None:
+def test_killed_run_can_resume_from_its_newest_checkpoint(run_folder: Path, status: Status) -> None:
     save(run_folder, "step_2", serial=0)
     save(run_folder, "step_4", serial=1)
-    code, told = status(run_folder)
+    code, report = status(run_folder)
     assert code == CAN_GO_ON
-    first, newest, command = told.splitlines()
+    first, newest, command = report.splitlines()
     assert first == "can go on: step 4"
     assert newest.startswith(f"newest complete checkpoint: {run_folder / 'step_4'} (step 4, 20")
     assert command == f"resume with: cd {Path.cwd()} && {COMMAND}"
 
 
-def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(run_folder: Path, status: Status) -> None:
+def test_run_without_a_checkpoint_can_restart(run_folder: Path, status: Status) -> None:
     this_run.end(run_folder, this_run.STOPPED, "SIGTERM: stopped during the search, before the first step")
-    code, told = status(run_folder)
+    code, report = status(run_folder)
     assert code == CAN_GO_ON
-    assert "from the beginning" in told
-    assert told.splitlines()[-1] == f"start over with: cd {Path.cwd()} && {COMMAND}"
-    assert "last time: SIGTERM: stopped during the search" in told
+    assert "from the beginning" in report
+    assert report.splitlines()[-1] == f"start over with: cd {Path.cwd()} && {COMMAND}"
+    assert "last time: SIGTERM: stopped during the search" in report
 
 
-def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(run_folder: Path, status: Status) -> None:
+def test_finished_run_stays_finished_until_started_with_more_epochs(run_folder: Path, status: Status) -> None:
     save(run_folder, "epoch_1", serial=3, finished=True)
-    code, told = status(run_folder)
+    code, report = status(run_folder)
     assert code == FINISHED
-    assert told.startswith("finished: step 4\n")
-    assert "resume with" not in told
+    assert report.startswith("finished: step 4\n")
+    assert "resume with" not in report
     started(run_folder, serial=4)
     assert status(run_folder)[0] == CAN_GO_ON
     save(run_folder, "epoch_2", serial=4, finished=True)
@@ -73,7 +73,7 @@ def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(run_fol
 
 
 @pytest.mark.parametrize(("doing", "code"), [(Doing.SETTING_UP, FINISHED), (Doing.TRAINING, BROKEN)])
-def test_a_finished_run_stays_finished_where_the_next_attempt_fails_before_it_trains(
+def test_finished_run_stays_finished_if_the_next_attempt_fails_before_training(
     doing: Doing, code: int, run_folder: Path, status: Status
 ) -> None:
     save(run_folder, "epoch_1", serial=3, finished=True)
@@ -88,61 +88,61 @@ def test_a_finished_run_stays_finished_where_the_next_attempt_fails_before_it_tr
     assert left.command == (COMMAND if code == FINISHED else "tune run recipe epochs=9")
 
 
-def test_an_error_that_somebody_has_to_mend_is_no_reason_to_start_again(run_folder: Path, status: Status) -> None:
+def test_user_error_is_not_restarted(run_folder: Path, status: Status) -> None:
     save(run_folder, "step_2", serial=0)
     this_run.end(run_folder, this_run.ERROR, "step 3: the loss is nan")
-    code, told = status(run_folder)
-    assert (code, told.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
-    assert str(run_folder / "step_2") in told
-    started(run_folder, serial=1)  # it was mended, and goes on
+    code, report = status(run_folder)
+    assert (code, report.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
+    assert str(run_folder / "step_2") in report
+    started(run_folder, serial=1)  # the user has fixed the error, and the run continues
     assert status(run_folder)[0] == CAN_GO_ON
 
 
-def test_checkpoints_of_which_none_is_complete_are_broken(run_folder: Path, status: Status) -> None:
+def test_run_without_a_complete_checkpoint_is_broken(run_folder: Path, status: Status) -> None:
     (save(run_folder, "step_2", serial=0) / "recipe_state.pt").unlink()
-    code, told = status(run_folder)
+    code, report = status(run_folder)
     assert code == BROKEN
-    assert f"skipped: {run_folder / 'step_2'} is damaged: recipe_state.pt is missing" in told
+    assert f"skipped: {run_folder / 'step_2'} is damaged: recipe_state.pt is missing" in report
 
 
-def test_what_a_run_would_refuse_in_the_place_of_a_checkpoint_is_broken(run_folder: Path, status: Status) -> None:
+def test_file_with_the_name_of_a_checkpoint_is_broken(run_folder: Path, status: Status) -> None:
     save(run_folder, "step_2", serial=0)
     os.mkfifo(run_folder / "step_4")
-    code, told = status(run_folder)
+    code, report = status(run_folder)
     assert code == BROKEN
-    assert told.startswith(f"broken: '{run_folder / 'step_4'}' is a file, but has the name of a checkpoint\n")
+    assert report.startswith(f"broken: '{run_folder / 'step_4'}' is a file, but has the name of a checkpoint\n")
 
 
-def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(run_folder: Path, status: Status) -> None:
+def test_changed_checkpoint_does_not_count_as_finished(run_folder: Path, status: Status) -> None:
     intact, damaged = save(run_folder, "step_2", serial=0), save(run_folder, "epoch_0", serial=1, finished=True)
     (damaged / "recipe_state.pt").write_bytes(b"stata")
-    code, told = status(run_folder)
-    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
-    assert f"newest complete checkpoint: {intact} " in told
-    assert f"skipped: {damaged} is damaged: the content of recipe_state.pt has changed" in told
+    code, report = status(run_folder)
+    assert (code, report.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
+    assert f"newest complete checkpoint: {intact} " in report
+    assert f"skipped: {damaged} is damaged: the content of recipe_state.pt has changed" in report
     (intact / "recipe_state.pt").write_bytes(b"stata")
     assert status(run_folder)[0] == BROKEN
 
 
-def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
+def test_unverified_contents_of_a_large_checkpoint_are_reported(
     run_folder: Path, status: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (save(run_folder, "epoch_0", finished=True) / "recipe_state.pt").write_bytes(b"stata")
     monkeypatch.setattr("torchtune_adaptive.cli.status.COMPARED_BYTES", 10)
-    code, told = status(run_folder)
+    code, report = status(run_folder)
     assert code == FINISHED
     not_verified = "the checksums of its 14 B were not verified; a run verifies them before it resumes"
-    assert told.splitlines()[-1] == f"  {not_verified}"
+    assert report.splitlines()[-1] == f"  {not_verified}"
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, status: Status) -> None:
-    code, told = status(tmp_path / "none" if missing else tmp_path)
+def test_folder_without_a_run_is_reported(missing: bool, tmp_path: Path, status: Status) -> None:
+    code, report = status(tmp_path / "none" if missing else tmp_path)
     assert code == BROKEN
-    assert told == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
+    assert report == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
 
 
-def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(tmp_path: Path, status: Status) -> None:
+def test_checkpoints_in_another_or_moved_folder_are_found(tmp_path: Path, status: Status) -> None:
     place = tmp_path / "large disk"
     (tmp_path / "out").mkdir()
     this_run.begin(tmp_path / "out", COMMAND, place, serial=0)
@@ -154,7 +154,7 @@ def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(tmp_p
 
 
 @pytest.mark.parametrize("within", [".", "checkpoints"])
-def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, status: Status) -> None:
+def test_copied_folder_is_judged_by_its_contents(within: str, tmp_path: Path, status: Status) -> None:
     original, copy = tmp_path / "original", tmp_path / "a copy"
     (original / within).mkdir(parents=True)
     this_run.begin(original, COMMAND, original / within, serial=0)
@@ -162,19 +162,21 @@ def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, status: 
     shutil.copytree(original, copy)
     save(original / within, "epoch_0", serial=1, finished=True)
     assert status(original)[0] == FINISHED
-    code, told = status(copy)
+    code, report = status(copy)
     assert code == CAN_GO_ON
-    assert f"newest complete checkpoint: {copy / within / 'step_2'} " in told
+    assert f"newest complete checkpoint: {copy / within / 'step_2'} " in report
 
 
-def test_a_run_that_runs_is_said_to(run_folder: Path, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_run_is_reported_as_running(run_folder: Path, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtune_adaptive.cli.status.holder", lambda _: "process 7 on node3, since noon")
-    code, told = status(run_folder)
-    assert (code, told) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
+    code, report = status(run_folder)
+    assert (code, report) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
     assert output_lock.holder(run_folder) is None
 
 
-def test_a_run_that_can_note_nothing_says_what_that_means(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_that_cannot_record_its_state_logs_the_consequence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / this_run.RUN_FILE).mkdir()
     started(tmp_path)
     assert caplog.messages == [
@@ -184,19 +186,19 @@ def test_a_run_that_can_note_nothing_says_what_that_means(tmp_path: Path, caplog
     assert [path.name for path in tmp_path.iterdir()] == [this_run.RUN_FILE]
 
 
-def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_refuses(tmp_path: Path, status: Status) -> None:
+def test_without_a_complete_checkpoint_no_refused_command_is_advised(tmp_path: Path, status: Status) -> None:
     (tmp_path / "step_2").mkdir()
-    code, told = status(tmp_path)
+    code, report = status(tmp_path)
     assert code == BROKEN
-    assert "it has no intact checkpoint" in told
-    assert "resume with" not in told
-    assert "start over with: overwrite_output_dir=True" in told
+    assert "it has no intact checkpoint" in report
+    assert "resume with" not in report
+    assert "start over with: overwrite_output_dir=True" in report
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 3'])
-def test_a_file_about_the_run_that_cannot_be_read_is_none(content: str, tmp_path: Path, status: Status) -> None:
+def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: Status) -> None:
     save(tmp_path, "step_2", serial=0)
     (tmp_path / this_run.RUN_FILE).write_text(content)
-    code, told = status(tmp_path)
+    code, report = status(tmp_path)
     assert code == CAN_GO_ON
-    assert "resume with: the command that started it, with resume_from_checkpoint=auto" in told
+    assert "resume with: the command that started it, with resume_from_checkpoint=auto" in report

@@ -1,4 +1,4 @@
-"""`tune-adaptive validate`: what a run refuses is refused in the same words, and what a run takes is taken."""
+"""`tune-adaptive validate` accepts and refuses the same configs as a run, with the same messages."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.endings import test_errors
-from tests.unit.checkpoints.making import save
+from tests.unit.checkpoints.checkpoint_files import save
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.config.registry import FULL, LORA, PLAN, RECIPES, Listed, Recipe, taken_by_ours
 
@@ -31,16 +31,16 @@ Validate = Callable[..., Ended]
 
 
 def cases(test: Callable[..., None]) -> list[tuple[str, list[str]]]:
-    """A third of the overrides that a test of the recipes tries, with what the error has to say."""
+    """Return a third of the overrides in a test of the recipes, with their expected errors."""
     (listed,) = (mark.args[1] for mark in test.pytestmark if "override" in mark.args[0])  # type: ignore[attr-defined]
     return [(override, parts) for override, parts in listed if override not in TOLD_LATER][::3]
 
 
 VALUES = [
-    *cases(test_errors.test_a_wrong_value_is_named_with_what_is_allowed),
-    *cases(test_errors.test_a_bad_override_is_named),
+    *cases(test_errors.test_wrong_value_is_named_with_the_allowed_values),
+    *cases(test_errors.test_bad_override_is_named),
 ]
-PARTS = cases(test_errors.test_a_component_that_cannot_be_built_is_named)
+PARTS = cases(test_errors.test_component_that_cannot_be_built_is_named)
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def assert_refused(ended: Ended, parts: list[str]) -> None:
     status, out, errors = ended
     assert status == 1, out
-    told = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert any(all(part in line for part in parts) for line in told), errors
+    message = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert any(all(part in line for part in parts) for line in message), errors
 
 
-def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Validate, tmp_path: Path) -> None:
+def test_trainable_config_is_accepted_and_leaves_no_files(validate: Validate, tmp_path: Path) -> None:
     for kind in DEMO:
         status, out, errors = validate(DEMO[kind], "--here", "--ranks", "2", "epochs=3")
         assert (status, errors) == (0, ""), errors
@@ -72,7 +72,7 @@ def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Vali
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_dataset_hands_on_is_said_not_to_be_checked(validate: Validate) -> None:
+def test_arguments_passed_through_by_a_dataset_are_reported_as_unchecked(validate: Validate) -> None:
     other = "dataset._component_=torchtune.datasets.alpaca_dataset"
     status, out, _ = validate(DEMO["full"], other, "dataset.split=train")
     assert status == 0
@@ -80,7 +80,7 @@ def test_what_a_dataset_hands_on_is_said_not_to_be_checked(validate: Validate) -
 
 
 @pytest.mark.parametrize(("override", "parts"), VALUES, ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_what_a_run_refuses_is_refused_in_its_words(validate: Validate, override: str, parts: list[str]) -> None:
+def test_error_of_a_run_is_reported_with_the_same_message(validate: Validate, override: str, parts: list[str]) -> None:
     if override.startswith("--"):
         assert validate(DEMO["full"], override)[0] == 2
     else:
@@ -88,8 +88,8 @@ def test_what_a_run_refuses_is_refused_in_its_words(validate: Validate, override
 
 
 @pytest.mark.parametrize(("override", "parts"), PARTS, ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_a_component_that_a_run_cannot_build_is_refused(validate: Validate, override: str, parts: list[str]) -> None:
-    """Under its key: one that is not built is held against its signature, in words of its own."""
+def test_component_that_cannot_be_built_is_refused(validate: Validate, override: str, parts: list[str]) -> None:
+    """Under its key. Unbuilt components are checked against their signatures, with other messages."""
     assert_refused(validate(DEMO["full"], *override.split()), parts[:1])
 
 
@@ -116,7 +116,7 @@ def test_a_component_that_a_run_cannot_build_is_refused(validate: Validate, over
     ],
     ids=lambda value: value[0][:40],
 )
-def test_what_contradicts_itself_is_refused(validate: Validate, overrides: list[str], parts: list[str]) -> None:
+def test_contradictions_are_refused(validate: Validate, overrides: list[str], parts: list[str]) -> None:
     assert_refused(validate(DEMO["full"], *overrides), parts)
 
 
@@ -124,42 +124,42 @@ def shrinking(epoch: int, current_batch_size: int) -> int:
     return -current_batch_size
 
 
-def told_of(errors: str) -> list[str]:
+def keys_of_errors(errors: str) -> list[str]:
     return [line.split()[1].rstrip(":") for line in errors.splitlines() if line.startswith("error: ")]
 
 
-def test_mistakes_of_one_section_do_not_hide_each_other(validate: Validate) -> None:
+def test_errors_of_one_section_do_not_hide_others(validate: Validate) -> None:
     at_the_top = ("batch_size=0", "epochs=0", "dtype=fp8")
     others = ("adaptive.serch=1", "adaptive.deal=7", "dataset=nowhere.x", "batch_increase_function=nowhere.f")
     status, _, errors = validate(DEMO["full"], *at_the_top, *others)
     assert status == 1
     keys = ["dtype", "batch_size", "epochs", "adaptive.serch", "adaptive.deal"]
-    assert told_of(errors) == [*keys, "dataset._component_", "batch_increase_function"]
+    assert keys_of_errors(errors) == [*keys, "dataset._component_", "batch_increase_function"]
 
 
-def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_there_are_any(validate: Validate) -> None:
+def test_answers_without_space_for_a_prompt_are_refused_early(validate: Validate) -> None:
     ended = validate("adaptive/demo/ppo", "max_generated_tokens=512")
     assert_refused(ended, ["max_generated_tokens is 512", "set it to 511 or less"])
     assert_refused(validate("adaptive/demo/ppo", "loss.epsilon=-1"), ["loss.epsilon is -1"])
     assert validate("adaptive/demo/ppo", "max_generated_tokens=496")[0] == 0
 
 
-def test_samples_for_less_than_an_iteration_are_refused_for_the_ranks_that_are_known(validate: Validate) -> None:
-    told = ["num_steps is 100", "one iteration takes 128 samples", "4 ranks"]
-    assert_refused(validate("adaptive/demo/ppo", "num_steps=100", "--ranks", "4"), told)
+def test_fewer_samples_than_an_iteration_are_refused_for_known_ranks(validate: Validate) -> None:
+    message = ["num_steps is 100", "one iteration takes 128 samples", "4 ranks"]
+    assert_refused(validate("adaptive/demo/ppo", "num_steps=100", "--ranks", "4"), message)
     assert validate("adaptive/demo/ppo", "num_steps=100", "--ranks", "2")[0] == 0
 
 
-def test_replicas_that_can_never_be_are_refused_by_their_keys_and_first(validate: Validate) -> None:
+def test_impossible_replicas_are_refused_first_by_their_keys(validate: Validate) -> None:
     replicas = ("data_parallel_replicate_dim=2", "optimizer.fused=True")
     _, _, errors = validate(DEMO["full"], *replicas, "tensor_parallel_dim=2")
     assert "cannot be combined" in errors
     assert "tensor_parallel_plan" not in errors
     _, _, errors = validate(DEMO["lora"], *replicas, "model.quantize_base=True", "model.lora_rank=0")
-    assert told_of(errors)[:2] == ["data_parallel_replicate_dim", "model.lora_rank"], "nothing was built"
+    assert keys_of_errors(errors)[:2] == ["data_parallel_replicate_dim", "model.lora_rank"], "nothing was built"
 
 
-def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_one(validate: Validate) -> None:
+def test_machine_dependent_errors_are_notes_unless_here_is_given(validate: Validate) -> None:
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99")
     assert (status, errors) == (0, "")
     notes = [line for line in out.splitlines() if line.startswith("note: on this machine: ")]
@@ -171,13 +171,13 @@ def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_o
 
 
 @pytest.mark.parametrize("config", [*taken_by_ours()][::6], ids=lambda config: config.name)
-def test_what_ours_take_is_taken_though_its_weights_are_elsewhere(validate: Validate, config: Listed) -> None:
+def test_supported_configs_are_accepted_without_their_weights(validate: Validate, config: Listed) -> None:
     status, out, errors = validate(config.name, "--recipe", config.recipe, "output_dir=out")
     assert (status, errors) == (0, "")
     assert "note: on this machine: tokenizer" in out or "demo" in config.name
 
 
-def test_a_package_that_a_component_needs_may_be_installed_elsewhere(validate: Validate, tmp_path: Path) -> None:
+def test_package_needed_by_a_component_may_be_installed_elsewhere(validate: Validate, tmp_path: Path) -> None:
     (tmp_path / "needs_another.py").write_text("import no_such_package_of_anybody\n")
     config = (DEMO["full"], "model=needs_another.model", "tokenizer=needs_another.tokenizer")
     status, out, errors = validate(*config)
@@ -186,7 +186,7 @@ def test_a_package_that_a_component_needs_may_be_installed_elsewhere(validate: V
     assert_refused(validate(*config, "--here"), ["model", "no_such_package_of_anybody"])
 
 
-def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
+def test_folder_with_checkpoints_or_in_use_is_refused(
     validate: Validate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "out", "epoch_0", serial=0)
@@ -199,7 +199,7 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
 
 
 @pytest.mark.parametrize("recipe", [each for each in RECIPES.values() if each is not PLAN], ids=lambda each: each.name)
-def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_has_its_keys(
+def test_users_file_is_checked_for_the_recipe_it_names_or_whose_keys_it_has(
     validate: Validate, tmp_path: Path, recipe: Recipe
 ) -> None:
     text = next(each.path for each in taken_by_ours() if each.recipe == recipe.name).read_text()
@@ -214,7 +214,7 @@ def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_has_its_keys(
         assert_refused(validate(str(mine), "--recipe", LORA.name), ["model.lora_attn_modules is missing"])
 
 
-def test_a_changed_copy_of_a_recipe_is_checked_as_the_recipe_that_it_was(validate: Validate, tmp_path: Path) -> None:
+def test_changed_copy_of_a_recipe_is_checked_as_the_original_recipe(validate: Validate, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["cp", LORA.name, str(tmp_path / "mine.py")])
     status, out, errors = validate(DEMO["lora"], "--recipe", "mine.py")
@@ -228,7 +228,7 @@ def test_a_changed_copy_of_a_recipe_is_checked_as_the_recipe_that_it_was(validat
     assert_refused(validate(DEMO["full"], "--recipe", f"{LORA.name}x"), [f"did you mean {LORA.name}?"])
 
 
-def test_files_of_data_are_looked_for(validate: Validate, tmp_path: Path) -> None:
+def test_data_files_must_exist(validate: Validate, tmp_path: Path) -> None:
     component = "dataset._component_=torchtune.datasets.chat_dataset"
     others = ("dataset.source=json", "dataset.conversation_column=a", "dataset.conversation_style=sharegpt")
     own = ("~dataset.samples", "dataset.packed=False", component, *others)
@@ -243,13 +243,13 @@ def test_files_of_data_are_looked_for(validate: Validate, tmp_path: Path) -> Non
     assert "note: on this machine: dataset.data_files" in elsewhere
 
 
-def test_a_component_beside_the_config_is_found(validate: Validate, tmp_path: Path) -> None:
+def test_component_next_to_the_config_is_found(validate: Validate, tmp_path: Path) -> None:
     (tmp_path / "beside_the_config.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as mine\n")
     status, _, errors = validate(DEMO["full"], "dataset._component_=beside_the_config.mine")
     assert (status, errors) == (0, "")
 
 
-def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
+def test_question_to_adaptive_plan_is_checked(validate: Validate) -> None:
     question = ("adaptive/llama3_1/8B_full", "--recipe", PLAN.name)
     assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
     assert_refused(validate(*question, "world_size=8"), ["memory_limit is null"])
@@ -261,5 +261,5 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
     assert_refused(validate(*question, "memory_limit=h100", *both), ["use_maximum_batch_size is True"])
 
 
-def test_a_config_of_a_recipe_that_is_none_of_ours_is_refused(validate: Validate) -> None:
+def test_config_of_an_unsupported_recipe_is_refused(validate: Validate) -> None:
     assert_refused(validate("llama2/7B_lora_single_device"), ["lora_finetune_single_device", "--recipe"])

@@ -1,4 +1,4 @@
-"""What is refused before anything is built: keys that nothing reads, and contradictions, all at once."""
+"""Unused keys and contradictions are refused together, before any component is built."""
 
 import dataclasses
 import logging
@@ -28,20 +28,20 @@ from torchtune_adaptive.forecast.which_recipe import training_of
         ("lr_schedular", "lr_scheduler"),
     ],
 )
-def test_a_slip_is_an_error_that_names_what_was_meant(slip: str, meant: str) -> None:
+def test_misspelled_key_is_an_error_with_the_intended_key(slip: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}\\? If it is your own key"):
         check_keys(OmegaConf.create({slip: 1}), aloud=True)
 
 
 @pytest.mark.parametrize("key", ["my_note", "batch_size_val", "ppo_batch_size", "low_cpu_ram"])
-def test_a_name_of_its_own_is_told_of_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_custom_key_is_reported_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
         check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=True)
         check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=False)
     assert caplog.messages == [f"ignored config keys: {key}"]
 
 
-def test_a_key_that_others_are_made_from_is_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_key_used_by_other_keys_counts_as_used(caplog: pytest.LogCaptureFixture) -> None:
     cfg = OmegaConf.create({"output": "runs", "output_dir": "${output}/mine"})
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
         check_keys(cfg, aloud=True)
@@ -53,12 +53,12 @@ OURS = [field.name for field in dataclasses.fields(AdaptiveConfig)]
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_key_of_the_section_at_the_top_is_an_error_that_names_its_own(name: str) -> None:
+def test_adaptive_key_at_the_top_level_is_an_error_with_its_full_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} has no effect here: did you mean adaptive\.{name}\? "):
         check_keys(OmegaConf.create({"batch_size": 2, name: 1}), aloud=False)
 
 
-def test_everything_that_is_wrong_with_keys_is_said_at_once() -> None:
+def test_all_wrong_keys_are_reported_together() -> None:
     cfg = {"search": "binary", "batch_szie": 2, "epoch": 1}
     with pytest.raises(SeveralErrors) as caught:
         check_keys(OmegaConf.create(cfg), aloud=True)
@@ -69,7 +69,7 @@ def test_everything_that_is_wrong_with_keys_is_said_at_once() -> None:
     ]
 
 
-def test_a_key_of_the_plan_is_the_plans_where_it_is_one_of_the_section_too() -> None:
+def test_plan_key_that_is_also_an_adaptive_key_belongs_to_the_plan() -> None:
     check_keys(OmegaConf.create({"memory_limit": "h100", "sequence_length": 512}), PLAN_KEYS, aloud=False)
     with pytest.raises(ConfigError, match=r"did you mean adaptive\.search\?"):
         check_keys(OmegaConf.create({"search": "static"}), PLAN_KEYS, aloud=False)
@@ -85,7 +85,7 @@ def test_a_key_of_the_plan_is_the_plans_where_it_is_one_of_the_section_too() -> 
         {"training": {"search": 7}},
     ],
 )
-def test_what_a_component_or_a_reference_reads_is_the_users_own(cfg: dict[str, Any]) -> None:
+def test_keys_of_components_and_references_are_not_checked(cfg: dict[str, Any]) -> None:
     check_keys(OmegaConf.create(cfg), aloud=False)
 
 
@@ -127,7 +127,7 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
         (FULL, "", {"search": "binary", "epochs": 1}, "adaptive.epochs is not a known key"),
     ],
 )
-def test_what_contradicts_itself_or_the_recipe_is_refused(
+def test_contradictions_with_other_keys_or_the_recipe_are_refused(
     recipe: Recipe, overrides: str, adaptive: dict[str, object], problem: str
 ) -> None:
     cfg = demo(recipe, "use_maximum_batch_size=False", *overrides.split(), **adaptive)
@@ -136,27 +136,27 @@ def test_what_contradicts_itself_or_the_recipe_is_refused(
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)
-def test_all_contradictions_are_told_at_once(recipe: Recipe) -> None:
+def test_all_contradictions_are_reported_together(recipe: Recipe) -> None:
     cfg = demo(recipe, "use_maximum_batch_size=True", token_budget="auto", max_batch_size=4)
     with pytest.raises(SeveralErrors) as caught:
         recipe.read(cfg)
-    told = [str(error).split()[0] for error in caught.value.errors]
-    assert told == ["adaptive.max_batch_size", "use_maximum_batch_size"]
+    message = [str(error).split()[0] for error in caught.value.errors]
+    assert message == ["adaptive.max_batch_size", "use_maximum_batch_size"]
 
 
-def test_mistakes_in_several_places_are_told_at_once() -> None:
+def test_errors_in_several_places_are_reported_together() -> None:
     wrong = ("epochs=0", "model.lora_rank=0", "tokenizer.max_seq_len=-1", "optimizer._component_=torch.optim.SGD")
-    told = problems(LORA, demo(LORA, *wrong, "optimizer.fused=True"))
+    message = problems(LORA, demo(LORA, *wrong, "optimizer.fused=True"))
     of_optimizer = ("fused update of torch.optim.SGD", "set optimizer.fused: False")
     for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1", *of_optimizer):
-        assert part in told
-    told = problems(LORA, demo(LORA, "model.lora_rank=0", deal=True))
-    assert "model.lora_rank is 0" in told
-    assert "adaptive.deal is True" in told
+        assert part in message
+    message = problems(LORA, demo(LORA, "model.lora_rank=0", deal=True))
+    assert "model.lora_rank is 0" in message
+    assert "adaptive.deal is True" in message
 
 
 @pytest.mark.parametrize("key", ["output_dir", "metric_logger.log_dir", "checkpointer.checkpoint_dir"])
-def test_a_folder_that_is_a_file_or_a_link_to_nothing_is_told_by_its_key(key: str, tmp_path: Path) -> None:
+def test_folder_that_is_a_file_or_broken_link_is_reported_by_its_key(key: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("gone")
     for place in (tmp_path / "file", tmp_path / "link"):
@@ -165,10 +165,10 @@ def test_a_folder_that_is_a_file_or_a_link_to_nothing_is_told_by_its_key(key: st
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)
-def test_a_config_is_known_by_its_recipe(recipe: Recipe) -> None:
+def test_recipe_of_a_config_is_recognized(recipe: Recipe) -> None:
     assert training_of(demo(recipe)) is recipe
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", "cuda", "cuda:1", "xpu", "npu:3", "mps"])
-def test_whatever_is_no_cpu_counts_as_a_gpu(device: str) -> None:
+def test_every_device_except_cpu_counts_as_a_gpu(device: str) -> None:
     assert on_gpu(OmegaConf.create({"device": device})) == (not device.startswith("cpu"))

@@ -1,4 +1,4 @@
-"""The configs that come with the package, and torchtune's own: all are read without an error."""
+"""All configs of the package and of torchtune are read without an error."""
 
 import runpy
 from pathlib import Path
@@ -13,19 +13,19 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("config", [*taken_by_ours()], ids=lambda config: f"{config.recipe}: {config.name}")
-def test_every_config_is_read_by_its_recipe_as_it_is(config: Listed) -> None:
+def test_every_config_is_read_by_its_recipe(config: Listed) -> None:
     settings, _ = RECIPES[config.recipe].read(read_config(config.path, []))
     assert settings.config.output_dir
 
 
-def test_mirrored_configs_have_not_drifted_from_torchtune() -> None:
+def test_mirrored_configs_equal_torchtunes() -> None:
     mirror = runpy.run_path(str(ROOT / "tools" / "mirror_configs.py"))
     assert sum(map(len, mirror["MIRRORED"].values())) > 20
     assert [str(path) for path in mirror["outdated"]()] == []
 
 
 @pytest.mark.parametrize("words", [("--config", "adaptive/demo/full"), ("--config=adaptive/demo/full",)])
-def test_the_config_is_found_by_its_name_among_its_overrides(words: tuple[str, ...]) -> None:
+def test_config_is_found_among_its_overrides(words: tuple[str, ...]) -> None:
     path, overrides = config_and_overrides(["batch_size=2", *words, "seed=null"])
     assert path == config_files()["adaptive/demo/full"]
     assert overrides == ["batch_size=2", "seed=null"]
@@ -33,7 +33,7 @@ def test_the_config_is_found_by_its_name_among_its_overrides(words: tuple[str, .
     assert (cfg.batch_size, cfg.seed) == (2, None)
 
 
-def test_the_home_folder_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     overrides = ["output_dir=~/runs", "checkpointer.checkpoint_files=[~/a.pt,b~/c.pt]"]
     cfg = read_config(locate("adaptive/demo/full"), overrides)
@@ -41,12 +41,12 @@ def test_the_home_folder_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert cfg.checkpointer.checkpoint_files == ["/home/me/a.pt", "b~/c.pt"]
 
 
-def test_a_directory_is_no_config(tmp_path: Path) -> None:
+def test_directory_is_not_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor a known config"):
         locate(str(tmp_path))
 
 
-def test_a_component_can_be_left_out_as_any_other_key(tmp_path: Path) -> None:
+def test_component_can_be_removed_like_any_other_key(tmp_path: Path) -> None:
     (path := tmp_path / "a.yaml").write_text("a: {_component_: x.y, b: 1}\nc: 2\nd: {e: 3}\n")
     assert read_config(path, ["~a", "~c"]) == {"d": {"e": 3}}
     with pytest.raises(ConfigError, match="Could not find key f"):

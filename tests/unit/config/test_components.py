@@ -1,4 +1,4 @@
-"""Components that cannot be built: which key it is, and what was meant."""
+"""Components that cannot be built are reported with key and suggestion."""
 
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ def message(name: str, **keys: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "says"),
+    ("name", "keys", "expected"),
     [
         ("optimizer", {"lr": 1, "lrr": 2}, "optimizer.lrr: optimizer has no such argument; did you mean lr?"),
         (
@@ -66,12 +66,12 @@ def message(name: str, **keys: Any) -> str:
         ("anything", {}, "optimizer.lr is missing: anything requires it"),
     ],
 )
-def test_a_key_that_does_not_fit_the_components_signature_is_named(name: str, keys: dict[str, Any], says: str) -> None:
-    assert message(name, **keys) == says
+def test_key_that_does_not_fit_the_signature_is_named(name: str, keys: dict[str, Any], expected: str) -> None:
+    assert message(name, **keys) == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "says"),
+    ("name", "keys", "expected"),
     [
         ("fails", {"lr": 3}, "TypeError: 3 is no number"),
         ("fails_below", {"lr": 3}, "RuntimeError: An error occurred (TypeError: 3 is no number)"),
@@ -79,14 +79,16 @@ def test_a_key_that_does_not_fit_the_components_signature_is_named(name: str, ke
         ("builtins.range", {"lr": 3}, "TypeError"),
     ],
 )
-def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: dict[str, Any], says: str) -> None:
+def test_error_not_explained_by_the_signature_is_shown_as_raised(
+    name: str, keys: dict[str, Any], expected: str
+) -> None:
     text = message(name, **keys)
     assert text.startswith("optimizer could not be built from ")
-    assert says in text
+    assert expected in text
 
 
 @pytest.mark.parametrize(
-    ("component", "key", "value", "says"),
+    ("component", "key", "value", "expected"),
     [
         ("torch.optim.AdamW", "lr", "3e-3", "optimizer.lr is '3e-3', but AdamW takes float | Tensor"),
         ("torch.optim.AdamW", "lr", None, "optimizer.lr is null, but AdamW takes float | Tensor"),
@@ -95,20 +97,20 @@ def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: di
         ("torchao.optim.AdamW8bit", "lr", "3e-3", "optimizer.lr is '3e-3', but AdamW8bit takes float"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named_by_its_key(component: str, key: str, value: Any, says: str) -> None:
+def test_value_of_the_wrong_type_is_named_by_its_key(component: str, key: str, value: Any, expected: str) -> None:
     section = OmegaConf.create({"_component_": component, key: value})
     with pytest.raises(ConfigError) as caught:
         build_section("optimizer", section, [torch.nn.Parameter(torch.zeros(1))])
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(expected)
 
 
 @pytest.mark.parametrize(("path", "shown"), [(None, "null"), (5, "5")])
-def test_a_component_that_is_no_path_is_refused(path: Any, shown: str) -> None:
+def test_component_without_a_dotted_path_is_refused(path: Any, shown: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\._component_ is {shown}: allowed is the dotted path"):
         build_section("model", OmegaConf.create({"_component_": path}))
 
 
-def test_a_list_stands_for_a_section_where_several_may_be() -> None:
+def test_list_is_accepted_only_where_several_sections_are_allowed() -> None:
     cfg = OmegaConf.create({"optimizer": ["torch.optim.AdamW"], "dataset": [{"_component_": f"{HERE}.fails"}]})
     with pytest.raises(ConfigError, match=r"^optimizer is .*AdamW.*: allowed is a section with a _component_"):
         build("optimizer", cfg)

@@ -1,4 +1,4 @@
-"""The library's advice, as somebody reads it who wrote a config."""
+"""The library's advice in terms of config keys."""
 
 import pickle
 
@@ -9,16 +9,16 @@ FACT = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smal
 EXHAUSTED = LimitExhaustedError(FACT, Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS)
 
 
-def test_every_remedy_has_its_words() -> None:
+def test_every_remedy_has_a_text() -> None:
     assert set(KEYS) == set(KEYS_IN_PPO) == set(Remedy)
 
 
-def test_a_rollout_is_shorter_by_its_answer_too() -> None:
-    told = in_keys(EXHAUSTED, KEYS_IN_PPO)
-    assert "smaller; lower max_generated_tokens or tokenizer.max_seq_len, set enable_activation" in told
+def test_rollouts_get_shorter_with_shorter_answers() -> None:
+    message = in_keys(EXHAUSTED, KEYS_IN_PPO)
+    assert "smaller; lower max_generated_tokens or tokenizer.max_seq_len, set enable_activation" in message
 
 
-def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
+def test_library_names_arguments_and_recipes_name_keys() -> None:
     assert str(EXHAUSTED) == f"{FACT}; use shorter samples, checkpoint activations, or train on more ranks"
     assert in_keys(EXHAUSTED) == (
         f"{FACT}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
@@ -26,7 +26,7 @@ def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
     )
 
 
-def test_an_error_keeps_its_remedies_on_the_way_to_another_process() -> None:
+def test_error_keeps_its_remedies_when_pickled() -> None:
     sent: AdaptiveError = pickle.loads(pickle.dumps(EXHAUSTED))
     assert isinstance(sent, LimitExhaustedError)
     assert in_keys(sent) == in_keys(EXHAUSTED)

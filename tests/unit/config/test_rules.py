@@ -1,4 +1,4 @@
-"""Config sections become checked, frozen values."""
+"""Config sections become validated, frozen values."""
 
 import dataclasses
 from typing import Any
@@ -35,37 +35,37 @@ class Section:
     ],
     ids=lambda value: value.allowed if isinstance(value, Rule) else None,
 )
-def test_a_rule_tells_good_from_bad(rule: Rule, good: list[Any], bad: list[Any]) -> None:
+def test_rule_accepts_good_and_rejects_bad_values(rule: Rule, good: list[Any], bad: list[Any]) -> None:
     assert [value for value in good if not rule.accepts(value)] == []
     assert [value for value in bad if rule.accepts(value)] == []
 
 
-def test_a_section_is_read_key_by_key_and_other_keys_are_left_alone() -> None:
+def test_section_reads_its_keys_and_ignores_others() -> None:
     assert read(Section, {"rows": 3, "other": "x"}) == Section(rows=3, names=None)
 
 
-def test_a_list_becomes_a_tuple_so_that_the_value_is_frozen() -> None:
+def test_list_becomes_a_tuple_so_that_the_value_is_frozen() -> None:
     section = read(Section, OmegaConf.create({"rows": 1, "names": ["a", "b"]}))
     assert section.names == ("a", "b")
     assert hash(section) is not None
 
 
-def test_an_error_names_the_key_with_its_section_the_value_and_what_is_allowed() -> None:
+def test_error_names_key_section_value_and_allowed_values() -> None:
     with pytest.raises(ConfigError, match=r"^model\.rows is 'x': allowed is a whole number of at least 1$"):
         read(Section, {"rows": "x"}, prefix="model.")
 
 
-def test_a_required_key_that_is_missing_is_named() -> None:
+def test_missing_required_key_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^rows is missing: give a whole number of at least 1$"):
         read(Section, {})
 
 
 @pytest.mark.parametrize("section", [None, OmegaConf.create({})])
-def test_without_an_adaptive_section_everything_has_its_default(section: Any) -> None:
+def test_without_an_adaptive_section_all_keys_have_their_defaults(section: Any) -> None:
     assert read_section(AdaptiveConfig, section, "adaptive").recover_from_oom is None
 
 
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])
-def test_a_section_that_is_none_is_an_error(section: Any) -> None:
+def test_invalid_section_is_an_error(section: Any) -> None:
     with pytest.raises(ConfigError, match=r"adaptive is .* allowed is a section"):
         read_section(AdaptiveConfig, section, "adaptive")

@@ -32,7 +32,7 @@ def test_text_survives_encoding_and_decoding(text):
 
 
 @given(st.text(), st.text(), st.integers(2, 60))
-def test_a_sample_is_cut_to_the_limit_and_still_ends(question, answer, limit):
+def test_truncated_sample_still_ends_with_eos(question, answer, limit):
     messages = [Message("user", question, masked=True), Message("assistant", answer)]
     whole, whole_mask = demo_tokenizer().tokenize_messages(messages)
     tokenizer = demo_tokenizer(max_seq_len=limit)
@@ -42,7 +42,7 @@ def test_a_sample_is_cut_to_the_limit_and_still_ends(question, answer, limit):
     assert mask == [*whole_mask[:kept], True]
 
 
-def test_a_prompt_stays_open_for_the_model_to_go_on():
+def test_prompt_stays_open_for_generation():
     tokenizer = demo_tokenizer()
     messages = [Message("user", "hi"), Message("assistant", "")]
     prompt = tokenizer({"messages": messages}, inference=True)["tokens"]
@@ -51,7 +51,7 @@ def test_a_prompt_stays_open_for_the_model_to_go_on():
 
 
 @pytest.mark.parametrize("train_on_input", [False, True])
-def test_samples_are_those_of_torchtunes_own_dataset_over_the_same_rows(tmp_path, train_on_input):
+def test_samples_equal_torchtunes_dataset_over_the_same_rows(tmp_path, train_on_input):
     tokenizer = demo_tokenizer(max_seq_len=200)
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps([demo_row(1, index) for index in range(40)]))
@@ -76,7 +76,7 @@ def test_samples_are_those_of_torchtunes_own_dataset_over_the_same_rows(tmp_path
         (lambda: demo_tokenizer(max_seq_len=1), r"tokenizer\.max_seq_len is 1"),
     ],
 )
-def test_what_cannot_be_built_or_read_names_the_key(build, key):
+def test_invalid_argument_is_named(build, key):
     with pytest.raises(ConfigError, match=key):
         build()
 
@@ -86,7 +86,7 @@ def start_at_once(path):
     ensure_weights(path)
 
 
-def test_processes_that_start_at_once_leave_one_file_of_the_same_bytes(tmp_path):
+def test_concurrent_processes_leave_one_file_with_equal_bytes(tmp_path):
     path = tmp_path / "new" / "demo.pt"
     run_on_ranks(4, start_at_once, path, timeout_s=60)
     ensure_weights(tmp_path / "alone.pt")
@@ -94,7 +94,7 @@ def test_processes_that_start_at_once_leave_one_file_of_the_same_bytes(tmp_path)
     assert path.read_bytes() == (tmp_path / "alone.pt").read_bytes()
 
 
-def test_a_file_of_other_content_is_never_replaced(tmp_path):
+def test_file_with_other_content_is_never_replaced(tmp_path):
     path = tmp_path / "demo.pt"
     path.write_bytes(b"mine")
     with pytest.raises(ConfigError, match=r"demo\.pt is not what the demo makes.*move it away, or set"):
@@ -103,7 +103,7 @@ def test_a_file_of_other_content_is_never_replaced(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_making_weights_leaves_the_random_state_alone(tmp_path):
+def test_making_weights_keeps_the_random_state(tmp_path):
     torch.manual_seed(11)
     expected = torch.rand(3)
     torch.manual_seed(11)
@@ -112,7 +112,7 @@ def test_making_weights_leaves_the_random_state_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("ours", "stock"), [("full", "llama3_2/1B_full"), ("lora", "llama3_1/8B_lora")])
-def test_a_demo_config_has_torchtunes_keys_in_torchtunes_order(ours, stock):
+def test_demo_config_has_torchtunes_keys_in_torchtunes_order(ours, stock):
     our_keys = list(OmegaConf.load(OUR_CONFIGS / f"{ours}.yaml"))
     stock_keys = list(OmegaConf.load(STOCK_CONFIGS / f"{stock}.yaml"))
     assert [key for key in our_keys if key in stock_keys] == stock_keys

@@ -1,4 +1,4 @@
-"""Policies at the edge of memory, without any device: what ranks report goes in, the limit comes out."""
+"""Policies near the memory limit, without a device: reports of ranks go in, the limit comes out."""
 
 import json
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from torchtune_adaptive.engine.governor import (
 from torchtune_adaptive.engine.limits import Limit, Microbatch, RowLimit, Surface, SurfaceLimit, TokenLimit
 
 AFTER = 10
-"""Steps without trouble before a try of more."""
+"""Steps without trouble before the limit grows."""
 
 
 class Run:
-    """A governor that is fed steps of eight rows of 100 tokens."""
+    """A governor that receives steps of eight rows of 100 tokens."""
 
     def __init__(self, allowed: Limit | None = None, regrow_after: int = AFTER) -> None:
         self.governor = Governor(allowed or RowLimit(8), regrow_after=regrow_after)
@@ -57,7 +57,7 @@ class Run:
                 self.events.append(event)
 
 
-def test_retries_in_one_step_are_no_thrashing():
+def test_retries_in_one_step_are_not_thrashing():
     run = Run()
     for _ in range(20):
         run.retries()
@@ -65,7 +65,7 @@ def test_retries_in_one_step_are_no_thrashing():
     assert (run.rows, run.events) == (8, [])
 
 
-def test_retries_in_two_steps_in_a_row_take_the_limit_down_on_trial():
+def test_retries_in_two_consecutive_steps_start_a_trial_of_a_smaller_limit():
     run = Run()
     run.retries(on=0)
     run.retries()
@@ -75,8 +75,8 @@ def test_retries_in_two_steps_in_a_row_take_the_limit_down_on_trial():
     assert run.events[0].reason == line
 
 
-def test_a_smaller_limit_that_is_faster_stays():
-    """Neither the first step after the change nor a single slow one decides."""
+def test_faster_smaller_limit_is_kept():
+    """Neither the first step after the change nor a single slow step decides."""
     run = Run()
     run.retries(2, rate=800)
     run.quiet(rate=1)
@@ -87,7 +87,7 @@ def test_a_smaller_limit_that_is_faster_stays():
     assert run.events[1].reason == line
 
 
-def test_a_smaller_limit_that_is_slower_is_taken_back_and_the_retries_are_lived_with():
+def test_slower_smaller_limit_is_reverted_and_retries_are_accepted():
     run = Run(regrow_after=0)
     run.retries(2, rate=800)
     run.quiet(1 + TRIAL_STEPS, rate=700)
@@ -96,7 +96,7 @@ def test_a_smaller_limit_that_is_slower_is_taken_back_and_the_retries_are_lived_
     assert (run.rows, len(run.events)) == (8, 2)
 
 
-def test_out_of_memory_ends_a_trial_and_zero_steps_without_trouble_never_lead_to_more():
+def test_oom_ends_a_trial_and_limits_never_grow_with_regrow_after_0():
     run = Run(regrow_after=0)
     run.retries(2, rate=1000)
     run.out_of_memory()
@@ -104,14 +104,14 @@ def test_out_of_memory_ends_a_trial_and_zero_steps_without_trouble_never_lead_to
     assert (run.rows, run.kinds) == (2, [THRASHING, RECOVERY])
 
 
-def test_thrashing_at_the_smallest_limit_is_one_line_and_no_end():
+def test_thrashing_at_the_smallest_limit_is_logged_once_and_continues():
     run = Run(RowLimit(1))
     run.retries(50)
     assert (run.rows, run.kinds) == (1, [THRASHING])
     assert "and 1 row is already the smallest limit: continuing" in run.events[0].reason
 
 
-def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
+def test_limit_lowered_by_a_temporary_spike_grows_back():
     run = Run()
     run.out_of_memory()
     event = run.events[0]
@@ -124,7 +124,7 @@ def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
     assert run.events[1].reason == "step 10: 10 steps without trouble: 4 rows -> 8 rows, on probation"
 
 
-def test_retries_are_trouble_and_put_off_growing():
+def test_retries_delay_growth():
     run = Run()
     run.out_of_memory()
     for _ in range(10):
@@ -133,7 +133,7 @@ def test_retries_are_trouble_and_put_off_growing():
     assert run.rows == 4
 
 
-def test_one_failure_on_probation_takes_growth_back_and_doubles_the_wait():
+def test_failure_on_probation_reverts_growth_and_doubles_the_wait():
     run = Run()
     run.out_of_memory()
     for wait in (AFTER, 2 * AFTER, 4 * AFTER):
@@ -146,7 +146,7 @@ def test_one_failure_on_probation_takes_growth_back_and_doubles_the_wait():
     assert run.events[-1].reason.endswith("step repeated; 80 steps until the next try")
 
 
-def test_thrashing_on_probation_takes_growth_back_without_a_trial():
+def test_thrashing_on_probation_reverts_growth_without_a_trial():
     run = Run()
     run.out_of_memory()
     run.quiet(AFTER)
@@ -158,7 +158,7 @@ def test_thrashing_on_probation_takes_growth_back_without_a_trial():
     assert run.rows == 8
 
 
-def test_a_failure_after_probation_is_an_ordinary_one():
+def test_failure_after_probation_is_an_ordinary_one():
     run = Run()
     run.out_of_memory()
     run.quiet(AFTER)
@@ -169,7 +169,7 @@ def test_a_failure_after_probation_is_an_ordinary_one():
     assert run.rows == 8
 
 
-def test_what_the_epoch_allows_is_the_bound_and_what_failed_stays():
+def test_allowed_size_is_the_bound_and_a_failed_size_is_remembered():
     run = Run()
     run.out_of_memory()
     run.governor.allow(RowLimit(16))
@@ -185,7 +185,7 @@ SURFACE = SurfaceLimit({"layers": Surface(fixed_bytes=10_000, bytes_per_token=10
 
 
 @pytest.mark.parametrize("allowed", [RowLimit(8), RowLimit(5), TokenLimit(1000), SURFACE], ids=str)
-def test_every_kind_of_limit_comes_back_to_what_is_allowed_one_size_at_a_time(allowed: Limit):
+def test_every_kind_of_limit_grows_back_one_size_at_a_time(allowed: Limit):
     run = Run(allowed)
     run.out_of_memory()
     run.out_of_memory()
@@ -208,7 +208,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_a_resumed_run_goes_on_as_if_it_had_not_ended(history: str):
+def test_resumed_governor_continues_like_an_uninterrupted_one(history: str):
     run, resumed = Run(), Run()
     for happens in HISTORIES[history]:
         happens(run)
@@ -225,7 +225,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(history: str):
     assert resumed.governor.state() == run.governor.state()
 
 
-def test_a_state_of_another_kind_of_limit_leaves_only_its_counters():
+def test_state_of_another_kind_of_limit_restores_only_counters():
     run = Run(TokenLimit(4096))
     other = Run(RowLimit(8))
     other.out_of_memory()
@@ -234,7 +234,7 @@ def test_a_state_of_another_kind_of_limit_leaves_only_its_counters():
     assert run.governor.recoveries == 1
 
 
-def test_what_is_no_state_is_refused():
+def test_invalid_state_is_refused():
     with pytest.raises(ValueError, match=r"not the state of a limit, since it has no before_growth, .*, unit"):
         Run().governor.restore({})
 
@@ -246,7 +246,7 @@ ALONE = {1: Microbatch(1, 600)}
     ("limit", "smaller"),
     [(TokenLimit(8192), TokenLimit(512)), (RowLimit(8), RowLimit(1)), (RowLimit(1), None)],
 )
-def test_a_row_that_fails_alone_is_tried_once_more_before_any_other_pays_for_it(limit: Limit, smaller: Limit | None):
+def test_row_that_fails_alone_is_retried_before_the_limit_shrinks(limit: Limit, smaller: Limit | None):
     governor = Governor(limit, regrow_after=0)
     assert governor.out_of_memory(ALONE, step=3).reason == (
         "step 3: out of memory on rank 1 (longest sample 600 tokens): a single row failed and is retried once, "
@@ -263,7 +263,7 @@ def test_a_row_that_fails_alone_is_tried_once_more_before_any_other_pays_for_it(
     assert "1 row of 600 tokens does not fit and cannot be made smaller" in last.reason
 
 
-def test_a_row_that_fails_alone_on_probation_takes_the_growth_back():
+def test_row_that_fails_alone_on_probation_reverts_growth():
     run = Run()
     run.out_of_memory()
     run.quiet(AFTER)
@@ -277,21 +277,21 @@ def test_a_row_that_fails_alone_on_probation_takes_the_growth_back():
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_row_that_failed_beside_several_is_not_what_is_retried_and_takes_nothing_from_them(order: tuple[int, int]):
+def test_failure_of_several_rows_is_not_a_single_row_failure(order: tuple[int, int]):
     sizes = (Microbatch(4, 20), *ALONE.values())
     governor = Governor(RowLimit(8), regrow_after=0)
     governor.out_of_memory({rank: sizes[rank] for rank in order}, step=1)
     assert governor.limit == RowLimit(2)
 
 
-def test_a_limit_in_another_unit_starts_over():
+def test_limit_in_another_unit_starts_over():
     governor = Governor(RowLimit(8), regrow_after=0)
     governor.out_of_memory({0: Microbatch(8, 16)}, step=1)
     governor.allow(TokenLimit(4096))
     assert governor.limit == TokenLimit(4096)
 
 
-def test_a_resumed_run_waits_as_its_own_regrow_after_says():
+def test_resumed_governor_waits_according_to_its_own_regrow_after():
     before = Governor(RowLimit(8), regrow_after=200)
     before.out_of_memory({0: Microbatch(8, 16)}, step=1)
     resumed = Governor(RowLimit(8), regrow_after=1)

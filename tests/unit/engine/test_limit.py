@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.limits import (
 
 
 @pytest.mark.parametrize("count", [0, 2.5])
-def test_a_limit_that_is_no_count_is_refused(count: float):
+def test_invalid_count_is_refused(count: float):
     for kind, unit in ((RowLimit, "rows"), (TokenLimit, "tokens")):
         with pytest.raises(ValueError, match=f"whole number of {unit}, at least 1, but this one is {count}"):
             kind(count)
@@ -44,7 +44,7 @@ surface_limits = st.builds(
 limits = st.integers(1, 64).map(RowLimit) | st.integers(1, 100_000).map(TokenLimit) | surface_limits
 
 
-def test_a_token_limit_counts_padding():
+def test_token_limit_counts_padding():
     limit = TokenLimit(4096)
     assert limit.fits(4, 1024)
     assert not limit.fits(5, 1000)
@@ -52,7 +52,7 @@ def test_a_token_limit_counts_padding():
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 9))
-def test_pairs_of_tokens_are_never_counted_short(lengths: list[int], row: float, token: float, pair: float):
+def test_bytes_per_pair_of_tokens_are_an_upper_bound(lengths: list[int], row: float, token: float, pair: float):
     exact = sum(row + token * length + pair * length**2 for length in lengths)
     bound = Surface(0, row, token, pair).bytes_at(len(lengths), max(lengths), sum(lengths))
     assert bound >= exact * (1 - 1e-9)
@@ -60,7 +60,7 @@ def test_pairs_of_tokens_are_never_counted_short(lengths: list[int], row: float,
         assert bound == pytest.approx(exact)
 
 
-def test_a_surface_limit_asks_every_phase():
+def test_surface_limit_checks_every_phase():
     limit = SurfaceLimit({"layers": Surface(100, 0, 1), "head": Surface(0, 10, 2)}, budget_bytes=200)
     assert limit.rows_at(10) == 6  # head: 6 × (10 + 20) = 180; layers: 100 + 6 × 10 = 160
     assert limit.rows_at(50) == 1  # head: 110; two rows would need 220
@@ -71,17 +71,15 @@ def test_a_surface_limit_asks_every_phase():
 
 
 @given(limits, st.integers(1, 100), st.integers(1, 5000))
-def test_what_fits_is_what_the_most_rows_say_and_of_a_longer_row_they_are_no_more(limit: Limit, rows: int, length: int):
+def test_fits_agrees_with_rows_at_which_does_not_grow_with_length(limit: Limit, rows: int, length: int):
     assert limit.fits(rows, length) == (rows <= limit.rows_at(length))
     assert limit.rows_at(length + 1) <= limit.rows_at(length)
 
 
 @example(SurfaceLimit({"layers": Surface(0.0, 0.0, 1.0), "head": Surface(1.5, 0.0, 1.0)}, 4), 2, 1, None)
 @given(limits, st.integers(2, 100), st.integers(1, 5000), st.none() | st.floats(0, 1))
-def test_after_out_of_memory_the_microbatch_that_failed_does_not_fit(
-    limit: Limit, rows: int, length: int, joined: float | None
-):
-    """`joined`: rows that are not padded, and shorter than the longest by this part at most."""
+def test_failed_microbatch_does_not_fit_the_smaller_limit(limit: Limit, rows: int, length: int, joined: float | None):
+    """`joined`: rows are not padded and at most this fraction shorter than the longest."""
     rows = min(rows, limit.rows_at(length))
     if rows < 2:
         return
@@ -101,7 +99,7 @@ def test_shrinking_ends(limit: Limit, lengths: list[int]):
     assert smaller is None
 
 
-def test_a_sample_that_failed_alone_is_tried_once_more_beside_nothing_larger():
+def test_sample_that_failed_alone_is_retried_in_smaller_microbatches():
     limit = TokenLimit(8192).after_oom(1, 600)
     assert limit == TokenLimit(512)
     assert limit.after_oom(1, 600) is None
@@ -110,12 +108,12 @@ def test_a_sample_that_failed_alone_is_tried_once_more_beside_nothing_larger():
     assert without_padding.after_oom(3, 400, 555) == TokenLimit(512)
 
 
-def test_a_surface_shrinks_in_what_grows_and_not_in_what_is_always_there():
+def test_surface_shrinks_its_growing_part_only():
     limit = SurfaceLimit({"layers": Surface(fixed_bytes=1000, bytes_per_token=1)}, budget_bytes=1400)
     assert limit.after_oom(4, 100) == SurfaceLimit(limit.surfaces, budget_bytes=1300)
 
 
-def test_limits_are_told_in_their_own_unit():
+def test_limits_are_printed_in_their_units():
     surface = SurfaceLimit({"layers": Surface(0, 0, 2**10)}, budget_bytes=2**21)
     assert (RowLimit(8).size_of(8, 100), str(RowLimit(4))) == ("8", "4 rows")
     assert (TokenLimit(8192).size_of(8, 1000), str(TokenLimit(4096))) == ("8000", "4096 tokens")
@@ -123,7 +121,7 @@ def test_limits_are_told_in_their_own_unit():
 
 
 @given(limits)
-def test_the_longest_row_is_the_last_that_fits(limit: Limit):
+def test_longest_row_is_the_last_that_fits(limit: Limit):
     longest = longest_row(limit, at_most=10_000)
     assert longest == 0 or limit.fits(1, longest)
     assert longest == 10_000 or not limit.fits(1, longest + 1)

@@ -1,4 +1,4 @@
-"""Memory of a device that is not there: the meter of a CPU, what CudaMemory makes of what torch.cuda says, gauges."""
+"""Memory of simulated devices: the CPU meter, CudaMemory on a fake torch.cuda, gauges."""
 
 import gc
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.recipes.metering import profiled
+from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory, Gauge
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.text import parse_size
@@ -23,7 +23,7 @@ def a_mebibyte() -> torch.Tensor:
     return torch.ones(MIB, dtype=torch.uint8)
 
 
-def test_counts_what_is_alive_and_remembers_the_peak():
+def test_meter_counts_live_bytes_and_remembers_the_peak():
     with MemoryMeter() as meter:
         first = a_mebibyte()
         second = first + 1
@@ -36,7 +36,7 @@ def test_counts_what_is_alive_and_remembers_the_peak():
     assert meter.live_bytes == 0
 
 
-def test_data_from_python_is_counted_and_what_has_no_data_is_not():
+def test_data_from_python_is_counted_and_fake_tensors_are_not():
     with MemoryMeter(cap_bytes=MIB) as meter:
         tokens = torch.tensor([1, 2, 3])
         with FakeTensorMode():
@@ -44,7 +44,7 @@ def test_data_from_python_is_counted_and_what_has_no_data_is_not():
         assert (meter.live_bytes, meter.peak_bytes) == (tokens.nbytes, tokens.nbytes)
 
 
-def test_what_was_refused_is_not_in_the_peak_and_is_given_back_at_once():
+def test_refused_allocation_is_not_in_the_peak_and_is_freed_immediately():
     with MemoryMeter(cap_bytes=2 * MIB) as meter:
         kept = a_mebibyte()
         with pytest.raises(torch.OutOfMemoryError, match=f"to {5 * MIB} bytes") as refused:
@@ -53,7 +53,7 @@ def test_what_was_refused_is_not_in_the_peak_and_is_given_back_at_once():
         assert (meter.live_bytes, meter.peak_bytes) == (MIB, MIB)
 
 
-def test_a_storage_that_grows_in_place_is_counted_and_may_be_refused_while_the_meter_is_in_force():
+def test_growing_storage_is_counted_and_can_be_refused_while_the_meter_is_active():
     from_before = a_mebibyte().untyped_storage()
     from_before.resize_(0)
     with MemoryMeter(cap_bytes=5 * MIB) as meter:
@@ -71,14 +71,14 @@ def test_a_storage_that_grows_in_place_is_counted_and_may_be_refused_while_the_m
     assert here.size() == 6 * MIB
 
 
-def test_tensors_from_before_are_counted_when_given():
+def test_existing_tensors_are_counted_on_request():
     parameter = nn.Parameter(torch.ones(MIB // 4))
     meter = MemoryMeter()
     meter.count([parameter, parameter.detach()])
     assert meter.live_bytes == MIB
 
 
-def test_a_meter_is_entered_once_at_a_time():
+def test_meter_cannot_be_entered_twice_at_a_time():
     resize = torch.UntypedStorage.resize_
     with MemoryMeter() as meter, pytest.raises(RuntimeError, match="in force already"), meter:
         pass
@@ -87,13 +87,13 @@ def test_a_meter_is_entered_once_at_a_time():
         pass
 
 
-def test_the_cap_can_change_while_running():
+def test_cap_can_change_while_running():
     with MemoryMeter(cap_bytes=MIB) as meter:
         first = a_mebibyte()
         meter.cap_bytes = 2 * MIB
         second = first + 1
         meter.cap_bytes = MIB
-        first.add_(1)  # more than the cap is alive, but this allocates nothing
+        first.add_(1)  # more than the cap is alive, but this allocates no memory
         with pytest.raises(torch.OutOfMemoryError):
             second + 1
 
@@ -118,7 +118,7 @@ def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_a_collective_returns_is_counted_and_does_not_fail_once_peers_have_matched_it():
+def test_result_of_a_collective_is_counted_and_does_not_fail_after_peers_have_matched_it():
     with MemoryMeter(cap_bytes=MIB) as meter:
         mine = a_mebibyte()
         sums = torch.ops._c10d_functional.all_reduce(mine, "sum", dist.group.WORLD.group_name)
@@ -133,7 +133,7 @@ GIB = 2**30
 
 @dataclass
 class Gpu:
-    """An 80 GiB GPU on which this process has reserved 10 GiB and another one holds 20."""
+    """An 80 GiB GPU on which this process has reserved 10 GiB and another one uses 20 GiB."""
 
     fraction: float = 1.0
     total: int = 80 * GIB
@@ -175,9 +175,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     ("limit", "others_gib", "room_gib"),
     [(None, 20, 60), (None, 0, 80), ("70GiB", 20, 60), ("24GiB", 20, 24), (0.3, 20, 24)],
 )
-def test_the_budget_is_what_others_and_a_limit_leave_less_a_margin(
-    gpu: Gpu, limit: object, others_gib: int, room_gib: int
-):
+def test_budget_is_the_remaining_memory_minus_a_margin(gpu: Gpu, limit: object, others_gib: int, room_gib: int):
     gpu.others = others_gib * GIB
     memory = CudaMemory(None if limit is None else parse_size(limit, "adaptive.memory_limit"))
     assert memory.budget_bytes == pytest.approx(room_gib * GIB * (1 - FRAGMENTATION))
@@ -186,7 +184,7 @@ def test_the_budget_is_what_others_and_a_limit_leave_less_a_margin(
         assert gpu.fraction == pytest.approx(0.3), "the allocator enforces it"
 
 
-def test_a_limit_is_suspended_and_comes_back_also_after_an_error(gpu: Gpu):
+def test_limit_is_suspended_and_restored_even_after_an_error(gpu: Gpu):
     seen = []
 
     def run_out_of_memory() -> None:
@@ -210,10 +208,10 @@ def test_peak_and_retries_are_those_of_the_allocator(gpu: Gpu):
 @pytest.mark.parametrize(
     ("shared", "expected"),
     [(True, [0, 3, 0, 3]), (False, [0, 3, 3, 3])],
-    ids=["a stage is not blamed for those of another", "what happens between the passes of a single stage counts"],
+    ids=["shared: only retries of this stage", "alone: retries between passes too"],
 )
-def test_a_gauge_counts_the_retries_of_its_stage(shared: bool, expected: list[int]) -> None:
-    """Two stages, by turns, where the allocator retries three times in the second one only."""
+def test_gauge_counts_the_retries_of_its_stage(shared: bool, expected: list[int]) -> None:
+    """Two alternating stages; the allocator retries three times in the second one only."""
     memory: Any = SimpleNamespace(retries=0, peak_bytes=1, budget_bytes=2)
     first, second = (Gauge(memory, shared=shared) for _ in range(2))
     seen = []

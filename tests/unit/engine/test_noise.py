@@ -1,4 +1,4 @@
-"""The noise of the gradient, beside exact gradients of single samples."""
+"""Gradient noise, compared with exact gradients of single samples."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from torchtune_adaptive import RowLimit, SampleKind, StepRunner, TokenLimit, Tot
 from torchtune_adaptive.engine.noise import FEWEST, Interval, NoiseScale, StepNoise
 
 Sample = torch.Tensor
-"""[tokens, 5]: four inputs and what is to be predicted."""
+"""[tokens, 5]: four inputs and the target."""
 KIND = SampleKind[Sample](length_of=len, stand_in=lambda sample: sample[:1])
 
 
 def samples_of(generator: torch.Generator, count: int, alike: float = 0.0) -> list[Sample]:
-    """Samples of 1 to 8 tokens whose noise is to this part the same in all tokens of a sample."""
+    """Return samples of 1 to 8 tokens; `alike` is the fraction of noise shared by all tokens of a sample."""
     truth = torch.tensor([1.0, -2.0, 0.5, 0.3])
     samples = []
     for length in torch.randint(1, 9, (count,), generator=generator).tolist():
@@ -57,7 +57,7 @@ def measured(runner: StepRunner[Sample], samples: Sequence[Sample], step: int = 
 
 
 def exact(model: nn.Module, samples: Sequence[Sample]) -> tuple[float, float]:
-    """|G|², and the noise of a batch of one sample, from each sample's own gradient in double precision."""
+    """Return |G|² and the noise of a batch of one sample, from per-sample gradients in double precision."""
     model = deepcopy(model).double()
     lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.float64)
     rows = []
@@ -70,8 +70,8 @@ def exact(model: nn.Module, samples: Sequence[Sample]) -> tuple[float, float]:
     return float(mean.square().sum()), float(residuals.square().sum(1).mean() / lengths.mean() ** 2)
 
 
-@pytest.mark.parametrize("alike", [0.0, 1.0], ids=["tokens are independent", "tokens of a sample are alike"])
-def test_the_estimates_are_those_of_exact_gradients_of_single_samples(alike: float) -> None:
+@pytest.mark.parametrize("alike", [0.0, 1.0], ids=["independent tokens", "correlated tokens"])
+def test_estimates_equal_exact_gradients_of_single_samples(alike: float) -> None:
     generator, runner = torch.Generator().manual_seed(1), a_runner(RowLimit(4))
     signal, noise = exact(runner.model, samples_of(generator, 5_000, alike))
     steps = [measured(runner, samples_of(generator, 16, alike), step) for step in range(1, 401)]
@@ -82,11 +82,11 @@ def test_the_estimates_are_those_of_exact_gradients_of_single_samples(alike: flo
         assert error < 0.05 * truth
 
 
-def test_a_single_microbatch_says_nothing_of_noise() -> None:
+def test_single_microbatch_gives_no_noise_estimate() -> None:
     assert measured(a_runner(RowLimit(16)), samples_of(torch.Generator(), 16)) is None
 
 
-def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
+def test_95_percent_of_intervals_contain_the_truth() -> None:
     generator, inside = torch.Generator().manual_seed(3), 0
     for _ in range(400):
         scale = NoiseScale()
@@ -98,7 +98,7 @@ def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
     assert 0.92 <= inside / 400 <= 0.98
 
 
-def test_a_signal_that_drowns_has_no_upper_bound() -> None:
+def test_signal_below_the_noise_has_no_upper_bound() -> None:
     scale = NoiseScale()
     for at in range(20):
         scale.record(StepNoise(0.1 + (-1.0) ** at, 5.0))
@@ -108,7 +108,7 @@ def test_a_signal_that_drowns_has_no_upper_bound() -> None:
     assert 1 < interval.low < interval.scale == pytest.approx(50, rel=0.2)
 
 
-def test_too_few_steps_say_nothing_and_a_resumed_average_continues() -> None:
+def test_too_few_steps_give_no_interval_and_a_resumed_average_continues() -> None:
     whole, first = NoiseScale(), NoiseScale()
     for at in range(FEWEST - 1):
         for each in (whole, first):

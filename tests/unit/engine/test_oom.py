@@ -11,7 +11,7 @@ from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
 from torchtune_adaptive.errors import UnrecoverableError
 
-# What backends raise where they have no type for it, word for word, and what only sounds like it.
+# Exact messages of backends that raise untyped errors, and messages that only resemble them.
 OOM_TEXTS = [
     "std::bad_alloc",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
@@ -55,7 +55,7 @@ OTHER_TEXTS = [
 
 
 @pytest.mark.parametrize("text", OOM_TEXTS)
-def test_backends_without_a_type_are_known_by_their_text(text: str):
+def test_untyped_errors_are_recognized_by_their_text(text: str):
     assert is_oom(RuntimeError(text))
     assert is_oom(torch.AcceleratorError(text))
 
@@ -89,7 +89,7 @@ SHARDING = "in a kernel\n\nSharding propagation failed for aten._fused_adamw_"
     ],
     ids=repr,
 )
-def test_a_type_a_cause_and_what_torch_compile_wraps_are_enough(error: Exception):
+def test_error_type_cause_or_torch_compile_wrapper_suffices(error: Exception):
     assert is_oom(error)
 
 
@@ -103,18 +103,18 @@ def test_a_type_a_cause_and_what_torch_compile_wraps_are_enough(error: Exception
     ],
     ids=repr,
 )
-def test_neither_texts_of_other_types_nor_what_was_being_handled_count(error: Exception):
+def test_texts_of_other_types_and_handled_errors_do_not_count(error: Exception):
     assert not is_oom(error)
 
 
-def test_errors_that_are_each_others_cause_do_not_hang():
+def test_circular_causes_do_not_hang():
     first = KeyError("first")
     raised_from(raised_from(first, KeyError("second")), first)
     assert not is_oom(first)
     forget_frames(first)
 
 
-def test_asking_a_cpu_for_too_much_is_out_of_memory():
+def test_huge_cpu_allocation_is_out_of_memory():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 50)
     assert is_oom(raised.value)
@@ -128,8 +128,8 @@ def fail_holding(tensor: Tensor) -> None:
         raise torch.OutOfMemoryError(f"with {activations.numel()} numbers in a frame") from error
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "by torch.compile"])
-def test_forgetting_an_error_frees_what_its_frames_hold(wrapped: bool):
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped by torch.compile"])
+def test_forgetting_an_error_frees_the_tensors_in_its_frames(wrapped: bool):
     held = torch.ones(1000)
     alive = weakref.ref(held)
     try:
@@ -144,7 +144,7 @@ def test_forgetting_an_error_frees_what_its_frames_hold(wrapped: bool):
 
 
 def a_failing_backward(model: nn.Module) -> None:
-    """Fails at its first gradient, when the rest of the graph waits to be run."""
+    """Fail at the first gradient, while the rest of the graph waits to run."""
     hidden = model(torch.ones(64, 256))
     model[-1].bias.register_hook(raise_out_of_memory)
     hidden.sum().backward()
@@ -154,7 +154,7 @@ def raise_out_of_memory(gradient: Tensor) -> None:
     raise torch.OutOfMemoryError("in a hook")
 
 
-def test_release_frees_the_graph_that_a_failed_backward_leaves_in_autograd():
+def test_release_frees_the_graph_of_a_failed_backward():
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     with MemoryMeter() as meter:
         try:
@@ -168,7 +168,7 @@ def test_release_frees_the_graph_that_a_failed_backward_leaves_in_autograd():
     assert meter.live_bytes == 0
 
 
-def test_release_survives_when_nothing_at_all_is_left():
+def test_release_works_without_any_free_memory():
     with MemoryMeter(cap_bytes=0) as meter:
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(1)

@@ -1,4 +1,4 @@
-"""Steps cut into microbatches, of padded rows and of samples one after another; and samples dealt to ranks."""
+"""Steps split into microbatches, padded or packed, and samples dealt to ranks."""
 
 import math
 import random
@@ -23,7 +23,7 @@ limits_by_length = st.integers(LONGEST, 100_000).map(TokenLimit) | st.builds(
     ),
     *(st.integers(0, 1000), st.integers(1, 1000), st.floats(0, 1), st.integers(0, 10**9)),
 )
-"""Those under which a sample of 4096 tokens always fits."""
+"""Limits under which a sample of 4096 tokens always fits."""
 
 
 def numbers(plan: Plan) -> list[int]:
@@ -31,12 +31,12 @@ def numbers(plan: Plan) -> list[int]:
 
 
 def within(plan: Plan, lengths: list[int], limit: Limit, *, padded: bool) -> bool:
-    """But for a sample that is alone, which nothing can make smaller."""
+    """Check the limit, except for single samples, which cannot be made smaller."""
     return all(limit.fits(*size_of(rows, lengths, padded=padded)) for rows in plan if len(rows) > 1)
 
 
 @given(lengths_of_a_step, st.integers(1, 70))
-def test_microbatches_by_rows_are_those_of_stock_whatever_the_lengths(lengths: list[int], rows: int):
+def test_row_microbatches_equal_stock_for_any_lengths(lengths: list[int], rows: int):
     stock = range(0, len(lengths), rows)
     assert plan_step(lengths, RowLimit(rows)) == tuple(
         tuple(range(first, min(first + rows, len(lengths)))) for first in stock
@@ -49,7 +49,7 @@ def test_microbatches_by_rows_are_those_of_stock_whatever_the_lengths(lengths: l
     limit=limits_by_length | st.integers(1, LONGEST).map(TokenLimit),
     more=st.integers(0, 80),
 )
-def test_by_length_every_sample_runs_once_within_the_limit_however_far_it_is_spread(
+def test_every_sample_runs_once_within_the_limit_after_spreading(
     padded: bool, lengths: list[int], limit: Limit, more: int
 ):
     plan = plan_step(lengths, limit, padded=padded)
@@ -66,7 +66,7 @@ def test_by_length_every_sample_runs_once_within_the_limit_however_far_it_is_spr
 
 @PADDED
 @given(lengths=lengths_of_a_step, limit=limits_by_length)
-def test_spreading_makes_no_microbatch_larger_and_the_first_the_largest(padded: bool, lengths: list[int], limit: Limit):
+def test_spreading_enlarges_no_microbatch_and_puts_the_largest_first(padded: bool, lengths: list[int], limit: Limit):
     plan = plan_step(lengths, limit, padded=padded)
     sizes, before = (
         [size_of(rows, lengths, padded=padded).room_tokens for rows in each if rows]
@@ -77,7 +77,9 @@ def test_spreading_makes_no_microbatch_larger_and_the_first_the_largest(padded: 
 
 
 def first_fit_decreasing(lengths: list[int], limit: Limit) -> int:
-    """The microbatches that the textbook's way takes: each sample, the longest first, into the first that has room."""
+    """Return the number of microbatches of first-fit decreasing: put each sample, longest first, into the first with
+    space.
+    """
     microbatches: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         for each in microbatches:
@@ -90,16 +92,16 @@ def first_fit_decreasing(lengths: list[int], limit: Limit) -> int:
 
 
 @given(lengths_of_a_step, limits_by_length)
-def test_padded_microbatches_are_no_more_than_first_fit_decreasing_makes_and_sorted(lengths: list[int], limit: Limit):
+def test_padded_plan_needs_at_most_the_microbatches_of_first_fit_decreasing(lengths: list[int], limit: Limit):
     plan = plan_step(lengths, limit)
     assert len(plan) <= first_fit_decreasing(lengths, limit)
     assert [lengths[index] for index in numbers(plan)] == sorted(lengths, reverse=True)
 
 
 @given(lengths_of_a_step, st.integers(LONGEST, 100_000))
-def test_joined_microbatches_are_hardly_more_than_there_could_be_at_best(lengths: list[int], tokens: int):
+def test_joined_plan_needs_at_most_4_thirds_of_the_minimum_plus_one(lengths: list[int], tokens: int):
     at_best = math.ceil(sum(lengths) / tokens)
-    # longest first into the emptiest: 4/3 of the best is the worst there is (Graham, 1969), and then one more
+    # longest processing time first is at most 4/3 of the optimum (Graham, 1969), plus one
     plan = plan_step(lengths, TokenLimit(tokens), padded=False)
     assert len(plan) <= max(at_best + 1, math.ceil(at_best * 4 / 3) + 1)
 
@@ -111,7 +113,7 @@ def test_microbatches_of_a_rank_become_equal(padded: bool):
     assert [len(rows) for rows in spread(plan, lengths, TokenLimit(1000), 2, padded=padded)] == [6, 6]
 
 
-def test_the_load_counts_padding_to_the_longest_row_and_what_each_row_costs():
+def test_load_counts_padding_and_costs_of_rows():
     plan, lengths = ((0, 1), (2,), ()), [5, 9, 3]
     assert load_of(plan, lengths) == Load(tokens=17, padded_tokens=21, most_rows=2, most_tokens=18, cost=21)
     assert load_of(plan, lengths, padded=False) == Load(17, 17, most_rows=2, most_tokens=14, cost=17)
@@ -120,7 +122,7 @@ def test_the_load_counts_padding_to_the_longest_row_and_what_each_row_costs():
 
 
 @PADDED
-def test_65536_samples_are_planned_in_a_moment(padded: bool):
+def test_planning_65536_samples_takes_at_most_two_seconds(padded: bool):
     draw = random.Random(0)
     lengths = [min(LONGEST, math.ceil(draw.lognormvariate(5.5, 0.9))) for _ in range(65_536)]
     limit = SurfaceLimit({"layers": Surface(1e6, 10.0, 100.0, 0.1), "head": Surface(1e5, 0.0, 250.0)}, 8_000_000)
@@ -135,11 +137,11 @@ def loads(costs: list[float], rank_of: tuple[int, ...], ranks: int) -> list[floa
 
 
 @given(st.integers(1, 9), st.integers(1, 16), st.randoms())
-def test_every_rank_is_dealt_as_many_and_none_much_more(ranks: int, each: int, draw: random.Random):
+def test_every_rank_is_dealt_equally_many_samples_of_similar_cost(ranks: int, each: int, draw: random.Random):
     costs = [float(draw.randint(1, LONGEST)) for _ in range(ranks * each)]
     rank_of = deal(costs, ranks)
     assert Counter(rank_of) == dict.fromkeys(range(ranks), each)
-    # the fullest is over the mean by less than one sample
+    # the largest load exceeds the mean by less than one sample
     assert max(loads(costs, rank_of, ranks)) <= sum(costs) / ranks + max(costs)
     assert rank_of == deal(costs, ranks)
 
@@ -151,8 +153,8 @@ def test_samples_that_cannot_be_dealt_equally_are_refused():
 
 @pytest.mark.parametrize(("median", "spread_", "each"), [(51, 1.0, 64), (170, 0.6, 32), (512, 0.5, 16)])
 @pytest.mark.parametrize("ranks", [2, 64])
-def test_hardly_any_rank_waits(median: int, spread_: float, each: int, ranks: int):
-    """Lengths as of instructions, dialogues and documents, cut at 512; a step of each rank."""
+def test_dealing_leaves_ranks_almost_balanced(median: int, spread_: float, each: int, ranks: int):
+    """Lengths like those of instructions, dialogues and documents, cut at 512; one step of each rank."""
     draw = random.Random(ranks)
     worst = []
     for _ in range(max(1, 40 // ranks)):
@@ -162,7 +164,7 @@ def test_hardly_any_rank_waits(median: int, spread_: float, each: int, ranks: in
     assert statistics.mean(worst) <= 1.02
 
 
-def test_planning_for_512_ranks_takes_a_moment():
+def test_dealing_to_512_ranks_takes_less_than_a_tenth_of_a_second():
     draw = random.Random(0)
     costs = [draw.random() for _ in range(512 * 64)]
     times = []

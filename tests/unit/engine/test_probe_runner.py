@@ -1,4 +1,4 @@
-"""What a probe measures, and how."""
+"""How a probe measures phases, retries and budgets."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.searching import Shape, Trained, search_within
+from tests.searched_model import Shape, Trained, search_within
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import RankReport, agreed_peak, find_max_batch_size, measuring_phases, phase_names
 from torchtune_adaptive.engine.reports import Totals
@@ -20,7 +20,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 
 @dataclass
 class CountingMemory:
-    """Memory whose peak is how often it was asked."""
+    """Memory whose peak is the number of its reads."""
 
     asked: int = 0
     retries: int = 0
@@ -43,7 +43,7 @@ class CountingMemory:
         self.limited = True
 
 
-def test_small_probes_and_the_update_are_measured_without_the_limit_and_the_rest_within_it():
+def test_small_probes_and_the_update_are_measured_without_the_limit():
     memory = CountingMemory()
     limited: list[tuple[int, bool]] = []
 
@@ -60,7 +60,7 @@ def test_small_probes_and_the_update_are_measured_without_the_limit_and_the_rest
     assert limited[1:] == [(1, False), (1, False), (1, False), (2, False), (1, True), (4, True)]
 
 
-def test_retries_of_the_allocator_are_those_of_the_probe_and_make_it_too_many():
+def test_retries_during_a_probe_count_as_its_own_and_reject_it():
     memory = CountingMemory(retries=7)
 
     class Retried(Trained):
@@ -84,7 +84,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_phases_end_where_the_boundaries_are_also_in_a_checkpointed_model(microbatches: int):
+def test_phases_end_at_the_boundaries_even_with_checkpointing(microbatches: int):
     model = Checkpointed()
     boundaries = {"layer": model.layer, "head": model.head}
     memory = CountingMemory()
@@ -106,11 +106,11 @@ def test_phases_end_where_the_boundaries_are_also_in_a_checkpointed_model(microb
     assert memory.asked == 1 + 6 + 5 * (microbatches - 1)  # the hooks are gone
 
 
-def test_progress_is_told_before_and_after_each_probe():
+def test_progress_is_reported_before_and_after_each_probe():
     seen: list[tuple[int, Peak | None]] = []
     with MemoryMeter() as meter:
-        result = search_within(Trained(Shape()).step(), meter, 400_000, progress=lambda *told: seen.append(told))
-    expected = [told for probe in result.probes for told in ((probe.rows, None), (probe.rows, probe.peak))]
+        result = search_within(Trained(Shape()).step(), meter, 400_000, progress=lambda *message: seen.append(message))
+    expected = [message for probe in result.probes for message in ((probe.rows, None), (probe.rows, probe.peak))]
     assert seen == expected
 
 
@@ -120,7 +120,7 @@ def report(
     return RankReport(Room(budget, resident), retries, seconds, peaks, fullness)
 
 
-def test_ranks_agree_on_the_larger_share_that_each_phase_takes_of_their_memory():
+def test_ranks_agree_on_the_largest_share_of_memory_per_phase():
     reports = [report(100, 10, 30, 50, 0, retries=1, fullness=0.5), report(100, 10, 40, 20, 0, seconds=3.0)]
     agreed = agreed_peak(["a", "b", "reached by none"], reports)
     assert agreed == Peak({"a": 40, "b": 50}, fits=True, retries=1, seconds=3.0, fullness=0.5)
@@ -129,14 +129,14 @@ def test_ranks_agree_on_the_larger_share_that_each_phase_takes_of_their_memory()
 
 
 @pytest.mark.parametrize("need", [80, 89, 90, 91, 93, 94, 99])
-def test_the_agreed_peak_is_within_the_tightest_budget_if_every_rank_is_within_its_own(need: int):
+def test_agreed_peak_fits_the_tightest_budget_if_every_rank_fits_its_own(need: int):
     reports = [report(1000, 13, 400), report(90, 10, need), report(91, 7, need - 3)]
     within = need <= 90
     assert (agreed_peak(["a"], reports).phase_bytes["a"] <= 90) == within
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_one_row_that_does_not_fit_names_the_limit_that_was_given_and_only_what_helps(trains: bool) -> None:
+def test_one_row_that_does_not_fit_names_the_limit_and_effective_remedies(trains: bool) -> None:
     trained = Trained(Shape())
     trained.runner.trains = trains
     with MemoryMeter() as meter:

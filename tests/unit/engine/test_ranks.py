@@ -1,4 +1,4 @@
-"""What ranks tell each other: positions, loads, sums of weights; and what they are told of a collective that failed."""
+"""Data that ranks exchange (positions, loads, checksums), and errors of failed collectives."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.recipes.metering import profiled
+from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine import ranks
 from torchtune_adaptive.engine.plans import load_of
 from torchtune_adaptive.engine.ranks import EqualSteps, checksum, explaining_failures
@@ -28,7 +28,7 @@ def explained(error: Exception) -> str:
     return str(raised.value)
 
 
-def test_nccl_out_of_memory_is_a_broken_communicator_and_not_a_step_to_repeat():
+def test_nccl_out_of_memory_is_reported_as_a_broken_communicator():
     text = explained(torch.distributed.DistBackendError(NCCL))
     assert "an FSDP collective failed on rank 0" in text
     assert "communicator is broken" in text
@@ -37,7 +37,7 @@ def test_nccl_out_of_memory_is_a_broken_communicator_and_not_a_step_to_repeat():
     )
 
 
-def test_any_other_failure_is_a_peer_or_the_network():
+def test_other_failures_are_attributed_to_a_peer_or_the_network():
     text = explained(
         RuntimeError("[/pytorch/gloo/pair.cc:545] Read error [::1]:4: Connection reset. This may indicate")
     )
@@ -47,7 +47,7 @@ def test_any_other_failure_is_a_peer_or_the_network():
     )
 
 
-def test_running_out_of_memory_before_a_collective_stays_what_it_is():
+def test_oom_before_a_collective_is_not_converted():
     with pytest.raises(torch.OutOfMemoryError), explaining_failures("an FSDP collective"):
         raise torch.OutOfMemoryError
 
@@ -63,12 +63,12 @@ def attention(length: int) -> float:
 
 
 def imbalance_of(*shares: list[int], cost: Callable[[int], float], padded: bool = False) -> float:
-    """Of ranks with samples of these lengths, each rank in a single microbatch."""
+    """Return the imbalance of ranks with samples of these lengths, each rank in a single microbatch."""
     loads = [load_of((tuple(range(len(lengths))),), lengths, padded=padded, cost=cost) for lengths in shares]
     return Reports(Report(**load._asdict()) for load in loads).imbalance
 
 
-def test_of_two_ranks_the_one_that_costs_more_has_more_to_do() -> None:
+def test_rank_with_the_higher_cost_has_more_work() -> None:
     assert imbalance_of([8], [4, 4], cost=float) == 1
     assert imbalance_of([8], [4, 4], cost=attention) == pytest.approx(64 / 48)
     assert imbalance_of([4, 4], [8], cost=attention) == pytest.approx(64 / 48)
@@ -77,9 +77,9 @@ def test_of_two_ranks_the_one_that_costs_more_has_more_to_do() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 49])
-def test_ranks_that_do_the_same_are_even_whatever_the_unit_of_cost(ranks: int) -> None:
+def test_equal_work_is_balanced_in_any_unit_of_cost(ranks: int) -> None:
     assert imbalance_of(*[[7, 2]] * ranks, cost=lambda length: 1e-6 * length) == 1
-    assert Reports([Report()] * ranks).imbalance == 1, "where nobody has anything to do, nobody waits"
+    assert Reports([Report()] * ranks).imbalance == 1, "without work, no rank waits"
 
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -93,25 +93,25 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_weights_have_another_checksum(change: str, dtype: torch.dtype) -> None:
+def test_different_weights_have_different_checksums(change: str, dtype: torch.dtype) -> None:
     weights = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert checksum([weights]) == checksum([weights.clone()])
     assert checksum([weights]) != checksum([CHANGES[change](weights.clone())])
 
 
-def test_a_checksum_takes_no_copy_of_the_weights() -> None:
+def test_checksum_does_not_copy_the_weights() -> None:
     weights = torch.randn(4_000_000).to(torch.bfloat16)
     assert profiled(lambda: checksum([weights])).peak_bytes < 10 * 2**20
 
 
-def test_the_order_of_parameters_counts_and_what_is_empty_does_not() -> None:
+def test_checksum_depends_on_the_order_of_parameters_but_not_on_empty_ones() -> None:
     one, other = torch.tensor([1.0]), torch.tensor([2.0])
     assert checksum([one, other]) != checksum([other, one])
     assert checksum([one, torch.zeros(0)]) == checksum([one])
 
 
-def test_a_peer_that_is_a_moment_behind_has_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a null device, where no stream waits for what gloo carries."""
+def test_slightly_late_peer_has_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a null device, where no stream waits for gloo."""
     store = dist.HashStore()
     monkeypatch.setattr(ranks, "_store", lambda: store)
     monkeypatch.setattr(ranks, "world_size", lambda: 2)

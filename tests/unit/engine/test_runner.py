@@ -1,4 +1,4 @@
-"""StepRunner in one process, on a model that knows nothing of FSDP."""
+"""StepRunner in one process, on a model without FSDP."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.faults.failing import as_dtensor_does
+from tests.distributed.faults.fault_variants import as_dtensor_does
 from tests.fake_memory import FakeMemory
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
@@ -35,7 +35,7 @@ def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals
 
 
 def runner_of(model: nn.Module, rows: int, **options) -> StepRunner[Tensor]:
-    """What is neither of a runner nor of its step is an option of its recovery."""
+    """Pass options that belong neither to a runner nor to its step to Recovery."""
     forward_backward, stage = options.pop("forward_backward", forward_backward_of(model)), options.pop("stage", "")
     recovery = Recovery(model, **options)
     return StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(rows), recovery=recovery, stage=stage)
@@ -53,7 +53,7 @@ def undisturbed(rows: int) -> tuple[list[Tensor], float]:
 
 
 @pytest.mark.parametrize("operation", range(1, 60, 7))
-def test_a_recovered_step_is_bitwise_one_that_never_failed(operation: int):
+def test_recovered_step_is_bitwise_one_without_failure(operation: int):
     model = a_model()
     runner = runner_of(model, 4)
     torch.manual_seed(1)
@@ -66,7 +66,7 @@ def test_a_recovered_step_is_bitwise_one_that_never_failed(operation: int):
     assert (runner.limit, runner.recoveries) == (RowLimit(2), 1)
 
 
-def test_a_runner_that_is_closed_runs_nothing_more():
+def test_closed_runner_refuses_to_run():
     runner = runner_of(a_model(), rows=2)
     runner.close()
     for run in (lambda: runner.run(SAMPLES, step=1), lambda: runner.attempt([SAMPLES[:2]])):
@@ -74,7 +74,7 @@ def test_a_runner_that_is_closed_runs_nothing_more():
             run()
 
 
-def test_losses_add_up_in_single_precision_whatever_a_microbatch_has_them_in():
+def test_losses_are_summed_in_single_precision():
     model = a_model()
 
     def in_half(samples):
@@ -83,10 +83,10 @@ def test_losses_add_up_in_single_precision_whatever_a_microbatch_has_them_in():
 
     result = runner_of(model, 1, forward_backward=in_half).run(SAMPLES, step=0)
     assert result.loss_sum.dtype == torch.float32
-    assert result.loss_sum.item() == 8 * 256  # what a microbatch has, it has in its own precision
+    assert result.loss_sum.item() == 8 * 256  # the loss of a microbatch keeps its own precision
 
 
-def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
+def test_keeping_the_error_does_not_keep_the_failed_pass():
     model, kept, live_bytes = a_model(), [], []
     forward_backward = forward_backward_of(model)
 
@@ -119,7 +119,7 @@ def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
     assert last.reason == caught.value.fact
 
 
-def test_a_caller_that_makes_room_runs_the_same_step_again():
+def test_caller_that_frees_memory_can_run_the_same_step_again():
     expected, loss_sum = undisturbed(rows=8)
     runner = runner_of(model := a_model(), 8)
     torch.manual_seed(1)
@@ -134,7 +134,7 @@ def test_a_caller_that_makes_room_runs_the_same_step_again():
     assert all(map(torch.equal, gradients(model), expected))
 
 
-def test_a_stage_without_a_backward_is_told_of_watched_memory_but_not_to_checkpoint_its_activations():
+def test_error_of_a_forward_only_stage_names_memory_but_not_checkpointing():
     model = a_model()
 
     def ask(samples):
@@ -155,7 +155,7 @@ def test_a_stage_without_a_backward_is_told_of_watched_memory_but_not_to_checkpo
 
 
 @pytest.mark.parametrize("recovers", [True, False])
-def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice(recovers: bool):
+def test_thrashing_is_detected_in_watched_memory_without_repeating_steps(recovers: bool):
     model, memory, events = a_model(), FakeMemory(), []
     runner = runner_of(model, 8, on_change=events.append, enabled=recovers)
     assert runner.run(SAMPLES, step=0).memory is None
@@ -170,7 +170,7 @@ def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_
     assert all((event.ranks, event.rows, event.peak_bytes) == ((0,), 8, 700) for event in events)
 
 
-def test_an_attempt_runs_exactly_the_microbatches_that_it_is_given():
+def test_attempt_runs_exactly_the_given_microbatches():
     model, rows = a_model(), []
     forward_backward = forward_backward_of(model)
     runner = runner_of(
@@ -182,7 +182,7 @@ def test_an_attempt_runs_exactly_the_microbatches_that_it_is_given():
     assert all(gradient is not None for gradient in gradients(model))
 
 
-def test_an_attempt_that_runs_out_of_memory_shrinks_nothing_and_leaves_no_gradient():
+def test_attempt_that_runs_out_of_memory_keeps_the_limit_and_leaves_no_gradient():
     model = a_model()
     runner = runner_of(model, 128)
     with MemoryMeter() as meter:
@@ -194,11 +194,11 @@ def test_an_attempt_that_runs_out_of_memory_shrinks_nothing_and_leaves_no_gradie
     assert gradients(model) == [None] * 4
 
 
-def test_every_attempt_tells_its_plan_before_it_begins():
+def test_every_attempt_reports_its_plan_before_it_begins():
     plans, forward_backward = [], forward_backward_of(model := a_model())
     runner = runner_of(
         model,
-        16,  # it shrinks from what ran and not from what is allowed
+        16,  # it shrinks from the rows that ran, not from the allowed rows
         stage="policy",
         forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
         on_attempt=lambda stage, step, plan: plans.append((stage, step, [len(rows) for rows in plan])),
@@ -209,7 +209,7 @@ def test_every_attempt_tells_its_plan_before_it_begins():
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "text"),
     [
         (torch.ones(()), "returned Tensor; it has to return Totals"),
         (None, "returned NoneType; it has to return Totals"),
@@ -222,9 +222,9 @@ def test_every_attempt_tells_its_plan_before_it_begins():
         (Totals(torch.ones(()), 3, {"margin": 2}), "margin of Totals has to be a detached tensor"),
     ],
 )
-def test_a_microbatch_that_returns_no_totals_is_an_error_with_the_remedy(returned: object, told: str):
+def test_microbatch_that_returns_no_totals_is_an_error_with_the_remedy(returned: object, text: str):
     runner = runner_of(a_model(), 8, forward_backward=lambda samples: returned)
-    with pytest.raises((TypeError, ValueError), match=told):
+    with pytest.raises((TypeError, ValueError), match=text):
         runner.run(SAMPLES, step=0)
 
 
@@ -241,7 +241,7 @@ def take_a_stage_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "text"),
     [
         (run_twice, r"gradients from before this step.*zero_grad"),
         (take_a_stage_twice, "has a runner for stage '' already: give each its own `stage`"),
@@ -262,15 +262,15 @@ def take_a_stage_twice() -> None:
         (lambda: Recovery(regrow_after=-1), "regrow_after: -1 steps; give 0"),
     ],
 )
-def test_what_cannot_be_run_is_refused_with_the_remedy(wrong: Callable[[], object], told: str):
-    with pytest.raises((TypeError, ValueError), match=told):
+def test_invalid_calls_are_refused_with_the_remedy(wrong: Callable[[], object], text: str):
+    with pytest.raises((TypeError, ValueError), match=text):
         wrong()
 
 
-def test_a_step_is_not_repeated_once_hooks_have_used_its_gradients():
+def test_step_is_not_repeated_after_hooks_have_used_its_gradients():
     model = a_model()
     runner = runner_of(model, 8)
-    for parameter in model.parameters():  # after Recovery has looked for them
+    for parameter in model.parameters():  # after Recovery has searched for hooks
         parameter.register_post_accumulate_grad_hook(lambda each: each.data.sub_(each.grad))
     with (
         pytest.raises(RecoveryUnsupportedError, match="out of memory in step 0, which cannot be repeated: hooks use"),
@@ -280,7 +280,7 @@ def test_a_step_is_not_repeated_once_hooks_have_used_its_gradients():
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), torch.OutOfMemoryError("mine")])
-def test_what_is_not_recovered_from_passes_through_a_step_and_a_commit_untouched(error: Exception):
+def test_unrecoverable_errors_pass_through_steps_and_commits_unchanged(error: Exception):
     def broken(samples):
         raise error
 
@@ -292,7 +292,7 @@ def test_what_is_not_recovered_from_passes_through_a_step_and_a_commit_untouched
 
 
 @pytest.mark.parametrize("error", [as_dtensor_does("out of memory"), MemoryError()], ids=["device", "host"])
-def test_out_of_memory_in_a_commit_is_fatal_however_it_is_said(error: Exception):
+def test_any_kind_of_oom_in_a_commit_is_fatal(error: Exception):
     with (
         pytest.raises(UnrecoverableError, match="out of memory in a step on rank 0"),
         runner_of(a_model(), 8).committing("a step", last_checkpoint=None),

@@ -1,4 +1,4 @@
-"""What a search answers over many laws of memory, which rows it measures on its way, and what it says."""
+"""Results of the search for many memory functions, the rows it measures, and its messages."""
 
 import random
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tests.laws import (
+from tests.simulated_memory import (
     GIB,
     MIB,
     Device,
-    Law,
+    PeakFunction,
     affine,
     budget_for,
     headrooms,
@@ -31,7 +31,7 @@ from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 @given(phases, headrooms)
 @example([(0, 20)], 1.9999999999999991)  # one byte short of four rows
 @example([(0, 20)], 2.0)
-def test_linear_equals_brute_force_on_crossing_affine_phases_in_four_probes_without_running_out(
+def test_linear_finds_95_percent_of_brute_force_in_four_probes_without_oom(
     laws: list[tuple[int, int]], headroom: float
 ) -> None:
     device = Device(affine(*laws), budget_for(affine(*laws), headroom))
@@ -50,7 +50,7 @@ bounds = st.fixed_dictionaries(
 
 
 @given(phases, headrooms, bounds, st.booleans())
-def test_binary_equals_brute_force_over_the_rows_that_may_be_the_answer(
+def test_binary_equals_brute_force_over_the_allowed_rows(
     laws: list[tuple[int, int]], headroom: float, asked: dict[str, Any], soft: bool
 ) -> None:
     device = Device(affine(*laws), budget_for(affine(*laws), headroom, rows=1), soft)
@@ -58,7 +58,7 @@ def test_binary_equals_brute_force_over_the_rows_that_may_be_the_answer(
 
 
 @given(phases, headrooms, bounds)
-def test_decrease_answers_the_first_of_its_halvings_that_fits(
+def test_decrease_returns_the_first_halving_that_fits(
     laws: list[tuple[int, int]], headroom: float, asked: dict[str, Any]
 ) -> None:
     device = Device(affine(*laws), budget_for(affine(*laws), headroom, rows=1))
@@ -71,7 +71,7 @@ def test_decrease_answers_the_first_of_its_halvings_that_fits(
 
 
 @given(st.lists(st.tuples(phase, phase), min_size=1, max_size=3), headrooms, st.booleans())
-def test_linear_finds_the_answer_where_a_phase_is_a_maximum_of_two_laws(
+def test_linear_finds_the_result_if_a_phase_is_the_maximum_of_two_lines(
     pairs: list[tuple[tuple[int, int], tuple[int, int]]], headroom: float, soft: bool
 ) -> None:
     assume(any(a[1] or b[1] for a, b in pairs))
@@ -85,14 +85,14 @@ def test_linear_finds_the_answer_where_a_phase_is_a_maximum_of_two_laws(
     assert 0.95 * best <= result.rows <= best
 
 
-def in_blocks(law: Law, granule: int, chunk: int = 1) -> Law:
-    """What an allocator makes of it that rounds up to so many bytes, where so many rows are run at a time."""
+def in_blocks(law: PeakFunction, granule: int, chunk: int = 1) -> PeakFunction:
+    """Round memory up like an allocator with blocks of `granule` bytes that runs `chunk` rows at a time."""
     return lambda rows: {name: ceil(need / granule) * granule for name, need in law(ceil(rows / chunk) * chunk).items()}
 
 
 @given(phases, headrooms, st.integers(1, 8), st.integers(1, 64 * MIB), roundings, st.booleans())
 @settings(max_examples=200)
-def test_no_strategy_answers_with_rows_that_were_not_measured_and_accepted(
+def test_every_strategy_returns_measured_rows_that_fit(
     laws: list[tuple[int, int]], headroom: float, chunk: int, granule: int, round_to: str, soft: bool
 ) -> None:
     law = in_blocks(affine(*laws), granule, chunk)
@@ -108,7 +108,7 @@ def test_no_strategy_answers_with_rows_that_were_not_measured_and_accepted(
 
 
 @given(phases, headrooms, st.integers(1, 16 * MIB))
-def test_allocator_rounding_does_not_cost_more_than_a_twentieth(
+def test_allocator_rounding_costs_at_most_a_twentieth(
     laws: list[tuple[int, int]], headroom: float, granule: int
 ) -> None:
     law = in_blocks(affine(*laws), granule)
@@ -118,7 +118,7 @@ def test_allocator_rounding_does_not_cost_more_than_a_twentieth(
 
 
 @given(phases, headrooms, st.integers(1, 200), st.booleans())
-def test_rows_at_which_the_allocator_retries_are_never_the_answer(
+def test_rows_with_allocator_retries_are_never_the_result(
     laws: list[tuple[int, int]], headroom: float, retries_above: int, soft: bool
 ) -> None:
     law = affine(*laws)
@@ -151,7 +151,7 @@ def test_linear_flushes_once_at_most_where_the_cache_fills_the_device_first(
 @pytest.mark.parametrize("round_to", ["none", "power_of_two", "divisor"])
 @given(max_rows=st.integers(1, 40))
 @settings(max_examples=20)
-def test_nothing_above_the_bound_is_measured(strategy: str, round_to: str, max_rows: int) -> None:
+def test_rows_above_the_bound_are_never_measured(strategy: str, round_to: str, max_rows: int) -> None:
     device = Device(affine((1000, 10)), 10**6 * MIB)
     result = device.search(strategy=strategy, round_to=round_to, max_rows=max_rows, samples_per_step=24)
     assert max(device.measured) <= max_rows
@@ -159,7 +159,7 @@ def test_nothing_above_the_bound_is_measured(strategy: str, round_to: str, max_r
 
 
 @given(phases, headrooms, st.floats(-0.9, 0.9), st.booleans())
-def test_a_first_row_that_needs_less_or_more_misleads_linear_only_where_a_third_probe_could_run_out(
+def test_cheaper_first_row_misleads_linear_only_if_a_third_probe_could_run_out(
     laws: list[tuple[int, int]], headroom: float, share: float, soft: bool
 ) -> None:
     law = one_row_cheaper(laws, share)
@@ -168,57 +168,57 @@ def test_a_first_row_that_needs_less_or_more_misleads_linear_only_where_a_third_
     best = device.brute_force()
     assert result.rows <= best
     assert result.rows >= 0.95 * best or (share > 0 and result.rows == 2 and len(result.probes) == 2)
-    if share >= 0:  # more only costs probes
+    if share >= 0:  # a dearer first row only costs probes
         assert len(result.probes) <= 4
         assert result.out_of_memory_count == 0
 
 
-def one_row_differs(by: int, fixed: int, slope: int, at: int = 1) -> Law:
-    """A line in MiB, but for these rows."""
+def one_row_differs(by: int, fixed: int, slope: int, at: int = 1) -> PeakFunction:
+    """Return a line in MiB, except at these rows."""
     return lambda rows: {"step": (fixed + slope * rows + by * (rows == at)) * MIB}
 
 
-Way = tuple[Law, int, list[int], dict[str, Any]]
+Way = tuple[PeakFunction, int, list[int], dict[str, Any]]
 
 
-def way(law: Law, budget_mib: int, measured: list[int], round_to: str = "none", **options: int | str) -> Way:
+def way(law: PeakFunction, budget_mib: int, measured: list[int], round_to: str = "none", **options: int | str) -> Way:
     return law, budget_mib * MIB, measured, {"round_to": round_to, **options}
 
 
 FLAT, SECOND_ROW_DEARER = affine((40_000, 100)), one_row_differs(132, 3261, 672, at=2)
 WAYS = {
-    # as users are promised
-    "a near answer is measured at once": way(affine((34_500, 4600)), 75_000, [1, 2, 8], "power_of_two"),
-    "two measurements are good for four times as many": way(FLAT, 60_000, [1, 2, 8, 200]),
-    "or for eight if rounded": way(FLAT, 60_000, [1, 2, 16, 128], "power_of_two"),
-    "what is safe for every crossing phase": way(affine((1000, 1000)), 90_000, [1, 2, 2 * 90_000 // 3000, 89]),
+    # as documented
+    "measure a close result directly": way(affine((34_500, 4600)), 75_000, [1, 2, 8], "power_of_two"),
+    "extrapolate to four times the rows": way(FLAT, 60_000, [1, 2, 8, 200]),
+    "extrapolate to eight times if rounded": way(FLAT, 60_000, [1, 2, 16, 128], "power_of_two"),
+    "safe for any crossing phase": way(affine((1000, 1000)), 90_000, [1, 2, 2 * 90_000 // 3000, 89]),
     "to the bound in steps of eight": way(affine((1000, 0)), 2000, [1, 2, 16, 128, 1024, MAX_ROWS], "power_of_two"),
     "binary doubles": way(affine((0, 1000)), 13_000, [1, 2, 4, 8, 16, 12, 14, 13], strategy="binary"),
     "three rows, if foreseen": way(one_row_differs(-10, 80, 20), 161, [1, 2, 3, 4], "power_of_two"),
-    # noise at 18 rows lets the line through it promise 99; measured, they leave room for one more
-    "no probe for the hundredth row": way(one_row_differs(8, 1000, 100, at=18), 11_000, [1, 2, 18, 99]),
-    "on to a whole step": way(SECOND_ROW_DEARER, 12_058, [1, 2, 8, 12], max_rows=12, least_rows=12),
+    # noise at 18 rows makes the line through it predict 99; measured, these leave space for one more
+    "no probe for a single additional row": way(one_row_differs(8, 1000, 100, at=18), 11_000, [1, 2, 18, 99]),
+    "extend to a whole step": way(SECOND_ROW_DEARER, 12_058, [1, 2, 8, 12], max_rows=12, least_rows=12),
     "a whole step is too far": way(SECOND_ROW_DEARER, 9000, [1, 2], max_rows=12, least_rows=12),
-    "by what is no possible answer": way(FLAT, 44_000, [1, 2, 8, 31], "divisor", samples_per_step=62),
+    "measure rows that cannot be the result": way(FLAT, 44_000, [1, 2, 8, 31], "divisor", samples_per_step=62),
 }
 
 
 @pytest.mark.parametrize("case", WAYS)
-def test_the_way_to_an_answer_which_is_the_last_that_is_measured(case: str) -> None:
+def test_measured_rows_end_with_the_result(case: str) -> None:
     law, budget_bytes, measured, options = WAYS[case]
     device = Device(law, budget_bytes)
     assert device.search(**options).rows == measured[-1]
     assert device.measured == measured
 
 
-def test_a_failure_that_was_measured_to_its_end_says_where_to_look_next() -> None:
-    """The first row needs more than its line, so the jump to 8 goes too far; 2 and 8 rows then point at 5."""
+def test_fully_measured_failure_guides_the_next_probe() -> None:
+    """The first row needs more than its line, so the jump to 8 goes too far; 2 and 8 rows then lead to 5."""
     device = Device(one_row_differs(1, 5, 2), 16 * MIB, soft=True)
     assert device.search(round_to="none").rows == 5
     assert device.measured[:4] == [1, 2, 8, 5]
 
 
-def test_after_an_unforeseen_failure_linear_steps_back_a_little_before_it_bisects() -> None:
+def test_after_an_unexpected_failure_linear_steps_back_before_bisecting() -> None:
     device = Device(affine((1000, 1000)), 90_000 * MIB, retries_above=86)
     result = device.search(round_to="none")
     assert device.measured == [1, 2, 60, 89, 87, 82]
@@ -227,14 +227,14 @@ def test_after_an_unforeseen_failure_linear_steps_back_a_little_before_it_bisect
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("strategy", ["linear", "binary"])
-def test_memory_that_grows_faster_than_the_rows_is_searched_to_the_end(strategy: str, soft: bool) -> None:
+def test_memory_that_grows_faster_than_rows_is_searched_completely(strategy: str, soft: bool) -> None:
     device = Device(lambda rows: {"attention": rows * rows * MIB}, 1000 * MIB, soft)
     result = device.search(strategy=strategy, round_to="none")
     assert result.rows in (30, 31)
     assert result.fits_rows >= result.rows
 
 
-def test_rows_that_fit_above_a_size_that_did_not_are_not_trusted() -> None:
+def test_fitting_rows_above_a_failed_size_are_not_trusted() -> None:
     probes = [Probe(rows=rows, peak=Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
     history = History(10, range(1, 11), 10, probes=tuple(probes))
     assert (history.fit_rows, history.too_many) == (1, 4)
@@ -248,8 +248,8 @@ def llama_8b(rows: int) -> dict[str, int]:
     }
 
 
-def test_llama_8b_is_not_promised_78_rows_where_31_fit() -> None:
-    """As the peaks of one and two rows would have it, which are those of the layers."""
+def test_llama_8b_gets_31_rows_and_not_78() -> None:
+    """The peaks of one and two rows, which are those of the layers, would predict 78."""
     budget_bytes = int(74.8 * GIB)
     result = Device(llama_8b, budget_bytes).search(round_to="none")
     assert result.fits_rows == pytest.approx((74.8 - 5.67) / 2.168)
@@ -277,27 +277,25 @@ def test_llama_8b_is_not_promised_78_rows_where_31_fit() -> None:
         ({"strategy": "binary", "round_to": "none"}, "9 did not fit"),
     ],
 )
-def test_the_reason_says_why_not_more(options: dict[str, Any], reason: str) -> None:
+def test_reason_explains_why_there_are_not_more_rows(options: dict[str, Any], reason: str) -> None:
     device = Device(affine((1050, 100)), 1945 * MIB)
     assert device.search(**options).reason == reason
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_row_is_the_answer_where_two_do_not_fit_even_with_retries(strategy: str) -> None:
+def test_one_row_is_the_result_if_two_do_not_fit_even_with_retries(strategy: str) -> None:
     device = Device(affine((0, 1000)), 1999 * MIB, retries_above=0)
     assert device.search(strategy=strategy, max_rows=4).rows == 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("soft", "told"),
+    ("soft", "message"),
     [(False, r"runs out of memory.*999.0 MiB"), (True, r"needs 1000.0 MiB .* 999.0 MiB; .* more ranks")],
 )
-def test_one_row_over_the_budget_is_an_error_that_names_its_need_where_it_is_known(
-    strategy: str, soft: bool, told: str
-) -> None:
+def test_one_row_over_the_budget_is_an_error_with_its_need_if_known(strategy: str, soft: bool, message: str) -> None:
     device = Device(affine((0, 1000)), 999 * MIB, soft=soft)
-    with pytest.raises(OneRowDoesNotFitError, match=told) as caught:
+    with pytest.raises(OneRowDoesNotFitError, match=message) as caught:
         device.search(strategy=strategy, max_rows=4)
     assert (caught.value.need_bytes, caught.value.budget_bytes) == (1000 * MIB if soft else None, 999 * MIB)
 
@@ -311,12 +309,12 @@ def test_one_row_over_the_budget_is_an_error_that_names_its_need_where_it_is_kno
         ({"max_rows": 0}, r"max_rows: 0.*1 or more"),
     ],
 )
-def test_an_option_that_cannot_be_is_named_with_what_can(options: dict[str, Any], named: str) -> None:
+def test_invalid_option_is_named_with_the_allowed_values(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Device(affine((1, 1)), 9 * MIB).search(**options)
 
 
-def test_phases_that_come_and_go_are_refused() -> None:
+def test_phases_must_be_the_same_in_all_probes() -> None:
     def measure(rows: int) -> Peak:
         names: Mapping[str, int] = {"a": rows, "b": 1} if rows == 1 else {"a": rows}
         return Peak(names, fits=True)
@@ -333,20 +331,20 @@ def test_phases_that_come_and_go_are_refused() -> None:
         (
             {2: 9, 4: 13, 6: 21},
             Surface(0, 3.5),
-        ),  # bends upwards: the steeper chord, and then no negative fixed part
+        ),  # bends upwards: the steeper chord, without a negative fixed part
         ({2: 9, 4: 11, 6: 15}, Surface(3, 2)),
         ({2: 9, 4: 15, 6: 17}, Surface(5, 2)),
         ({1: 1, 2: 9}, Surface(0, 4.5)),  # no negative fixed part
         ({1: 9, 2: 8}, Surface(8, 0)),  # shrinking is noise
     ],
 )
-def test_a_line_goes_through_the_largest_measurement_as_steeply_as_the_others_say(
+def test_line_goes_through_the_largest_measurement_with_the_steepest_slope(
     points: dict[int, int], line: Surface
 ) -> None:
     assert fit_line(points) == line
 
 
-def test_the_lines_of_the_result_are_the_law() -> None:
+def test_lines_of_the_result_equal_the_memory_function() -> None:
     result = Device(affine((900, 7), (100, 50)), 3000 * MIB).search(round_to="none")
     assert result.lines["phase 0"] == Surface(900 * MIB, 7 * MIB)
     assert result.lines["phase 1"] == Surface(100 * MIB, 50 * MIB)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.laws import refuse_nothing
+from tests.simulated_memory import refuse_nothing
 from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Limit, Surface, covering, fit_surface
 from torchtune_adaptive.engine.profile import MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, profile
 from torchtune_adaptive.engine.search import Peak, Room, one_row_error
@@ -17,7 +17,7 @@ surfaces = st.builds(Surface, st.floats(1e6, 1e9), st.floats(0, 1e3), st.floats(
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=6, max_size=6))
-def test_more_rows_never_need_less_and_a_covering_surface_is_below_no_point(measured: list[int]) -> None:
+def test_surface_is_monotonic_and_covers_all_points(measured: list[int]) -> None:
     points = dict(zip(POINTS, measured, strict=True))
     surface = covering(fit_surface(points), points)
     assert all(surface.bytes_at(*at) >= need * (1 - 1e-9) - 1 for at, need in points.items())
@@ -25,9 +25,9 @@ def test_more_rows_never_need_less_and_a_covering_surface_is_below_no_point(meas
 
 
 class Device:
-    """A training step of several phases on a device of so much memory, all ranks alike.
+    """A training step of several phases on a device with this much memory, equal on all ranks.
 
-    `hidden_bytes` is what every phase needs at least, however little it runs: as a gathered layer.
+    `hidden_bytes` is the minimum of every phase, for example a gathered layer.
     """
 
     def __init__(self, budget_bytes: int, *phases: Surface, resident_bytes: int = 0, hidden_bytes: int = 0) -> None:
@@ -86,15 +86,15 @@ def fits_and_little_more_would(device: Device, limit: Limit, length: int) -> boo
 @example(RESIDENT_HIDES_GROWTH, 1000)
 @example(RESIDENT_HIDES_GROWTH, 4000)
 @settings(max_examples=100)
-def test_a_profile_runs_out_of_memory_nowhere_and_allows_what_fits(device: Device, length: int) -> None:
+def test_profile_never_runs_out_of_memory_and_allows_what_fits(device: Device, length: int) -> None:
     found = device.profile(4096)
     assert device.out_of_memory == 0
     assert fits_and_little_more_would(device, found.limit, length)
     assert found.limit.rows_at(length) >= 1 or length > 4000
     constant_rows = found.constant_tokens // max(256, length)
     assert constant_rows == 0 or found.limit.fits(constant_rows, max(256, length))
-    # 7, and up to 4 checks where one row hides how rows grow: two at full length, each of at most 8 times the rows
-    # before it, one at a half and one at a quarter
+    # 7, and up to 4 checks if one row hides growth with rows: two at full length (each at most 8 times the previous
+    # rows), one at half and one at a quarter of the length
     assert len(found.points) <= 7 + 4
     assert found.points[0].rows == 1
     assert found.points[0].length == max(point.length for point in found.points)
@@ -112,12 +112,12 @@ hiding_devices = st.builds(
     ),
     *(st.floats(1.5, 50), st.floats(0.5, 0.95), st.sampled_from([8, 64, 512])),
 )
-"""What a gathered layer needs hides for long how rows grow."""
+"""A gathered layer hides the growth with rows for long."""
 
 
 @given(hiding_devices, st.integers(13, 28), st.sampled_from([{}, {"knee": 12, "shortest": 13}, {"knee": 13}]))
 @settings(max_examples=150)
-def test_what_was_hidden_while_little_was_run_does_not_run_out_of_memory_in_training(
+def test_growth_hidden_at_small_sizes_does_not_run_out_of_memory_in_training(
     found: tuple[Device, int], length: int, grows: dict[str, int]
 ) -> None:
     device, most_rows = found
@@ -126,7 +126,7 @@ def test_what_was_hidden_while_little_was_run_does_not_run_out_of_memory_in_trai
     assert device.need(rows, length) <= device.budget_bytes
     assert len(profile.points) <= MOST_POINTS + MOST_CHECKS + 1
     assert rows >= 1
-    # a knee leaves few lengths to measure, and much of the budget free where they were missed
+    # a knee leaves few lengths to measure, and much of the budget free where those were missed
     assert grows or rows >= 0.9 * most_rows or device.need(3 * rows, length) >= 0.9 * device.budget_bytes
 
 
@@ -139,15 +139,13 @@ bent_devices = st.builds(
     ),
     *(st.floats(100, 1e6), st.floats(100, 1e6), st.floats(1.02, 50)),
 )
-"""With little more than one of the longest there may be room for, and few of the shorter proven to fit."""
+"""If little more than one of the longest samples fits, few shorter ones are proven to fit."""
 
 
 @given(bent_devices, st.integers(KNEE // 2, 4096))
 @settings(max_examples=100)
-def test_what_grows_in_another_way_from_some_length_on_is_found_without_running_out_of_memory(
-    device: Device, length: int
-) -> None:
-    """As the rows of rollouts do: first with the answer, then with the prompt alone."""
+def test_change_of_slope_at_some_length_is_found_without_running_out_of_memory(device: Device, length: int) -> None:
+    """Like rows of rollouts: they grow first with the answer, then with the prompt only."""
     grows = device.phases[0]
     shortest = 2 if grows.bytes_per_token > grows.bytes_per_late_token else KNEE + 1
     length = max(length, shortest)
@@ -157,9 +155,9 @@ def test_what_grows_in_another_way_from_some_length_on_is_found_without_running_
     assert fits_and_little_more_would(device, limit, length)
 
 
-def test_the_held_out_error_is_what_the_first_fit_missed_and_stays_free() -> None:
+def test_held_out_error_is_that_of_the_first_fit_and_stays_free() -> None:
     def measure(rows: int, length: int) -> Peak:
-        strange = 1.1 if length in (512, 2048) else 1.0  # the lengths that are held out
+        strange = 1.1 if length in (512, 2048) else 1.0  # the held-out lengths
         return Peak({"step": int(strange * (1e6 + 100 * rows * length))}, fits=True)
 
     found = profile(measure, Room(10_000_000), SampleLengths(4096), refuse=refuse_nothing, most_rows=4096)
@@ -167,7 +165,7 @@ def test_the_held_out_error_is_what_the_first_fit_missed_and_stays_free() -> Non
     assert found.limit_bytes == pytest.approx(10_000_000 * (1 - found.held_out_error), abs=1)
 
 
-def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
+def test_probe_with_allocator_retries_is_over_the_limit() -> None:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"step": 1000 * rows * length}, fits=True, retries=int(rows * length > 6000))
 
@@ -175,7 +173,7 @@ def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
     assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
 
 
-def test_a_sample_too_long_for_the_device_is_told_with_its_need() -> None:
+def test_sample_too_long_for_the_device_is_reported_with_its_need() -> None:
     device = Device(1_000_000, Surface(10_000, 0, 1000))
     with pytest.raises(
         OneRowDoesNotFitError,
@@ -192,8 +190,9 @@ joined_devices = st.builds(
     ),
     *(st.floats(1e6, 1e9), st.floats(100, 1e6), st.floats(0, 8), st.floats(1.1, 50)),
 )
-"""A sample costs up to 8 tokens more than its own: what flash attention's backward on a GPU takes for itself, for 128
-tokens of one layer, is as much as a few tokens need in all layers."""
+"""A sample costs up to 8 tokens more than its own: the temporary memory of flash attention's backward on a GPU, for
+128 tokens of one layer, equals that of a few tokens in all layers.
+"""
 
 
 LONGEST = st.sampled_from([256, 1000, 4096])
@@ -201,9 +200,7 @@ LONGEST = st.sampled_from([256, 1000, 4096])
 
 @given(joined_devices, st.lists(st.integers(4, 256), min_size=1, max_size=999), LONGEST)
 @settings(max_examples=100)
-def test_a_profile_without_padding_knows_what_samples_cost_besides_their_tokens(
-    device: Device, lengths: list[int], longest: int
-):
+def test_profile_without_padding_includes_the_cost_per_sample(device: Device, lengths: list[int], longest: int):
     limit = device.profile(longest, padded=False).limit
     assert device.out_of_memory == 0
     need = max(phase.bytes_at(len(lengths), max(lengths), sum(lengths)) for phase in device.phases)

@@ -1,4 +1,4 @@
-"""Log lines, and progress with and without a terminal, which a run outlives."""
+"""Log lines, and progress with and without a terminal; a run survives a closed output."""
 
 import io
 import logging
@@ -25,20 +25,20 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     logger = logging.getLogger(console.OURS)
     before, propagates = list(logger.handlers), logger.propagate
     logger.handlers.clear()
-    logger.propagate = True  # pytest listens at each logger that does not
+    logger.propagate = True  # pytest listens at each logger that does not propagate
     yield logger
     logger.handlers[:], logger.propagate = before, propagates
 
 
 def shown_in(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Not by a fixture: pytest puts its own in place when the test begins."""
+    """Replace stderr. A fixture would be too early: pytest installs its own when the test begins."""
     monkeypatch.setattr("sys.stderr", stderr)
     show_decisions()
     return stderr
 
 
 @pytest.mark.parametrize(("between_s", "middle"), [(30, []), (0, [2, 3, 4])])
-def test_without_a_terminal_progress_is_a_first_and_a_last_line_and_some_between(
+def test_without_a_terminal_progress_has_first_last_and_some_lines_between(
     ours: logging.Logger, monkeypatch: pytest.MonkeyPatch, between_s: float, middle: list[int]
 ) -> None:
     monkeypatch.setattr(console, "BETWEEN_LINES_S", between_s)
@@ -52,9 +52,7 @@ def test_without_a_terminal_progress_is_a_first_and_a_last_line_and_some_between
     assert between == [f"epoch 1 · {step} of 5 steps, loss {step}.0" for step in middle]
 
 
-def test_what_is_short_says_nothing_and_what_is_not_shown_never_does(
-    ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_or_hidden_progress_prints_no_line(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     written = shown_in(io.StringIO(), monkeypatch)
     for shown, at_once in ((True, False), (False, True)):
         with progress_bar("batch search", None, "probes", shown=shown, at_once=at_once) as bar:
@@ -62,7 +60,7 @@ def test_what_is_short_says_nothing_and_what_is_not_shown_never_does(
     assert written.getvalue() == ""
 
 
-def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_progress_is_printed_by_default(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "BETWEEN_LINES_S", 0.01)
     written = shown_in(io.StringIO(), monkeypatch)
     with progress_bar("batch search", None, "probes") as bar:
@@ -71,7 +69,7 @@ def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monke
     assert written.getvalue() == "batch search · 1 probes\n"
 
 
-def test_in_a_terminal_it_is_a_bar_between_lines(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_terminal_progress_is_a_bar_between_lines(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = shown_in(Terminal(), monkeypatch)
     with progress_bar("epoch 1", 3, "steps", at_once=True) as bar:
         bar.set_postfix_str("loss 1.0000", refresh=False)
@@ -106,14 +104,14 @@ LOST = "cannot write to stdout ({}): its output is lost\n"
 
 
 def status_of(program: str, into: str, option: str = "") -> subprocess.CompletedProcess[str]:
-    """Its status is the last that is printed."""
+    """Run the program; its status is the last line printed."""
     command = f"{sys.executable} {option} -c '{program}' {into}; echo ${{PIPESTATUS[0]}}"
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "-u"])
 @pytest.mark.parametrize(
-    ("into", "printed", "said"),
+    ("into", "printed", "message"),
     [
         ("| cat", "first\nsecond\n", ""),
         ("> /dev/full", "", LOST.format("No space left on device")),
@@ -121,10 +119,10 @@ def status_of(program: str, into: str, option: str = "") -> subprocess.Completed
         (">&-", "", ""),
     ],
 )
-def test_a_run_outlives_who_reads_what_is_printed(into: str, printed: str, said: str, unbuffered: str) -> None:
+def test_run_survives_a_closed_stdout(into: str, printed: str, message: str, unbuffered: str) -> None:
     ended = status_of(PRINTS, into, unbuffered)
-    assert (ended.stdout, ended.stderr) == (f"{printed}0\n", said)
+    assert (ended.stdout, ended.stderr) == (f"{printed}0\n", message)
 
 
-def test_a_run_outlives_who_reads_its_log() -> None:
+def test_run_survives_a_closed_log() -> None:
     assert status_of(FALLS_SILENT, "2>&1 | true").stdout == "0\n"

@@ -1,4 +1,4 @@
-"""What is said of a silent rank, and which rank leaves without being one."""
+"""Messages about silent ranks, and which ranks report a regular end."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,7 @@ from torchtune_adaptive.life.heartbeat import Silent, ending_when_a_rank_is_sile
 from torchtune_adaptive.life.this_run import ThisRun, saved_and_what_next
 
 
-def test_the_message_names_ranks_and_where_they_are_and_what_to_end_first() -> None:
+def test_message_names_ranks_their_location_and_the_processes_to_end_first() -> None:
     assert str(Silent((3,), "pid 7 on node-b", 60)) == (
         "rank 3 (pid 7 on node-b) has not responded for 60 s (adaptive.silent_rank_timeout), "
         "and the other ranks cannot continue without it"
@@ -26,9 +26,7 @@ def test_the_message_names_ranks_and_where_they_are_and_what_to_end_first() -> N
     ("newest", "words"),
     [(None, "nothing is saved. To restart: "), (Path("out/step_4"), "last checkpoint: out/step_4. To resume: ")],
 )
-def test_a_run_goes_on_only_from_what_is_saved(
-    newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_command_requires_a_checkpoint(newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_run, "THIS_RUN", ThisRun(newest=newest))
     assert saved_and_what_next().startswith(words)
 
@@ -37,7 +35,7 @@ def test_a_run_goes_on_only_from_what_is_saved(
     ("error", "as_it_should"),
     [(None, True), (RunFinished("x"), True), (RunStopped("x"), True), (OSError("x"), False), (SystemExit, False)],
 )
-def test_only_a_rank_that_ends_with_all_others_says_that_it_has_left(
+def test_only_ranks_that_end_with_all_others_report_a_regular_end(
     error: BaseException | None, as_it_should: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bool] = []

@@ -1,4 +1,4 @@
-"""Which rank tells of a failure, and which answers a question."""
+"""Which rank reports a failure, and which runs a query."""
 
 import signal
 import sys
@@ -30,24 +30,24 @@ def _signals_and_hooks_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def be_rank_of(attempt: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two, as torchrun says it."""
+    """Act as one of two ranks started by torchrun."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     (attempt / str(rank)).mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(attempt / str(rank) / "error.json"))
 
 
-def test_one_rank_speaks_in_each_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_prints_the_message_in_each_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for attempt in ("attempt_0", "attempt_1"):
         be_rank_of(tmp_path / attempt, 1, monkeypatch)
         assert speaks_first()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "nothing cuts its message off"
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "a signal would cut off its message"
         be_rank_of(tmp_path / attempt, 0, monkeypatch)
         assert not speaks_first()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_without_a_place_to_agree_every_rank_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_shared_folder_every_rank_prints_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     be_rank_of(tmp_path, 1, monkeypatch)
     for error_file in ("", str(tmp_path / "gone" / "1" / "error.json")):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
@@ -58,7 +58,7 @@ def test_without_a_place_to_agree_every_rank_speaks(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (None, "this part cannot be repeated")]
 )
-def test_memory_that_runs_out_where_nothing_runs_again_is_told_with_what_helps(recover: bool | None, why: str) -> None:
+def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, why: str) -> None:
     with pytest.raises(RecoveryUnsupportedError) as caught, launch.telling_where_memory_runs_out(recover):
         raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
     text = in_keys(caught.value)
@@ -70,17 +70,17 @@ def test_memory_that_runs_out_where_nothing_runs_again_is_told_with_what_helps(r
 
 
 @pytest.mark.parametrize("error", [KeyError("no memory"), LimitExhaustedError("out of memory")])
-def test_another_error_is_left_as_it_is(error: Exception) -> None:
+def test_other_errors_are_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, launch.telling_where_memory_runs_out(False):
         raise error
     assert caught.value is error
 
 
-def test_a_thread_that_the_system_refuses_is_told_with_the_limits() -> None:
-    before = threading.stack_size(2**46)  # no address space has room for that
+def test_refused_thread_is_reported_with_the_limits() -> None:
+    before = threading.stack_size(2**46)  # larger than any address space
     try:
-        told = r"starts no further thread .*can't start new thread.*ulimit -v.*ulimit -u"
-        with pytest.raises(AdaptiveError, match=told), one_message.telling_where_no_thread_starts():
+        shown = r"starts no further thread .*can't start new thread.*ulimit -v.*ulimit -u"
+        with pytest.raises(AdaptiveError, match=shown), one_message.telling_where_no_thread_starts():
             threading.Thread(target=print).start()
     finally:
         threading.stack_size(before)
@@ -90,7 +90,7 @@ def test_a_thread_that_the_system_refuses_is_told_with_the_limits() -> None:
     ("error", "ended"),
     [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), this_run.ERROR)],
 )
-def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
+def test_unrecoverable_run_does_not_offer_to_resume(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     this_run.begin(tmp_path, "tune run", tmp_path, 0)
@@ -107,7 +107,7 @@ def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
     assert run.ended == ended
 
 
-def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_runs_a_query(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def question(*_: object) -> None:
         raise AssertionError("asked")
 
@@ -116,7 +116,7 @@ def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     launch.run_without_training(question, [])
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # without a launcher, RANK is what another program has left
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # without a launcher, RANK was left by another program
     with pytest.raises(SystemExit):
         launch.run_without_training(question, [])
     assert "AssertionError: asked" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A rank lives as long as the process that has started it, and leaves its message where torchrun looks for it."""
+"""A rank ends with its launcher's process, and leaves its message where torchrun expects it."""
 
 import os
 import select
@@ -30,7 +30,7 @@ time.sleep(600)
 """
 
 
-def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process() -> None:
+def test_rank_outlives_the_thread_that_started_it_but_not_the_process() -> None:
     command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", RANK]
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "any"}
     launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -39,17 +39,17 @@ def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process() -> Non
         rank = int(launcher.stdout.readline())
         time.sleep(0.5)
         state = Path(f"/proc/{rank}/status").read_text()
-        assert "\nState:\tZ" not in state, "the thread that has started it is over, the process is not"
+        assert "\nState:\tZ" not in state, "the starting thread has ended, the process has not"
     finally:
         launcher.kill()
         launcher.wait()
-    ended, _, _ = select.select([launcher.stdout], [], [], 10 * PATIENCE)  # nobody has its other end
+    ended, _, _ = select.select([launcher.stdout], [], [], 10 * PATIENCE)  # all writers have closed it
     if not ended:
         os.kill(rank, signal.SIGKILL)
     assert ended
 
 
-def test_a_rank_whose_launcher_died_during_its_imports_ends_at_once() -> None:
+def test_rank_whose_launcher_died_during_its_imports_ends_immediately() -> None:
     imports = "import os, time; from torchtune_adaptive.life.launcher import end_with_the_launcher as end; "
     waits = "parent = os.getppid(); print('imported', flush=True)\nwhile os.getppid() == parent: time.sleep(0.01)\n"
     code = f"{imports}{waits}end(); print('trains')"

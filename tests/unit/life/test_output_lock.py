@@ -1,4 +1,4 @@
-"""Who may write into an output directory: one run at a time, and never nobody because of one that is gone."""
+"""The lock of an output directory: one run at a time, and a dead run never blocks the next."""
 
 import re
 import signal
@@ -18,7 +18,7 @@ from torchtune_adaptive.life import output_lock
 from torchtune_adaptive.life.output_lock import LOCK_FILE, holder, take
 from torchtune_adaptive.life.this_run import THIS_RUN
 
-# loaded by itself: nothing of torch, so that it is quick
+# loaded without torch, to be quick
 HOLDS = """
 import importlib.util, os, sys, time
 from pathlib import Path
@@ -45,7 +45,7 @@ def another_run(
         process.wait(20 * PATIENCE)
 
 
-def test_the_second_run_says_who_holds_it_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_names_the_holder_and_changes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_lock, "WAIT_S", 0.3)
     with another_run(tmp_path) as other:
         before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
@@ -57,14 +57,14 @@ def test_the_second_run_says_who_holds_it_and_touches_nothing(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_its_process(number: signal.Signals, tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(number: signal.Signals, tmp_path: Path) -> None:
     with another_run(tmp_path) as other:
         other.send_signal(number)
         take(tmp_path).close()
     assert holder(tmp_path) is None
 
 
-def test_a_forked_child_that_lives_on_does_not_hold_it(tmp_path: Path) -> None:
+def test_surviving_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     fork = "print('held', flush=True); child = os.fork(); time.sleep(30 if child == 0 else 600)"
     with another_run(tmp_path, fork) as other:
         time.sleep(0.3)
@@ -73,7 +73,7 @@ def test_a_forked_child_that_lives_on_does_not_hold_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("restarted", "wait_s"), [(False, output_lock.WAIT_S), (True, 0.0)])
-def test_a_predecessor_that_is_still_dying_is_waited_for_and_after_a_restart_longer(
+def test_dying_predecessor_is_waited_for_and_longer_after_a_restart(
     restarted: bool, wait_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output_lock, "WAIT_S", wait_s)
@@ -85,14 +85,14 @@ def test_a_predecessor_that_is_still_dying_is_waited_for_and_after_a_restart_lon
 
 
 @pytest.mark.parametrize("content", [b"", b"{torn", b"[]", b"\xff"])
-def test_what_lies_in_a_file_that_nobody_holds_is_in_nobodys_way(content: bytes, tmp_path: Path) -> None:
+def test_stale_lock_file_does_not_block_a_new_run(content: bytes, tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_bytes(content)
     assert holder(tmp_path) is None
     take(tmp_path).close()
     assert holder(tmp_path) is None
 
 
-def test_a_file_system_without_locks_costs_a_line(
+def test_file_system_without_locks_gives_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuses(*_: object) -> None:
@@ -105,7 +105,7 @@ def test_a_file_system_without_locks_costs_a_line(
     ]
 
 
-def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to output_dir .*file/out': .*file/out: Not a directory"):
         take(tmp_path / "file" / "out")

@@ -1,4 +1,4 @@
-"""How a process hears that it is to end, without any training."""
+"""Handling of signals in a process, without training."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ me = os.getpid()
 
 
 def python(program: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """What a process that listens does then; `before` is done by the shell that starts it."""
+    """Run a program in a process that handles signals; the shell runs `before` first."""
     return subprocess.run(
         ["sh", "-c", f'{before}exec "$0" -c "$1"', sys.executable, LISTENS + textwrap.dedent(program)],
         env={**os.environ, **environment},
@@ -35,39 +35,40 @@ def python(program: str, before: str = "", **environment: str) -> subprocess.Com
     )
 
 
-def told(number: signal.Signals, before: str = "", **environment: str) -> tuple[int, str, str]:
-    """The status, and what is known and said by a process that this signal was sent to."""
+def after_signal(number: signal.Signals, before: str = "", **environment: str) -> tuple[int, str, str]:
+    """Return status, recorded signal and messages of a process that received this signal."""
     known = 'THIS_RUN.asked_to_stop(), getattr(THIS_RUN.signal, "name", None)'
     ended = python(f"os.kill(me, {int(number)}); time.sleep(0.5); print({known})", before, **environment)
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_what_the_launcher_passes_on_is_heard() -> None:
-    forwarded = getattr(LaunchConfig, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # an option from 2.12 on
+def test_signals_forwarded_by_the_launcher_are_handled() -> None:
+    # an option since torch 2.12
+    forwarded = getattr(LaunchConfig, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     assert {number.name for number in signals.HANDLED} == set(forwarded.split(","))
 
 
 @pytest.mark.parametrize("number", signals.HANDLED)
-def test_the_first_is_noted_and_nothing_is_interrupted(number: signal.Signals) -> None:
-    status, known, said = told(number)
+def test_first_signal_is_recorded_without_interrupting(number: signal.Signals) -> None:
+    status, known, printed = after_signal(number)
     assert (status, known) == (0, f"True {number.name}\n")
-    assert said.count(number.name) == 1
-    assert "nothing is saved" in said
+    assert printed.count(number.name) == 1
+    assert "nothing is saved" in printed
 
 
-def test_only_rank_0_says_so() -> None:
-    assert told(signal.SIGTERM, RANK="1") == (0, "True SIGTERM\n", "")
+def test_only_rank_0_prints_the_message() -> None:
+    assert after_signal(signal.SIGTERM, RANK="1") == (0, "True SIGTERM\n", "")
 
 
-def test_what_is_ignored_stays_ignored() -> None:
-    assert told(signal.SIGHUP, before="trap '' HUP; ") == (0, "False None\n", "")
+def test_ignored_signal_stays_ignored() -> None:
+    assert after_signal(signal.SIGHUP, before="trap '' HUP; ") == (0, "False None\n", "")
 
 
 @pytest.mark.parametrize(
-    ("first", "said"), [(signal.SIGTERM, "SIGTERM again"), (signal.SIGINT, "SIGTERM after SIGINT")]
+    ("first", "printed"), [(signal.SIGTERM, "SIGTERM again"), (signal.SIGINT, "SIGTERM after SIGINT")]
 )
-def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back(first: signal.Signals, said: str) -> None:
-    """In a collective, say, that waits for a peer that is gone."""
+def test_second_signal_ends_a_process_with_a_blocked_main_thread(first: signal.Signals, printed: str) -> None:
+    """For example in a collective that waits for a dead peer."""
     ended = python(f"""
         os.kill(me, {int(first)})
         if not os.fork():
@@ -79,10 +80,10 @@ def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back(first: s
             ctypes.CDLL(None).sleep(60)
     """)
     assert ended.returncode == 128 + signal.SIGTERM
-    assert f"{said}: ended immediately; nothing is saved" in ended.stderr
+    assert f"{printed}: ended immediately; nothing is saved" in ended.stderr
 
 
-def test_the_copy_of_a_signal_that_is_noted_slowly_is_no_second_one() -> None:
+def test_duplicate_of_a_slowly_recorded_signal_is_not_a_second_one() -> None:
     ended = python("""
         THIS_RUN.try_to_note = lambda *_: time.sleep(1.5)
         os.kill(me, signal.SIGINT)
@@ -93,7 +94,7 @@ def test_the_copy_of_a_signal_that_is_noted_slowly_is_no_second_one() -> None:
     assert (ended.returncode, "ended immediately" in ended.stderr) == (0, False), ended.stderr
 
 
-def test_a_forked_worker_that_is_told_to_end_ends_and_not_the_run() -> None:
+def test_signal_to_a_forked_worker_ends_only_the_worker() -> None:
     ended = python("""
         child = os.fork()
         if not child:
@@ -125,12 +126,12 @@ def rank_1(attempt: Path) -> dict[str, str]:
     return {"TORCHELASTIC_ERROR_FILE": str(attempt / "1" / "error.json"), "LOCAL_RANK": "1", "RANK": "1"}
 
 
-def test_a_rank_that_alone_was_asked_says_so_at_once(attempt: Path) -> None:
+def test_signal_to_one_rank_is_reported_immediately(attempt: Path) -> None:
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(1)", **rank_1(attempt))
     assert "SIGTERM on rank 1: the run ends as soon as all ranks agree" in ended.stderr
 
 
-def test_what_all_ranks_are_asked_is_said_once(attempt: Path) -> None:
+def test_signal_to_all_ranks_is_reported_once(attempt: Path) -> None:
     (attempt / signals.ASKED_FILE).touch()  # as rank 0 does
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(1); print(THIS_RUN.asked_to_stop())", **rank_1(attempt))
     assert (ended.stdout, ended.stderr) == ("True\n", "")
@@ -142,8 +143,8 @@ def gone() -> int:
     return process.pid
 
 
-@pytest.mark.parametrize("how", ["gone", "has said so"])
-def test_a_rank_whose_peer_has_failed_ends_without_a_word(how: str, attempt: Path) -> None:
+@pytest.mark.parametrize("how", ["gone", "has reported it"])
+def test_rank_with_a_failed_peer_ends_silently(how: str, attempt: Path) -> None:
     if how == "gone":
         (attempt / "1" / launcher.PID_FILE).write_text(str(gone()))
     else:
@@ -152,7 +153,7 @@ def test_a_rank_whose_peer_has_failed_ends_without_a_word(how: str, attempt: Pat
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
 
 
-def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -> None:
+def test_error_replaces_the_recorded_signal(tmp_path: Path) -> None:
     this_run.begin(tmp_path, "tune run", tmp_path, 0)
     this_run.end(tmp_path, this_run.ASKED, "SIGTERM")
     this_run.end(tmp_path, this_run.ERROR, "lower the rate")
@@ -176,7 +177,7 @@ def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -
         ),
     ],
 )
-def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_command(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_run.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_to_go_on() == goes_on

@@ -1,4 +1,4 @@
-"""The journal of a run: writing it never fails, and what is read back is one story across crashes and resumes."""
+"""The journal of a run: writing never fails, and reading gives one consistent history across crashes and resumes."""
 
 import json
 import os
@@ -55,7 +55,7 @@ CAUSES = {a_file_instead: "File exists", folders_instead: "Is a directory", a_fu
 
 
 @pytest.mark.parametrize("spoil", CAUSES, ids=lambda spoil: spoil.__name__)
-def test_where_nothing_can_be_written_one_line_says_why(
+def test_unwritable_journal_gives_one_line_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
 ) -> None:
     spoil(tmp_path / "out")
@@ -65,7 +65,7 @@ def test_where_nothing_can_be_written_one_line_says_why(
     assert line.endswith(f": {CAUSES[spoil]}; training continues")
 
 
-def test_a_folder_that_vanishes_is_told_once_and_stays_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_removed_folder_is_reported_once_and_not_recreated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(tmp_path / "out")
     journal.start(0)
     shutil.rmtree(tmp_path / "out")
@@ -76,7 +76,7 @@ def test_a_folder_that_vanishes_is_told_once_and_stays_gone(tmp_path: Path, capl
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pipe_in_place_of_a_file_does_not_make_a_run_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_named_pipe_does_not_block_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in FILES:
         os.mkfifo(tmp_path / name)
     write_a_run(tmp_path, steps=500)
@@ -85,9 +85,7 @@ def test_a_pipe_in_place_of_a_file_does_not_make_a_run_wait(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("figure", [object(), {object(): 1}, b"bytes"], ids=["object", "key", "bytes"])
-def test_a_figure_that_cannot_be_written_costs_its_line_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, figure: Any
-) -> None:
+def test_unwritable_figure_loses_only_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, figure: Any) -> None:
     journal = Journal(tmp_path)
     journal.step(1, {"loss": 1.0})
     journal.step(2, {"loss": figure})
@@ -98,7 +96,7 @@ def test_a_figure_that_cannot_be_written_costs_its_line_only(
 
 @contextmanager
 def files_no_larger_than(count: int) -> Iterator[None]:
-    """A disk that is full for every file of this size. Python ignores the signal that would come with it."""
+    """Simulate a full disk for every file of this size. Python ignores the accompanying signal."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
@@ -108,7 +106,7 @@ def files_no_larger_than(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [150, 171, 199, 227])
-def test_after_a_full_disk_the_record_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int) -> None:
+def test_record_continues_after_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int) -> None:
     journal = Journal(tmp_path)
     journal.start(0)
     with files_no_larger_than(room):
@@ -126,10 +124,10 @@ def test_after_a_full_disk_the_record_goes_on(tmp_path: Path, caplog: pytest.Log
 
 sessions = st.lists(
     st.tuples(
-        st.floats(0, 1),  # from which checkpoint it goes on
+        st.floats(0, 1),  # the checkpoint to resume from
         st.lists(st.booleans(), max_size=6),  # its steps, and which of them run out of memory
-        st.floats(0, 1),  # when it is killed: which write
-        st.floats(0, 1),  # and which byte of it
+        st.floats(0, 1),  # the write at which it is killed
+        st.floats(0, 1),  # and the byte of that write
     ),
     min_size=1,
     max_size=6,
@@ -137,17 +135,17 @@ sessions = st.lists(
 
 
 class Story:
-    """What a run went through, beside the files that it left."""
+    """The expected history of a run, to compare with its files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.steps: dict[int, int] = {}
-        """Which session trained it."""
+        """The session that trained each step."""
         self.recoveries: list[tuple[int, int]] = []
         self.sessions = 0
 
     def session(self, resume_at: float, steps: list[bool], killed_at: float, byte: float, *, last: bool) -> None:
-        """Trains these steps after one that it has trained before; only the last session ends by itself."""
+        """Train these steps after an earlier step; only the last session ends by itself."""
         done = round(resume_at * len(self.steps))
         self.steps = {step: by for step, by in self.steps.items() if step <= done}
         self.recoveries = [(step, by) for step, by in self.recoveries if 0 < step <= done]
@@ -162,7 +160,7 @@ class Story:
                 happened()
 
     def _writes(self, done: int, steps: list[bool]) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-        """What is written, and what is true once that is on disk."""
+        """Yield pairs: a write, and the update of the expected history once it is on disk."""
         journal, session = Journal(self.directory), self.sessions
         yield lambda: journal.start(done), lambda: None
         for step, recovers in enumerate(steps, done + 1):
@@ -180,7 +178,7 @@ class Story:
         return {name: (self.directory / name).read_bytes() for name in FILES if (self.directory / name).exists()}
 
     def _keep_part(self, before: dict[str, bytes], byte: float) -> bool:
-        """Leaves the write in the middle; whether it is whole all the same, but for the end of its line."""
+        """Cut the write off at this byte; return True if only its line end is missing."""
         grown = {name: content[len(before.get(name, b"")) :] for name, content in self._content().items()}
         left = kept = round(byte * sum(map(len, grown.values())))
         for name in FILES:
@@ -192,7 +190,7 @@ class Story:
 
 
 @given(sessions)
-def test_killed_at_any_byte_and_resumed_a_run_has_each_step_once(
+def test_run_killed_at_any_byte_and_resumed_has_each_step_once(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[float, list[bool], float, float]]
 ) -> None:
     story = Story(tmp_path_factory.mktemp("run"))
@@ -205,7 +203,7 @@ def test_killed_at_any_byte_and_resumed_a_run_has_each_step_once(
     assert recoveries == story.recoveries
 
 
-def test_lost_steps_do_not_count_even_where_the_start_could_not_be_written(tmp_path: Path) -> None:
+def test_lost_steps_do_not_count_even_if_the_start_was_not_written(tmp_path: Path) -> None:
     write_a_run(tmp_path, steps=7)
     with files_no_larger_than(1):
         Journal(tmp_path).start(3)
@@ -213,7 +211,7 @@ def test_lost_steps_do_not_count_even_where_the_start_could_not_be_written(tmp_p
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
-def test_the_files_are_only_appended_to(tmp_path: Path) -> None:
+def test_files_are_only_appended_to(tmp_path: Path) -> None:
     write_a_run(tmp_path, steps=3)
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
     journal = Journal(tmp_path)
@@ -222,7 +220,7 @@ def test_the_files_are_only_appended_to(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(content) for name, content in before.items())
 
 
-def test_an_event_is_one_line_with_every_field_that_is_known(tmp_path: Path) -> None:
+def test_event_is_one_line_with_every_known_field(tmp_path: Path) -> None:
     change = recovery(412, ranks=(3,), length=397, peak_bytes=900, budget_bytes=1000)
     Journal(tmp_path).event(change)
     written = json.loads((tmp_path / EVENTS_FILE).read_text(encoding="utf-8"))
@@ -232,7 +230,7 @@ def test_an_event_is_one_line_with_every_field_that_is_known(tmp_path: Path) -> 
 
 
 UNREADABLE: dict[str, bytes] = {
-    "no UTF-8": b'{"step": 2, "kind": "recovery", "reason": "\xff"}',
+    "invalid UTF-8": b'{"step": 2, "kind": "recovery", "reason": "\xff"}',
     "a list": b"[1]",
     "no step": b'{"kind": "recovery"}',
     "a step that is text": b'{"step": "2", "kind": "recovery"}',
@@ -247,7 +245,7 @@ UNREADABLE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_line_that_no_run_has_written_is_left_out_and_counted(
+def test_invalid_lines_are_skipped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
     write_a_run(tmp_path, steps=2)

@@ -1,4 +1,4 @@
-"""Pictures show what was recorded; a picture that cannot be drawn ends nothing."""
+"""Plots show the recorded data; a failed plot never ends a run."""
 
 import runpy
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.pictures import is_drawn, legend_of, line_of, marked, pictures
+from tests.saved_figures import is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.report.test_tables import GIB
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
 from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, Event, Journal, read_timeline
@@ -22,7 +22,7 @@ from torchtune_adaptive.report.pictures import (
 
 STEPS = 30
 SECONDS = {10: 3.0, 15: 2.0}
-"""Those of repeated steps; all others take one second."""
+"""Duration of repeated steps; all others take one second."""
 MEMORY = "peak memory of the fullest rank (GiB)"
 
 
@@ -42,7 +42,7 @@ def changed(kind: str, step: int, before: int, after: int, **others: Any) -> Cha
 
 
 def a_run(directory: Path) -> Journal:
-    """Thirty steps: out of memory in the tenth, grown after the 14th, and out of memory at once."""
+    """Write thirty steps: out of memory in step 10, growth after step 14, and out of memory right after."""
     journal = started(directory)
     set_to(journal, 8)
     for step in range(1, STEPS + 1):
@@ -57,7 +57,7 @@ def a_run(directory: Path) -> Journal:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are saved in the test."""
+    """The figures saved in the test."""
     return pictures(monkeypatch)
 
 
@@ -72,7 +72,7 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
-def test_the_limit_is_a_line_of_steps_with_marks_where_it_changed(tmp_path: Path, drawn: list[Any]) -> None:
+def test_limit_is_plotted_by_step_with_marks_at_changes(tmp_path: Path, drawn: list[Any]) -> None:
     a_run(tmp_path)
     figure = drawn_run(tmp_path, drawn)
     limit, memory = figure.axes
@@ -87,7 +87,7 @@ def test_the_limit_is_a_line_of_steps_with_marks_where_it_changed(tmp_path: Path
     assert {MARKS[RECOVERY][2], MARKS[GROWTH][2], "limit", "lowered", "budget"} < set(legend_of(figure))
 
 
-def test_the_title_says_what_happened(tmp_path: Path) -> None:
+def test_title_summarizes_the_run(tmp_path: Path) -> None:
     journal = a_run(tmp_path)
     assert (
         run_title(read_timeline(tmp_path))
@@ -100,7 +100,7 @@ def test_the_title_says_what_happened(tmp_path: Path) -> None:
     assert run_title(read_timeline(tmp_path)) == "1 step, none out of memory"
 
 
-def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(tmp_path: Path, drawn: list[Any]) -> None:
+def test_run_ended_by_oom_has_that_title_unless_it_continued(tmp_path: Path, drawn: list[Any]) -> None:
     journal = started(tmp_path)
     set_to(journal, 1)
     for step in (1, 2, 3):
@@ -114,8 +114,8 @@ def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(tmp_p
     assert run_title(read_timeline(tmp_path)) == "4 steps in microbatches of at most 1 row, none out of memory"
 
 
-def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, drawn: list[Any]) -> None:
-    """Two epochs of two stages; the reference ran out of memory before training, too."""
+def test_each_stage_has_a_panel_from_the_first_step(tmp_path: Path, drawn: list[Any]) -> None:
+    """Two epochs of two stages; the reference also ran out of memory before training."""
     journal = started(tmp_path)
     journal.event(changed(RECOVERY, 0, 16, 8, stage="reference"))
     for step, after in ((0, 2 * GIB), (2, 4 * GIB)):
@@ -137,9 +137,9 @@ def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, drawn: li
 @pytest.mark.parametrize(
     ("imbalances", "unit", "shown"),
     [((1.0, 1.3, 1.2), "bytes", True), ((1.01, 1.02), "bytes", False), ((1.3, 1.2), "rows", False)],
-    ids=["uneven", "as even as dealing makes it", "not dealt"],
+    ids=["uneven", "even because of dealing", "not dealt"],
 )
-def test_ranks_that_wait_for_the_busiest_have_a_panel_where_that_can_be_helped(
+def test_imbalance_has_a_panel_if_dealing_could_reduce_it(
     tmp_path: Path, drawn: list[Any], imbalances: tuple[float, ...], unit: str, shown: bool
 ) -> None:
     journal = started(tmp_path)
@@ -184,7 +184,7 @@ def test_a_limit_that_never_changed_is_drawn_if_nothing_else_was_recorded(tmp_pa
     assert titles(drawn_run(tmp_path, drawn)) == ["most rows in a microbatch"]
 
 
-def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, drawn: list[Any]) -> None:
+def test_samples_per_step_have_a_panel_if_they_change(tmp_path: Path, drawn: list[Any]) -> None:
     journal = started(tmp_path)
     set_to(journal, 8)
     journal.step(1, {"samples": 16})
@@ -192,7 +192,7 @@ def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, drawn: 
     assert titles(drawn_run(tmp_path, drawn)) == ["samples of a step, all ranks"]
 
 
-def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(tmp_path: Path, drawn: list[Any]) -> None:
+def test_gradient_noise_has_a_panel_with_the_samples_per_step(tmp_path: Path, drawn: list[Any]) -> None:
     journal = started(tmp_path)
     set_to(journal, 8)
     scale = "gradient_noise_scale"
@@ -210,7 +210,7 @@ def test_the_noise_of_the_gradient_has_a_panel_beside_the_samples_of_a_step(tmp_
 
 
 @pytest.mark.parametrize("value", [None, "8", True, float("nan"), 10**400], ids=str)
-def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, drawn: list[Any], value: Any) -> None:
+def test_invalid_figure_is_not_plotted(tmp_path: Path, drawn: list[Any], value: Any) -> None:
     journal = a_run(tmp_path)
     journal.step(31, dict.fromkeys(["samples", "target_tokens", "target_tokens_per_second"], value))
     journal.step(32, {"peak_bytes": value, "budget_bytes": GIB})
@@ -223,7 +223,7 @@ def draw_a_run(directory: Path) -> Path | None:
     return draw_run(directory, read_timeline(directory))
 
 
-def test_a_picture_that_cannot_be_drawn_is_one_line(
+def test_failed_plot_gives_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / REPORT_FILE).mkdir()
@@ -238,7 +238,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(
     assert caplog.messages == [f"{REPORT_FILE} is not drawn: {why}" for why in ("Is a directory", "no font found")]
 
 
-def test_without_matplotlib_one_line_says_how_to_get_it(
+def test_missing_matplotlib_gives_one_line_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -247,7 +247,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     assert caplog.messages == [f"{REPORT_FILE} is not drawn: pip install matplotlib"]
 
 
-def test_a_folder_without_a_run_is_said_to_be_one(
+def test_folder_without_a_run_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
@@ -257,7 +257,7 @@ def test_a_folder_without_a_run_is_said_to_be_one(
     assert capsys.readouterr().err == f"nothing to draw: no run in {tmp_path}\n"
 
 
-def test_the_command_draws_what_can_be_read_and_says_what_is_left_out(tmp_path: Path) -> None:
+def test_command_plots_readable_lines_and_reports_skipped_ones(tmp_path: Path) -> None:
     a_run(tmp_path)
     with (tmp_path / STEPS_FILE).open("ab") as file:
         file.write(b'null\n{"step": 31, "los\xff')

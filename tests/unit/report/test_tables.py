@@ -1,6 +1,6 @@
 """Tables of searches and profiles."""
 
-from tests.laws import refuse_nothing
+from tests.simulated_memory import refuse_nothing
 from torchtune_adaptive.engine.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.engine.search import Peak, Room, SearchResult, search
 from torchtune_adaptive.report.tables import profile_table, search_table
@@ -19,7 +19,7 @@ def example() -> SearchResult:
 
 
 def failing() -> SearchResult:
-    """Every way in which a probe can be refused."""
+    """Return a search with every kind of rejected probe."""
 
     def measure(rows: int) -> Peak:
         if rows == 16:
@@ -29,7 +29,7 @@ def failing() -> SearchResult:
     return search(measure, Room(int(11.5 * GIB)), refuse=refuse_nothing, strategy="decrease", max_rows=16)
 
 
-def test_the_table_is_the_one_that_users_are_promised() -> None:
+def test_table_is_the_documented_one() -> None:
     assert search_table(example(), 4096) == (
         "batch search · linear · 4096 tokens · budget 75.2 GiB a rank\n"
         "  rows   peak       of budget   time\n"
@@ -39,7 +39,7 @@ def test_the_table_is_the_one_that_users_are_promised() -> None:
     )
 
 
-def test_the_table_says_what_became_of_each_refused_size() -> None:
+def test_table_shows_the_reason_for_each_rejected_size() -> None:
     lines = search_table(failing(), 128).splitlines()
     assert lines[2:] == [
         "  16     out of memory               12.3 s",
@@ -49,7 +49,7 @@ def test_the_table_says_what_became_of_each_refused_size() -> None:
     ]
 
 
-def test_a_probe_over_a_soft_budget_is_told_apart_from_one_that_ran_out() -> None:
+def test_probe_over_a_soft_budget_is_distinguished_from_oom() -> None:
     def measure(rows: int) -> Peak:
         return Peak({"step": rows * GIB}, fits=True)
 
@@ -64,7 +64,7 @@ def profiled() -> Profile:
     return profile(measure, Room(6 * GIB, GIB), SampleLengths(1024), refuse=refuse_nothing, most_rows=512)
 
 
-def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -> None:
+def test_table_of_a_profile_has_rows_lengths_and_the_error() -> None:
     lines = profile_table(profiled()).splitlines()
     assert lines[0] == "token budget · 7 probes · budget 6.0 GiB a rank"
     assert lines[2] == "  1      1024     1024     2.0 GiB     33 %      0.5 s"
@@ -72,4 +72,4 @@ def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -
     assert lines[-1].startswith("  fitted over rows and length; held-out probes are at most 0.0 % off; up to")
     assert lines[-1].endswith(
         (" up to 5119 tokens fit at any length", " up to 5120 tokens fit at any length")
-    )  # 5 GiB, of a MiB each; an error of 1e-16
+    )  # 5 GiB, at one MiB per token; rounding error 1e-16

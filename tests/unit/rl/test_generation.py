@@ -1,4 +1,4 @@
-"""Random numbers that belong to an answer, and groups whose prompt runs once."""
+"""Random numbers per answer, and groups whose prompt runs once."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torchtune_adaptive.rl.generation import Sampling, choose, draws, generate
 SAMPLES = [(0, "generate", sample) for sample in range(8)]
 
 
-def test_what_a_sample_draws_depends_on_its_key_alone_and_more_begins_with_the_same() -> None:
+def test_random_numbers_depend_only_on_the_key_and_are_prefixes() -> None:
     together = draws(SAMPLES[::-1], 100)
     for sample, drawn in zip(SAMPLES[::-1], together, strict=True):
         assert torch.equal(draws([sample], 5)[0], drawn[:5])
@@ -17,20 +17,20 @@ def test_what_a_sample_draws_depends_on_its_key_alone_and_more_begins_with_the_s
     assert (draws([], 4).shape, draws(SAMPLES, 0).shape) == ((0, 4), (8, 0))
 
 
-def test_choices_are_as_frequent_as_they_are_probable() -> None:
+def test_choices_follow_their_probabilities() -> None:
     weights = torch.tensor([1.0, 0.0, 3.0, 6.0, 0.0])
     chosen = choose(weights.expand(20_000, -1), draws([(each,) for each in range(20_000)], 1)[:, 0])
     assert torch.bincount(chosen, minlength=5) == pytest.approx([2000, 0, 6000, 12_000, 0], rel=0.06)
 
 
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53, 1.0])
-def test_what_has_no_probability_is_never_chosen(drawn: float) -> None:
-    """Not at either end, where the number is as small or as large as it can be, or was rounded up."""
+def test_zero_probability_is_never_chosen(drawn: float) -> None:
+    """Not even at either end of the range, or if the number was rounded up."""
     weights = torch.tensor([[0.0, 1e-30, 0.0, 0.3, 0.0]])
     assert weights[0, choose(weights, torch.tensor([drawn], dtype=torch.float64))] > 0
 
 
-def test_answers_to_one_prompt_are_those_that_each_gets_alone_and_the_prompt_runs_once() -> None:
+def test_answers_of_a_group_equal_separate_answers_and_the_prompt_runs_once() -> None:
     torch.manual_seed(0)
     model, rows = demo_model(num_layers=2, embed_dim=32, intermediate_dim=64, max_seq_len=64), []
     model.register_forward_pre_hook(lambda _, given: rows.append(tuple(given[0].shape)))

@@ -1,4 +1,4 @@
-"""GRPO's arithmetic, beside the formulas of those who have trained with it."""
+"""GRPO's arithmetic, compared with published formulas."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ SIZES = {"num_steps": 1, "batch_size": 2, "grpo_samples": 3, "forward_batch_size
 
 
 def answers(rewards: list[float], lengths: list[int]) -> list[Rollout]:
-    """Answers that are worth so much, of these lengths."""
+    """Return answers with these rewards and lengths."""
     made = []
     for number, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
         counts = torch.arange(MOST) < length
@@ -39,7 +39,7 @@ def answers(rewards: list[float], lengths: list[int]) -> list[Rollout]:
 def expected(
     average: str, log_probs: Tensor, before: Tensor, reference: Tensor, advantages: Tensor, mask: Tensor, beta: float
 ) -> Tensor:
-    """As TRL has it under the names grpo, dapo and dr_grpo; torchtune's mean over tokens is that of dapo."""
+    """TRL's formulas named grpo, dapo and dr_grpo; torchtune's mean over tokens is dapo."""
     ratio = torch.exp(log_probs - before)
     surrogate = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.28) * advantages)
     kl = torch.exp(reference - log_probs) - (reference - log_probs) - 1
@@ -50,7 +50,7 @@ def expected(
 
 
 @pytest.mark.parametrize("average", ["tokens", "answers", "length"])
-def test_the_loss_of_any_split_is_that_of_the_formulas(average: str) -> None:
+def test_loss_of_any_split_equals_the_formulas(average: str) -> None:
     draw = torch.Generator().manual_seed(0)
     loss = GRPOLoss(epsilon=0.2, epsilon_high=0.28, kl_coeff=0.05, average=average)
     everyone = answers([1, 0, 0.5, 2, 2, 7], [3, 7, 1, 2, 5, 4])
@@ -74,7 +74,7 @@ def test_the_loss_of_any_split_is_that_of_the_formulas(average: str) -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
 
 
-def test_advantages_are_over_the_group_and_its_deviation() -> None:
+def test_advantages_are_normalized_by_mean_and_deviation_of_the_group() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 3.0], [5.0, 5.0, 5.0, 5.0]])
     first = (rewards[0] - 1.0) / (rewards[0].std() + 1e-4)
     assert torch.allclose(advantages_of(rewards, scaled=True), torch.stack([first, torch.zeros(4)]))
@@ -82,7 +82,7 @@ def test_advantages_are_over_the_group_and_its_deviation() -> None:
 
 
 @pytest.mark.parametrize(("without_signal", "kept"), [("drop", [0, 1, 2]), ("keep", [0, 1, 2, 3, 4, 5])])
-def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_kept(without_signal: str, kept: list[int]) -> None:
+def test_group_with_equal_rewards_is_dropped_or_kept(without_signal: str, kept: list[int]) -> None:
     everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
     step = prepared(everyone, GRPOSettings(**SIZES, without_signal=without_signal))
     assert [each.number for each in step.rollouts] == kept
@@ -91,22 +91,22 @@ def test_a_group_whose_answers_are_all_worth_the_same_is_dropped_or_kept(without
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "message"),
     [
         (SCORE, "the reward model's score is nan for 1 of 6 answers; .* reward_checkpointer.checkpoint_files"),
         (REFERENCE_LOG_PROBS, "the reference's log-probability is nan for 1 of 6 answers; .* ref_checkpointer.checkp"),
     ],
 )
-def test_a_result_that_is_no_number_is_refused_with_the_files_of_its_model(result: str, said: str) -> None:
+def test_invalid_result_is_refused_with_the_files_of_its_model(result: str, message: str) -> None:
     everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
     for each in everyone:
         each.results[REFERENCE_LOG_PROBS] = torch.zeros(MOST)
     everyone[4].results[result] = everyone[4].results[result] + math.nan
-    with pytest.raises(NotLearningError, match=f"^iteration 1: {said}"):
+    with pytest.raises(NotLearningError, match=f"^iteration 1: {message}"):
         prepared(everyone, GRPOSettings(**SIZES))
 
 
-def test_an_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause() -> None:
+def test_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause() -> None:
     everyone = answers([1, 0, 0], [3, 7, 1])
     where, remedy = cause_of_update(everyone, {"loss": math.inf, "kl": math.inf}, 0.05)
     assert where == (
@@ -126,7 +126,7 @@ def record(rewards: Sequence[list[float]]) -> SignalWatch:
 EQUAL, DIFFERENT = [1, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0]
 
 
-def test_a_run_without_a_signal_is_warned_of_after_three_iterations_and_at_its_end(
+def test_run_without_signal_warns_after_three_iterations_and_at_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     watch = record([EQUAL] * 5)
@@ -137,18 +137,18 @@ def test_a_run_without_a_signal_is_warned_of_after_three_iterations_and_at_its_e
     ]
 
 
-def test_a_run_with_a_signal_in_one_iteration_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_with_signal_in_one_iteration_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     record([EQUAL, EQUAL, DIFFERENT, EQUAL, EQUAL]).warn()
     assert caplog.messages == []
 
 
-def test_an_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:
+def test_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:
     everyone = answers([1, 0, 0], [3, MOST, MOST])
     everyone[2].answer[-1] = 5
     assert share_cut_off(everyone, [5, 6]) == pytest.approx(1 / 3)
     assert share_cut_off(everyone, []) == pytest.approx(2 / 3)
 
 
-def test_where_no_group_has_a_signal_all_of_them_count() -> None:
+def test_all_groups_count_if_no_group_has_a_signal() -> None:
     step = prepared(answers([1, 1, 1, 0, 0, 0], [3] * 6), GRPOSettings(**SIZES))
     assert (len(step.rollouts), step.divisor) == (6, 18)

@@ -1,4 +1,4 @@
-"""Prompts that leave no room for an answer, in what the models take."""
+"""Prompts that leave no space for an answer within the model's maximum length."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +18,15 @@ UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len":
 
 
 @pytest.mark.parametrize(
-    ("new", "measured", "said"),
+    ("new", "measured", "message"),
     [
         (20, None, r"max_generated_tokens is 20, .* 20 tokens .* set it to 19 or less"),
         (12, 9, r"adaptive.sequence_length is 9, .* set it to 8 or less, or to null"),
     ],
 )
-def test_answers_leave_room_for_a_prompt_of_the_measured_length(new: int, measured: int | None, said: str) -> None:
+def test_answers_leave_space_for_a_prompt_of_the_measured_length(new: int, measured: int | None, message: str) -> None:
     models: Any = (LONG, SHORT)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_room(models, AdaptiveConfig(sequence_length=measured), new)
     check_room(models, AdaptiveConfig(sequence_length=measured and measured - 1), new - (measured is None))
     unknown: Any = (UNKNOWN,)
@@ -34,7 +34,7 @@ def test_answers_leave_room_for_a_prompt_of_the_measured_length(new: int, measur
 
 
 @pytest.mark.parametrize("cut_at", [None, 16, 8])
-def test_by_rows_too_a_prompt_without_room_for_an_answer_is_named_before_training(
+def test_prompt_without_space_for_an_answer_is_named_before_training_with_row_limits_too(
     cut_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, _ = read_ppo_settings(config(PPO_DEMO, "use_maximum_batch_size=False"))

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers, from logits that only tokens of answers have."""
+"""Log-probabilities of answers, with logits computed only for answer tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from torchtune_adaptive.rl.rollouts import COUNTS, Rollout
 
 TEMPERATURE = 0.7
 WIDTH = 6
-"""New tokens that are generated; answers end sooner."""
+"""Number of generated tokens; answers end sooner."""
 
 
 def rollouts() -> list[Rollout]:
-    """Prompts of 2, 9 and 5 tokens with answers of 5, 1 and 3."""
+    """Return rollouts with prompts of 2, 9 and 5 tokens and answers of 5, 1 and 3."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for number, (prompt, length) in enumerate([(2, 5), (9, 1), (5, 3)]):
@@ -24,14 +24,14 @@ def rollouts() -> list[Rollout]:
 
 
 def alone(model: nn.Module, rollout: Rollout) -> Tensor:
-    """The log-probabilities of one rollout, by all of its logits."""
+    """Return the log-probabilities of one rollout from all its logits."""
     all_logits: Tensor = model(rollout.tokens[None])[0].float() / TEMPERATURE
     first = len(rollout.prompt)
     of_answer = all_logits.log_softmax(-1)[first - 1 : first - 1 + rollout.length]
     return of_answer.gather(1, rollout.answer[: rollout.length, None])[:, 0]
 
 
-def test_tokens_of_prompts_get_no_logits_and_those_of_answers_the_same() -> None:
+def test_only_answer_tokens_get_logits_with_unchanged_values() -> None:
     torch.manual_seed(0)
     model = llama3_2(
         vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, intermediate_dim=48, max_seq_len=16
@@ -46,4 +46,4 @@ def test_tokens_of_prompts_get_no_logits_and_those_of_answers_the_same() -> None
     for rollout, of_rollout in zip(everything, found, strict=True):
         torch.testing.assert_close(of_rollout[: rollout.length], alone(model, rollout), rtol=1e-5, atol=1e-5)
         assert not of_rollout[rollout.length :].any()
-    assert seen[1:] == [(1, len(rollout.tokens), 32) for rollout in everything], "afterwards, all of them"
+    assert seen[1:] == [(1, len(rollout.tokens), 32) for rollout in everything], "afterwards, all tokens"

@@ -1,4 +1,4 @@
-"""PPO's advantages, which are torchtune's, and losses whose sums no split changes."""
+"""PPO's advantages equal torchtune's, and sums of losses do not depend on the split."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ def drawn(seed: int) -> Tensor:
 
 
 def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> list[Rollout]:
-    """Rollouts of iteration 5, after all stages that have no backward."""
+    """Return rollouts of iteration 5 after all stages without a backward."""
     counts, valued = answer_masks(answers, [STOP])
     results = {
         COUNTS: counts,
@@ -58,7 +58,7 @@ def settings(**changes: object) -> PPOSettings:
 
 
 def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Masks of padding in answers and in values, the last tokens, and where rewards belong, as its recipe has them."""
+    """Return padding masks of answers and values, last tokens, and positions of rewards, as in torchtune's recipe."""
     padding, _ = rlhf.truncate_sequence_at_first_stop_token(ANSWERS.clone(), torch.tensor([STOP]), 0)
     last = training.get_unmasked_sequence_lengths(padding)
     at = torch.where((last > 0) & (last < ANSWERS.size(1) - 1), last + 1, last)
@@ -74,7 +74,7 @@ def test_answers_end_where_torchtune_ends_them() -> None:
 
 @pytest.mark.parametrize("whiten_rewards", [True, False])
 @pytest.mark.parametrize(("no_stop", "shorter_than"), [(True, None), (False, 2), (True, 3), (False, None)])
-def test_advantages_and_figures_are_torchtunes(whiten_rewards: bool, no_stop: bool, shorter_than: int | None) -> None:
+def test_advantages_and_figures_equal_torchtunes(whiten_rewards: bool, no_stop: bool, shorter_than: int | None) -> None:
     padding, value_padding, last, at = as_torchtune()
     scores, log_probs, reference, values = torch.arange(5.0), drawn(0), drawn(1), drawn(2)
     everyone = rollouts(scores, reference)
@@ -101,28 +101,28 @@ def test_advantages_and_figures_are_torchtunes(whiten_rewards: bool, no_stop: bo
 
 
 @pytest.mark.parametrize("whiten_rewards", [True, False])
-def test_a_single_token_is_not_whitened_to_nan(whiten_rewards: bool) -> None:
+def test_single_token_is_not_whitened_to_nan(whiten_rewards: bool) -> None:
     [rollout] = rollouts(torch.tensor([3.0]), torch.zeros(1, 3), torch.tensor([[STOP, 1, 1]]))
     keep_advantages([rollout], settings(whiten_rewards=whiten_rewards, kl_coeff=0.0))
     assert rollout.results[ADVANTAGES].tolist() == [pytest.approx(3.0 - float(rollout.results[VALUES][0])), 0, 0]
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf])
-def test_a_score_that_is_no_number_is_the_reward_models_fault(score: float) -> None:
+def test_invalid_score_is_attributed_to_the_reward_model(score: float) -> None:
     scores = torch.tensor([1.0, score, 1.0, 1.0, 1.0])
     fault = rf"^iteration 5: the reward model's score is {score} for 1 of 5 answers; .* reward_checkpointer.checkpoint"
     with pytest.raises(NotLearningError, match=fault):
         keep_advantages(rollouts(scores, drawn(1)), settings())
 
 
-def test_a_log_probability_that_is_no_number_is_the_references() -> None:
+def test_invalid_log_probability_is_attributed_to_the_reference() -> None:
     reference = drawn(1)
     reference[2, 0] = math.nan
     with pytest.raises(NotLearningError, match=r"reference's log-probability is nan for 1 of 5 answers; .* ref_policy"):
         keep_advantages(rollouts(torch.arange(5.0), reference), settings())
 
 
-def test_a_divergence_that_costs_too_much_names_its_coefficient() -> None:
+def test_too_large_divergence_penalty_names_its_coefficient() -> None:
     fault = r"^iteration 5: the divergence times kl_coeff, which is 1e\+12, is -.* of 5 answers; .*: lower kl_coeff"
     with pytest.raises(NotLearningError, match=fault):
         keep_advantages(rollouts(torch.arange(5.0), 9 * drawn(1)), settings(kl_coeff=1e12))
@@ -137,7 +137,7 @@ def test_a_divergence_that_costs_too_much_names_its_coefficient() -> None:
         (None, (1.0, math.nan), "train policy"),
     ],
 )
-def test_the_fault_of_an_update_is_the_first_stage_with_numbers_that_are_not_finite(
+def test_failed_update_names_the_first_stage_with_non_finite_values(
     result: str | None, losses: tuple[float, float], stage: str
 ) -> None:
     everyone = rollouts(torch.arange(5.0), drawn(1))
@@ -148,7 +148,7 @@ def test_the_fault_of_an_update_is_the_first_stage_with_numbers_that_are_not_fin
     assert fault.where == f" in stage {stage}"
 
 
-def test_a_score_that_the_penalty_replaces_does_not_count() -> None:
+def test_score_replaced_by_the_penalty_does_not_count() -> None:
     scores = torch.tensor([3.0, 3.0, 3.0, math.nan, 3.0])
     ppo = replace(settings(reward_penalty=-1.0), penalise_no_eos=True)
     assert keep_advantages(rollouts(scores, drawn(1)), ppo)["scores"] == pytest.approx((3 * 3 - 2) / 5)
@@ -159,7 +159,7 @@ def loss_of(log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tenso
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_sums_over_any_split_are_torchtunes_means_times_their_tokens(rows: int) -> None:
+def test_sums_over_any_split_equal_torchtunes_means_times_tokens(rows: int) -> None:
     log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
     policy, value = torch.zeros(()), torch.zeros(())
     for part in (slice(start, start + rows) for start in range(0, len(ANSWERS), rows)):
@@ -177,7 +177,7 @@ def test_sums_over_any_split_are_torchtunes_means_times_their_tokens(rows: int) 
     torch.testing.assert_close(of_values / valued, values.grad)
 
 
-def test_figures_are_sums_over_tokens_that_count() -> None:
+def test_figures_are_sums_over_counted_tokens() -> None:
     tokens = float(COUNT_MASK.sum())
     for sign, clipped, loss in ((1, tokens, -1.2), (-1, 0, torch.e)):
         found, sums = loss_of(drawn(5) + 1, drawn(5), sign * torch.ones(ANSWERS.shape), COUNT_MASK)
@@ -187,7 +187,7 @@ def test_figures_are_sums_over_tokens_that_count() -> None:
         assert float(sums["squares"]) == pytest.approx(tokens, rel=1e-5)
 
 
-def test_what_is_infinite_where_nothing_counts_changes_nothing() -> None:
+def test_infinite_values_of_uncounted_tokens_have_no_effect() -> None:
     log_probs = torch.tensor([[0.0, torch.inf]], requires_grad=True)
     loss_of(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]))[0].backward()
     assert log_probs.grad is not None

@@ -1,4 +1,4 @@
-"""Reward functions: how they are called, what they return, and how they fail."""
+"""Reward functions: calls, results and failures."""
 
 import sys
 import time
@@ -19,13 +19,13 @@ GROUP = (
     {"prompts": ["1+1=", "1+1="], "completions": ["2", "11"], "completion_ids": [[50], [49, 49]], "answer": ["2", "2"]},
     5,
 )
-"""What a function gets, and the number of the sample."""
+"""The arguments of a function, and the number of the sample."""
 
 
 def as_trl_calls(prompts: Any, completions: Any, completion_ids: Any, answer: Any, bonus: float = 0.0) -> list[float]:
     assert prompts == ["1+1=", "1+1="]
     assert completion_ids == [[50], [49, 49]]
-    return [bonus + (said == wanted) for said, wanted in zip(completions, answer, strict=True)]
+    return [bonus + (message == wanted) for message, wanted in zip(completions, answer, strict=True)]
 
 
 def nothing_to_say(**_: Any) -> list[Any]:
@@ -84,14 +84,14 @@ def function(name: str, timeout_s: float | None = None, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 20])
-def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments(timeout_s: float | None) -> None:
+def test_function_is_called_like_trls_with_its_keys_as_arguments(timeout_s: float | None) -> None:
     assert function("as_trl_calls", timeout_s, bonus=0.5)(*GROUP) == [1.5, 0.5]
     assert function("nothing_to_say", timeout_s)(*GROUP) == [0.0, 1.0]
     assert function("Judge", timeout_s, strictness=0.25)(*GROUP) == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("returning", {"value": [1.0]}, r"returned \[1.0\] in place of 2 finite numbers"),
         ("returning", {"value": [1.0, float("nan")]}, r"returned \[1.0, nan\] in place of 2 finite numbers"),
@@ -103,13 +103,13 @@ def test_a_function_is_called_as_trl_calls_it_and_its_further_keys_are_arguments
         ("endless", {}, r"has not returned within 0.1 s \(reward_timeout\)"),
     ],
 )
-def test_what_goes_wrong_names_the_function_and_the_sample(name: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RewardError, match=rf"reward function {name} .*{said}.* \(sample 5; its first answer: '?2"):
+def test_failure_names_the_function_and_the_sample(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward function {name} .*{message}.* \(sample 5; its first answer: '?2"):
         function(name, 0.1, **options)(*GROUP)
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         ({"_component_": "nowhere.at_all"}, "0._component_ is nowhere.at_all, which cannot be imported"),
         ({"weight": 1}, "0._component_ is null"),
@@ -121,23 +121,23 @@ def test_what_goes_wrong_names_the_function_and_the_sample(name: str, options: d
         ({"_component_": f"{HERE}.matching", "patern": "a"}, "0.patern is not a known key .* did you mean pattern"),
     ],
 )
-def test_an_entry_that_cannot_be_built_is_told_under_its_key(entry: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"reward_functions\.{said}"):
+def test_entry_that_cannot_be_built_is_reported_under_its_key(entry: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward_functions\.{message}"):
         built(entry)
 
 
-def test_a_function_that_cannot_be_called_is_refused_before_there_is_an_answer() -> None:
+def test_function_that_cannot_be_called_is_refused_before_generation() -> None:
     sample = {"tokens": [1], "labels": [1], "answer": "2", INDEX: 7}
-    for name, said in {
+    for name, message in {
         "matching": "is called with answer, prompts, .*, but missing a required argument: 'pattern': set its own",
         "of_completions": ".* but got an unexpected keyword argument 'answer': .*_ takes what it does not use",
     }.items():
-        with pytest.raises(ConfigError, match=rf"reward function {name} {said}"):
+        with pytest.raises(ConfigError, match=rf"reward function {name} {message}"):
             rewards_of({"_component_": f"{HERE}.{name}"}).check(sample)
     rewards_of({"_component_": f"{HERE}.as_trl_calls"}, {"_component_": f"{HERE}.Judge", "strictness": 1}).check(sample)
 
 
-def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_function() -> None:
+def test_rewards_are_weighted_added_to_the_reward_models_and_reported_by_function() -> None:
     tokenizer = DemoTokenizer()
     prompt = torch.tensor(tokenizer.encode("1+1=", add_eos=False))
     rollouts = []
@@ -155,7 +155,7 @@ def test_rewards_are_weighted_added_to_what_a_model_has_said_and_reported_by_fun
     assert figures == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0, "reward/reward_model": 10.0}
 
 
-def test_two_functions_of_one_name_are_reported_apart() -> None:
+def test_functions_with_the_same_name_are_reported_separately() -> None:
     entries = [{"_component_": f"{HERE}.matching", "pattern": each} for each in ("a", "b")]
     assert [each.result for each in built(*entries)] == ["reward/matching_0", "reward/matching_1"]
 
@@ -163,13 +163,13 @@ def test_two_functions_of_one_name_are_reported_apart() -> None:
 def test_built_in_functions() -> None:
     assert exact([" 37\n", "73"], ["37", "37"]) == [1, 0]
     assert matching(["<a>\n1</a>", "1"], r"<a>.*</a>") == [1, 0]
-    said = ["so 1,234.50", "it is 72. Or 71", "no number", "-3"]
-    assert last_number(said, ["#### 1234.5", "#### 72", "#### 5", "-3"]) == [1, 0, 0, 1]
+    message = ["so 1,234.50", "it is 72. Or 71", "no number", "-3"]
+    assert last_number(message, ["#### 1234.5", "#### 72", "#### 5", "-3"]) == [1, 0, 0, 1]
     assert brief([[0] * 4, [0] * 6, [0] * 9], free=4, most=8) == [0, -0.5, -1]
 
 
 @pytest.mark.parametrize("reward", [1e30, 1e4])
-def test_a_function_whose_weighted_reward_is_too_large_is_named(reward: float) -> None:
+def test_function_with_too_large_weighted_reward_is_named(reward: float) -> None:
     prompt = torch.tensor(DemoTokenizer().encode("1+1=", add_eos=False))
     rollouts = [Rollout(0, 1, prompt, prompt, len(prompt))]
     entries = [{"_component_": f"{HERE}.Judge", "strictness": each, "weight": 1e9} for each in (1, reward)]

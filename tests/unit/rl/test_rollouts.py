@@ -1,4 +1,4 @@
-"""Prompts, rollouts cut to the lengths that are measured, and those that only keep a rank's peers company."""
+"""Prompts, rollouts cut to measured lengths, and fillers for ranks without samples."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from omegaconf import OmegaConf
 
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError, SampleError
@@ -27,7 +27,7 @@ PROMPT, NEW = 16, 12
 WORST = worst_rollout(torch.arange(PROMPT), NEW)
 
 
-def test_a_rollout_is_cut_to_the_length_that_is_measured_with_as_long_an_answer_as_there_can_be() -> None:
+def test_rollout_is_cut_to_the_measured_length_with_the_longest_answer() -> None:
     for length in range(2, PROMPT + NEW + 1):
         cut = WORST.answered(length)
         assert cut.whole_length == length
@@ -41,14 +41,14 @@ def test_a_rollout_is_cut_to_the_length_that_is_measured_with_as_long_an_answer_
     assert WORST.results[COUNTS].all()
 
 
-def test_the_tokens_of_a_filler_count_nothing_and_it_is_in_no_group() -> None:
+def test_filler_tokens_do_not_count_and_fillers_have_no_group() -> None:
     [(_, group)] = groups_of([{"tokens": [1, 2]}], 3, NEW, 4)
     assert [(each.number, each.group) for each in group] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     filler = group[0].filler()
     assert filler.group is None
     filler = WORST.filler()
     assert not filler.results[COUNTS].any()
-    filler.length = 7  # as after generating
+    filler.length = 7  # as after generation
     assert answer_tokens([WORST, filler]) == NEW
 
 
@@ -56,7 +56,7 @@ MESH: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
 
 
 def samples_of(tokenizer: Any, key: str = "tokens") -> list[Any]:
-    """Component of a dataset whose last samples are empty, and no tokens."""
+    """Component of a dataset whose last samples are empty or invalid."""
     return [{key: tokens, "labels": tokens} for tokens in ([1, 2], [3], [], [1.5])]
 
 
@@ -66,7 +66,7 @@ def build(*, listed: bool = False, **arguments: str) -> Any:
     return build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=1), MESH).dataset
 
 
-def test_a_prompt_is_cut_as_the_tokenizer_cuts_and_one_that_cannot_be_answered_is_named() -> None:
+def test_prompt_is_truncated_by_the_tokenizer_and_an_empty_one_is_named() -> None:
     dataset = build()
     assert dataset[0]["tokens"] == [1]
     assert dataset[1]["tokens"] == [3]
@@ -77,7 +77,7 @@ def test_a_prompt_is_cut_as_the_tokenizer_cuts_and_one_that_cannot_be_answered_i
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_what_has_no_prompts_is_told_by_its_keys(listed: bool) -> None:
+def test_dataset_without_prompts_is_reported_with_its_keys(listed: bool) -> None:
     with pytest.raises(ConfigError, match="its first sample has words, labels"):
         build(listed=listed, key="words")
 
@@ -85,23 +85,23 @@ def test_what_has_no_prompts_is_told_by_its_keys(listed: bool) -> None:
 ROWS = Dataset.from_list([{"question": "1+1", "answer": "2"}])
 
 
-def test_a_template_makes_a_prompt_of_a_row() -> None:
+def test_template_makes_a_prompt_from_a_row() -> None:
     tokenizer = DemoTokenizer()
     prompt = Prompts(tokenizer, ROWS, "question", None, "Q {question}=")[0]
     assert (tokenizer.decode(prompt["tokens"]), prompt["answer"]) == ("Q 1+1=", "2")
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [("Q {questin}=", "'Q {questin}=', .* (KeyError: 'questin')"), ({"question": None}, "{'question': None}, .* (A")],
 )
-def test_a_template_that_cannot_be_filled_is_told_with_the_columns(template: Any, said: str) -> None:
-    said = said.replace("(", r"\(").replace(")", r"\)")
-    with pytest.raises(ConfigError, match=rf"^dataset\.template is {said}.* in braces, of question, answer$"):
+def test_invalid_template_is_reported_with_the_columns(template: Any, message: str) -> None:
+    message = message.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ConfigError, match=rf"^dataset\.template is {message}.* in braces, of question, answer$"):
         Prompts(DemoTokenizer(), ROWS, "question", None, template)
 
 
-def test_a_question_that_is_null_is_no_prompt() -> None:
+def test_null_question_is_an_error() -> None:
     rows = Dataset.from_list([{"question": "1+1"}, {"question": None}])
     with pytest.raises(ValueError, match="its question is null"):
         Prompts(DemoTokenizer(), rows, "question", None, None)[1]

@@ -1,4 +1,4 @@
-"""Configs of PPO and GRPO: one error names every line that has to change; what is not supported is refused."""
+"""Configs of PPO and GRPO: one error names every line to change; unsupported options are refused."""
 
 from typing import cast
 
@@ -26,14 +26,14 @@ def refused(name: str, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_one_error_names_both_lines_of_torchtunes_config_that_have_to_change() -> None:
-    told = refused(STOCK)
-    assert "optimizer_in_bwd is True, which PPO does not support: allowed is False" in told
-    assert "bitsandbytes.optim.PagedAdamW" in told
-    assert "torch.optim.AdamW" in told
+def test_one_error_names_both_lines_of_torchtunes_config_to_change() -> None:
+    message = refused(STOCK)
+    assert "optimizer_in_bwd is True, which PPO does not support: allowed is False" in message
+    assert "bitsandbytes.optim.PagedAdamW" in message
+    assert "torch.optim.AdamW" in message
 
 
-def test_with_these_two_lines_changed_torchtunes_config_is_taken_and_is_ours() -> None:
+def test_torchtunes_config_with_these_changes_is_accepted_and_equals_ours() -> None:
     changed = config(STOCK, "optimizer_in_bwd=False", "optimizer._component_=torch.optim.AdamW")
     check_keys(changed, PPO_KEYS, aloud=False)
     settings, ppo = read_ppo_settings(changed)
@@ -45,7 +45,7 @@ def test_with_these_two_lines_changed_torchtunes_config_is_taken_and_is_ours() -
     read_ppo_settings(config(OURS))
 
 
-def test_the_keys_of_torchtunes_grpo_are_read() -> None:
+def test_keys_of_torchtunes_grpo_are_read() -> None:
     loss = ("loss={_component_: torchtune.dev.grpo.loss.GRPOSimpleLoss, kl_coeff: 0.1}", "batch_size=2")
     settings, grpo = read_grpo_settings(config(GRPO_DEMO, *loss))
     assert (settings.batch_size, grpo.answers, grpo.updates, grpo.iterations(8)) == (2, 16, 1, 150)
@@ -114,7 +114,7 @@ OF_GRPO = [
         (LORA_DEMO, "model.lora_rank=0", "model.lora_rank is 0"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_name(name: str, override: str, part: str) -> None:
+def test_unsupported_option_is_refused_by_its_name(name: str, override: str, part: str) -> None:
     assert part.format("PPO" if name == PPO_DEMO else "GRPO") in refused(name, override)
 
 
@@ -129,10 +129,10 @@ def test_what_is_not_supported_is_refused_by_its_name(name: str, override: str, 
         ["use_maximum_batch_size=False", "adaptive={token_budget: 100, padding: true}"],
     ],
 )
-def test_what_clips_nothing_or_costs_nothing_is_taken(overrides: list[str]) -> None:
+def test_disabled_clipping_and_zero_coefficients_are_accepted(overrides: list[str]) -> None:
     read_ppo_settings(config(PPO_DEMO, *overrides))
 
 
-def test_other_recipes_say_whose_config_it_is() -> None:
+def test_other_recipes_name_the_recipe_of_the_config() -> None:
     with pytest.raises(AdaptiveError, match="adaptive_ppo_full_finetune_distributed"):
         check_keys(config(PPO_DEMO), aloud=False)

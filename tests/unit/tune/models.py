@@ -1,4 +1,4 @@
-"""Small models of torchtune's, and samples of many lengths for them."""
+"""Small torchtune models, and samples of many lengths for them."""
 
 import random
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.tune.bad_samples import NamedSamples
@@ -42,7 +42,7 @@ def lora(**sizes: Any) -> nn.Module:
     model = lora_llama3_2(modules, apply_lora_to_mlp=True, lora_rank=4, lora_alpha=8, **sizes)
     set_trainable_params(model, get_adapter_params(model))
     for name, parameter in model.named_parameters():
-        if "lora_b" in name:  # zero at first, and then lora_a has no gradient
+        if "lora_b" in name:  # zero at first, so that lora_a would have no gradient
             nn.init.normal_(parameter, std=0.02)
     return model
 
@@ -69,7 +69,7 @@ def build(kind: str = "llama3_2", **sizes: Any) -> nn.Module:
 
 
 def samples(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0) -> list[dict[str, Any]]:
-    """With every token a label, the first one too: as in `train_on_input`."""
+    """Return samples whose labels include every token, as with `train_on_input`."""
     draw = random.Random(seed)
     tokens = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
     return [{"tokens": each, "labels": list(each)} for each in tokens]
@@ -90,7 +90,7 @@ def totals_and_gradients(
     device: torch.device = CPU,
     loss_fn: nn.Module | None = None,
 ) -> tuple[Totals, dict[str, Tensor]]:
-    """Of these microbatches, summed."""
+    """Return totals and gradients, summed over these microbatches."""
     data: Any = Data(NamedSamples([]), packed=False, collate=collate, loader=None, max_seq_len=None)
     settings = Settings(**NEEDED, adaptive=AdaptiveConfig(token_budget=1))
     step = ForwardBackward(model, loss_fn or CEWithChunkedOutputLoss(), data, settings, device)
@@ -101,7 +101,7 @@ def totals_and_gradients(
 
 
 def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The most by which gradients differ, relative to the largest of their tensor."""
+    """Return the largest difference of gradients, relative to the maximum of their tensor."""
     assert ours.keys() == theirs.keys()
     assert len(ours) > 4
     smallest = torch.finfo(torch.float32).tiny  # a shard of an embedding may be all zeros

@@ -1,4 +1,4 @@
-"""Samples that no model can take are named, by the index that they carry."""
+"""Invalid samples are named by their index."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,16 +37,18 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "says"), WRONG, ids=str)
-def test_a_sample_that_no_model_can_take_is_named_when_it_is_read(wrong: Any, says: str) -> None:
+@pytest.mark.parametrize(("wrong", "expected"), WRONG, ids=str)
+def test_invalid_sample_is_named_when_it_is_read(wrong: Any, expected: str) -> None:
     samples = NamedSamples([{"tokens": [1] * 4, "labels": [1] * 4}, wrong])
     samples.vocabulary = samples.most_tokens = 4
     assert samples[0] == {"tokens": [1] * 4, "labels": [1] * 4, INDEX: 0}
-    with pytest.raises((SampleError, SampleTooLongError), match=rf"^sample 1 of the dataset \(on rank 0\) has {says}"):
+    with pytest.raises(
+        (SampleError, SampleTooLongError), match=rf"^sample 1 of the dataset \(on rank 0\) has {expected}"
+    ):
         samples[1]
 
 
-def test_of_a_pair_both_answers_are_looked_at() -> None:
+def test_both_answers_of_a_pair_are_checked() -> None:
     pair = {key: [1, 2] for fields in PAIR.sequences for key in fields[:2]}
     samples = NamedSamples([pair, {**pair, "rejected_labels": [1]}], PAIR)
     assert samples[0] == {**pair, INDEX: 0}
@@ -64,13 +66,13 @@ def test_of_a_pair_both_answers_are_looked_at() -> None:
     ],
     ids=["ignored", "before all tokens", "empty", "tensors"],
 )
-def test_what_stock_trains_on_is_no_flaw(sample: dict[str, Any]) -> None:
+def test_samples_accepted_by_stock_are_valid(sample: dict[str, Any]) -> None:
     samples = NamedSamples([sample])
     samples.vocabulary = 4
     assert samples[0][INDEX] == 0
 
 
-def test_the_vocabulary_is_that_of_the_table_of_tokens() -> None:
+def test_vocabulary_is_that_of_the_embedding() -> None:
     assert vocabulary_of(build()) == 128
     assert vocabulary_of(nn.Linear(1, 1)) is None
 
@@ -87,7 +89,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])
-def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException]) -> None:
+def test_dataset_without_a_length_is_reported_by_its_key(error: type[BaseException]) -> None:
     with pytest.raises(
         ConfigError, match=rf"^dataset has no usable length \({error.__name__}: the index is gone\): use"
     ):
@@ -97,7 +99,7 @@ def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException
 
 
 @pytest.mark.parametrize(
-    ("error", "told_as", "told"),
+    ("error", "told_as", "message"),
     [
         (
             SystemExit,
@@ -107,14 +109,14 @@ def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException
         (MemoryError, UnrecoverableError, r"out of memory on rank 0 while sample 0 of the dataset was read \("),
     ],
 )
-def test_a_dataset_that_ends_the_process_or_takes_all_memory_of_the_host_is_told(
-    error: type[BaseException], told_as: type[Exception], told: str
+def test_dataset_that_exits_or_exhausts_host_memory_is_reported(
+    error: type[BaseException], told_as: type[Exception], message: str
 ) -> None:
-    with pytest.raises(told_as, match=f"^{told}"):
+    with pytest.raises(told_as, match=f"^{message}"):
         NamedSamples(Broken(error))[0]
 
 
-def test_a_pair_that_is_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
+def test_pair_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
     pairs = [JOINED.uniform(1, length) for length in (886, 984)]
     samples = NamedSamples(pairs, JOINED)
     samples.room = 887, "; raise it"

@@ -1,4 +1,4 @@
-"""Datasets that no step can be made of, and the loader of steps beside torchtune's own loader of batches."""
+"""Datasets too small for a step, and the step loader compared with torchtune's batch loader."""
 
 import tracemalloc
 from itertools import chain
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import data
@@ -30,20 +30,20 @@ def load(samples: int, ranks: int, **keys: int) -> StepLoader[Any]:
 
 
 @pytest.mark.parametrize(
-    ("samples", "ranks", "said"),
+    ("samples", "ranks", "message"),
     [
         (1, 1, f"has 1 sample, but one step takes 6: {SIZES} 1 rank; lower one of them$"),
         (9, 2, f"has 9 samples.*: {SIZES} 2 ranks; lower one of them$"),
         (0, 2, "is empty: .* source, split and filter"),
     ],
 )
-def test_a_dataset_that_fills_no_step_is_told_with_the_arithmetic(samples: int, ranks: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^dataset {said}"):
+def test_dataset_smaller_than_a_step_is_reported_with_the_arithmetic(samples: int, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^dataset {message}"):
         load(samples, ranks)
     assert load(12, 2).samples_per_rank == 6
 
 
-def test_ranks_that_have_other_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "from_all_ranks", lambda mine: [mine, mine, mine + 8])
     with pytest.raises(
         ConfigError, match=r"^dataset has 12 samples on rank 0 and 20 on rank 2, .* the same on every node"
@@ -52,16 +52,16 @@ def test_ranks_that_have_other_datasets_are_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "part"),
     [
         ('{"a": 1}\n\n{"a": \n{"a": 3}\n', r"data\.jsonl, line 3, is not JSON \(.*\): fix it or remove it$"),
         ('{"a": 1}\n[1, 2]\n', r"data\.jsonl, line 2, is not a JSON object, {\.\.\.}: fix it or remove it$"),
         ('{"a": "\\ud800"}\n', r"data\.jsonl, line 1, is not JSON \(.*surrogates not allowed\): fix it or remove it$"),
         ("", r"data\.jsonl is empty$"),
     ],
-    ids=["broken line", "no object", "half a character", "empty file"],
+    ids=["broken line", "not an object", "half a character", "empty file"],
 )
-def test_a_file_that_cannot_be_read_is_named_with_its_line(content: str, says: str, tmp_path: Path) -> None:
+def test_unreadable_file_is_named_with_its_line(content: str, part: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(content)
     section = {
@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(content: str, says: s
         "data_files": str(path),
         "split": "train",
     }
-    with pytest.raises(ConfigError, match=rf"^dataset\.data_files: .*{says}"):
+    with pytest.raises(ConfigError, match=rf"^dataset\.data_files: .*{part}"):
         build_dataset(OmegaConf.create({"dataset": section}), SimpleNamespace(pad_id=0))
 
 
@@ -87,7 +87,7 @@ def epoch_of(loader: StepLoader[int], epoch: int, steps: int = 1000) -> list[lis
 
 
 def steps_of_torchtune(rank: int, world_size: int, *, shuffle: bool, epoch: int) -> list[list[int]]:
-    """The stock recipes' sampler and loader, with the batches of one optimizer step put together."""
+    """Group the batches of the stock recipes' sampler and loader into optimizer steps."""
     dataset = range(SAMPLES)
     sampler = StatefulDistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
     loader = StatefulDataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler, collate_fn=list, drop_last=True)
@@ -99,7 +99,7 @@ def steps_of_torchtune(rank: int, world_size: int, *, shuffle: bool, epoch: int)
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2), (2, 3)])
-def test_a_step_holds_the_samples_that_torchtune_would_accumulate(rank: int, world_size: int, shuffle: bool) -> None:
+def test_step_has_the_samples_that_torchtune_accumulates(rank: int, world_size: int, shuffle: bool) -> None:
     ours = step_loader(rank, world_size, shuffle=shuffle)
     for epoch in (0, 1, 2):
         expected = steps_of_torchtune(rank, world_size, shuffle=shuffle, epoch=epoch)
@@ -107,13 +107,13 @@ def test_a_step_holds_the_samples_that_torchtune_would_accumulate(rank: int, wor
         assert ours.samples_per_rank // SAMPLES_PER_STEP == len(expected) > 1
 
 
-def test_an_epoch_cut_short_does_not_shift_the_next() -> None:
+def test_shortened_epoch_does_not_shift_the_next() -> None:
     cut, whole = step_loader(0, 2, shuffle=True), step_loader(0, 2, shuffle=True)
     assert epoch_of(cut, 0, steps=2) == epoch_of(whole, 0)[:2]
     assert epoch_of(cut, 1) == epoch_of(whole, 1)
 
 
-def test_a_step_may_have_another_size_in_every_epoch_and_none_loses_a_sample() -> None:
+def test_steps_may_change_size_every_epoch_without_losing_samples() -> None:
     loader = step_loader(0, 1, shuffle=True, samples=24)
     for epoch, size in enumerate((2, 4, 8)):
         steps = list(loader.epoch(epoch, samples_per_step=size, steps=1000))
@@ -121,7 +121,7 @@ def test_a_step_may_have_another_size_in_every_epoch_and_none_loses_a_sample() -
         assert sorted(chain(*steps)) == list(range(24))
 
 
-def test_the_order_takes_a_few_bytes_of_a_sample() -> None:
+def test_sample_order_takes_at_most_20_bytes_per_sample() -> None:
     loader = step_loader(1, 2, shuffle=True, samples=10**6)
     tracemalloc.start()
     next(loader.epoch(0, samples_per_step=4, steps=1))

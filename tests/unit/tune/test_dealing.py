@@ -1,4 +1,4 @@
-"""Whose steps are dealt, and why not."""
+"""When the samples of a step are dealt, and reasons against it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,12 +21,12 @@ LIMIT = TokenLimit(4096)
 
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """That do not exist; what rank 0 says."""
-    said: list[str] = []
+    """Pretend to be on two ranks; collect rank 0's log."""
+    message: list[str] = []
     monkeypatch.setattr(dealing, "world_size", lambda: 2)
-    monkeypatch.setattr(dealing, "say", said.append)
+    monkeypatch.setattr(dealing, "say", message.append)
     monkeypatch.setattr(dealing, "Dealer", lambda kind, *_: kind)
-    return said
+    return message
 
 
 def dealer(
@@ -40,7 +40,7 @@ def dealer(
     return dealer_of(model or build(), settings, DATA, limit)
 
 
-def test_steps_are_dealt_under_a_limit_by_length_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_dealt_under_a_length_limit_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dealer(BUDGET) == "of samples"
     assert dealer(BUDGET, RowLimit(8)) is None
     assert dealer(AdaptiveConfig(), None) is None
@@ -54,7 +54,7 @@ def test_steps_are_dealt_under_a_limit_by_length_on_several_ranks(monkeypatch: p
     [(build(), 2, "tensor_parallel_dim is 2"), (nn.Linear(1, 1), 1, "the model takes more than text")],
     ids=["tensor-parallel", "images"],
 )
-def test_what_stands_in_the_way_is_said_and_samples_stay(
+def test_obstacles_to_dealing_are_logged_and_samples_stay(
     model: nn.Module, tensor_parallel_dim: int, reason: str, two_ranks: list[str]
 ) -> None:
     assert dealer(BUDGET, model=model, tensor_parallel_dim=tensor_parallel_dim) is None
@@ -63,7 +63,7 @@ def test_what_stands_in_the_way_is_said_and_samples_stay(
         dealer(replace(BUDGET, deal=True), model=model, tensor_parallel_dim=tensor_parallel_dim)
 
 
-def test_packs_are_not_dealt_and_nobody_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_are_not_dealt_and_requesting_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DATA, "packed", True)
     assert dealer(BUDGET, RowLimit(8)) is None
     with pytest.raises(ConfigError, match=r"adaptive\.deal is True, but the dataset is packed, .*: set adaptive\.deal"):

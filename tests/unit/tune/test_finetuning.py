@@ -1,4 +1,4 @@
-"""Where a config leaves recovery off; and torchtune's offloading after a failed pass.
+"""Options that disable recovery, and torchtune's offloading after a failed pass.
 
 On a CPU: offloading's bookkeeping is plain Python, only its streams need a GPU.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchtune.training import OffloadActivations
 
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.finetuning import forgetting_after_errors, obstacle_to_recovery
@@ -24,7 +24,7 @@ def obstacle(recover: bool | None, settings: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("tensor_parallel_dim", 2), ("optimizer_in_bwd", True)])
-def test_recovery_is_off_and_cannot_be_asked_for(key: str, value: Any) -> None:
+def test_recovery_is_off_and_requesting_it_is_an_error(key: str, value: Any) -> None:
     settings, named = {key: value}, f"{key} is {value}"
     assert obstacle(None, {}) is None
     for recover in (None, False):
@@ -52,15 +52,15 @@ def failing_pass(activations: OffloadActivations) -> None:
         raise torch.OutOfMemoryError("no room for the backward")
 
 
-def test_a_failed_pass_leaves_nothing_offloaded_to_the_next_one(activations: OffloadActivations) -> None:
-    for _ in range(2):  # the second would meet torchtune's assertion that nothing is left
+def test_failed_pass_leaves_no_offloaded_activations(activations: OffloadActivations) -> None:
+    for _ in range(2):  # in the second, torchtune's assertion would find leftovers
         with pytest.raises(torch.OutOfMemoryError):
             failing_pass(activations)
         assert not activations.tracker
         assert activations.is_first_forward_call
 
 
-def test_a_pass_that_succeeds_keeps_its_activations_for_its_backward(activations: OffloadActivations) -> None:
+def test_successful_pass_keeps_its_activations_for_its_backward(activations: OffloadActivations) -> None:
     with forgetting_after_errors(activations):
         forward(activations)
     assert activations.tracker

@@ -1,4 +1,4 @@
-"""`batch_search.json`, when a search is reused, what a search tells, and what is said of samples that do not fit."""
+"""`batch_search.json`, reuse of searches, their journal events, and errors of samples that do not fit."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.report.test_tables import example, profiled
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import SearchResult
@@ -39,9 +39,7 @@ def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings
 
 
 @pytest.mark.parametrize("result", [example(), profiled()], ids=["rows", "profile"])
-def test_a_written_search_is_read_back_under_the_same_fingerprint_only(
-    tmp_path: Path, result: SearchResult | Profile
-) -> None:
+def test_saved_search_is_reused_only_with_the_same_fingerprint(tmp_path: Path, result: SearchResult | Profile) -> None:
     assert read_record(tmp_path / "new", FINGERPRINT, type(result)) is None
     write_record(tmp_path / "new", FINGERPRINT, 4096, result)
     assert read_record(tmp_path / "new", FINGERPRINT, type(result)) == result
@@ -59,7 +57,7 @@ def test_a_written_search_is_read_back_under_the_same_fingerprint_only(
     ],
     ids=range(4),
 )
-def test_a_file_that_is_no_record_is_one_line_and_no_answer(
+def test_invalid_record_gives_one_line_and_is_ignored(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / SEARCH_FILE).write_text(content)
@@ -70,7 +68,7 @@ def test_a_file_that_is_no_record_is_one_line_and_no_answer(
 
 
 def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
-    """The event of a search of 4096 tokens that finds what `measure` returns."""
+    """Return the event of a search of 4096 tokens that finds the result of `measure`."""
     step, trainer = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
     run, trainer.data.kind = trainer.run, KIND
@@ -84,7 +82,7 @@ def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any)
     return event
 
 
-def test_the_journal_is_told_what_was_found_and_whether_by_an_earlier_run(tmp_path: Path) -> None:
+def test_journal_has_the_result_and_whether_it_was_reused(tmp_path: Path) -> None:
     rows = searched(tmp_path, lambda *_, **__: example())
     assert rows.reason == "batch search · policy: 8 rows of 4096 tokens (9.2 fit, rounded down to a power of two)"
     assert (rows.after, rows.unit, rows.budget_bytes) == (8, "rows", example().budget_bytes)
@@ -95,18 +93,18 @@ def test_the_journal_is_told_what_was_found_and_whether_by_an_earlier_run(tmp_pa
     assert (lengths.after, lengths.unit) == (profiled().limit_bytes, "bytes")
 
 
-def test_a_row_that_does_not_fit_is_told_with_its_stage(tmp_path: Path) -> None:
+def test_row_that_does_not_fit_is_reported_with_its_stage(tmp_path: Path) -> None:
     def measure(*_: Any, **__: Any) -> Any:
         raise OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS, need_bytes=2, budget_bytes=1)
 
-    told = r"one row of 256 tokens needs 2 \(policy; in both answers together\); train on more ranks"
-    with pytest.raises(OneRowDoesNotFitError, match=told) as error:
+    text = r"one row of 256 tokens needs 2 \(policy; in both answers together\); train on more ranks"
+    with pytest.raises(OneRowDoesNotFitError, match=text) as error:
         searched(tmp_path, measure)
     assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
 
 
 def too_long(budget: int | str, length: int, max_seq_len: int | None = None, **changed: Any) -> str:
-    """The error of a microbatch that has room for 887 tokens of a pair, which has more."""
+    """Return the error of a microbatch that can hold 887 tokens of a longer pair."""
     data: Any = SimpleNamespace(dataset=NamedSamples([KIND.uniform(1, length)], KIND), kind=KIND, max_seq_len=None)
     cfg = OmegaConf.create({"tokenizer": {"max_seq_len": max_seq_len}})
     with pytest.raises(SampleTooLargeError) as error:
@@ -114,10 +112,10 @@ def too_long(budget: int | str, length: int, max_seq_len: int | None = None, **c
     return str(error.value)
 
 
-def test_a_sample_that_is_too_long_is_named_before_training_with_the_ways_to_make_room() -> None:
-    told = too_long(887, 984)
-    assert told.startswith("sample 0 of the dataset has 984 tokens in both answers together, but a microbatch has room")
-    assert told.endswith("room for 887; raise adaptive.token_budget, or lower tokenizer.max_seq_len to 443")
+def test_too_long_sample_is_named_before_training_with_remedies() -> None:
+    text = too_long(887, 984)
+    assert text.startswith("sample 0 of the dataset has 984 tokens in both answers together, but a microbatch has room")
+    assert text.endswith("room for 887; raise adaptive.token_budget, or lower tokenizer.max_seq_len to 443")
     assert KIND.length_at(443) <= 887 < KIND.length_at(444)
     by_memory = too_long("auto", 984, enable_activation_checkpointing=False)
     assert "raise adaptive.token_budget" not in by_memory
@@ -125,7 +123,7 @@ def test_a_sample_that_is_too_long_is_named_before_training_with_the_ways_to_mak
     assert "checkpointing" not in too_long("auto", 984, enable_activation_checkpointing=True)
 
 
-def test_a_dataset_that_does_not_heed_the_tokenizer_is_not_answered_by_a_larger_tokenizer_limit() -> None:
-    told = too_long(887, 984, max_seq_len=300)
-    assert "use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len (300)" in told
-    assert "lower tokenizer.max_seq_len" not in told
+def test_remedy_for_a_dataset_that_ignores_the_tokenizers_maximum() -> None:
+    text = too_long(887, 984, max_seq_len=300)
+    assert "use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len (300)" in text
+    assert "lower tokenizer.max_seq_len" not in text

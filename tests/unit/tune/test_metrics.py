@@ -1,4 +1,4 @@
-"""The record of a run as the recipes keep it, and what a run says of losses that are no numbers."""
+"""The record of a run in the recipes, and messages about losses that are nan."""
 
 import math
 from dataclasses import replace
@@ -19,13 +19,13 @@ PLANS = tuple(
 
 
 def progress(step: int) -> Progress:
-    """Where the second epoch begins, or in the middle of it."""
+    """Progress at the start of the second epoch, or in the middle of it."""
     begun = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=PLANS[:1], ranks=2)
     return replace(begun, step=step, steps_in_epoch=step - PLANS[0].steps)
 
 
-def test_a_schedule_is_told_once_however_often_the_run_is_resumed(tmp_path: Path) -> None:
-    """Killed after the second epoch began and resumed where it begins; then again, in the middle of it."""
+def test_schedule_is_recorded_once_across_resumes(tmp_path: Path) -> None:
+    """Kill the run after the second epoch began and resume it there; then again in the middle of the epoch."""
     for steps_done in (0, 4, 5):
         journal = Journal(tmp_path)
         journal.start(steps_done)
@@ -41,7 +41,7 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(tmp_path: Path
     assert [record["step"] for record in timeline.steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path) -> None:
+def test_each_stage_records_its_limit_at_the_start_of_an_epoch(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     record_epoch(journal, PLANS[1], {"reference": RowLimit(8), "policy": RowLimit(2)}, progress(4), ranks=2)
     record_epoch(journal, PLANS[1], {"": RowLimit(4)}, progress(5), ranks=2)
@@ -59,7 +59,7 @@ def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def message(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The warnings of rank 0."""
     lines: list[str] = []
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
@@ -67,54 +67,56 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_that_nothing_is_saved_for_want_of_labels_is_told_once(told: list[str]) -> None:
+def test_missing_labels_are_reported_once_as_reason_for_no_checkpoint(message: list[str]) -> None:
     losses, worth = LossWatch(10), []
     for step, tokens in enumerate([0, 0, 0, 5, 5], start=1):
         losses.record(step, 1.0, tokens, 0.5)
         worth.append(losses.worth_saving(step, ends_epoch=False))
     assert worth == [False, False, False, True, True]
-    assert told == ["step 1: no checkpoint is saved yet, since no sample so far has a token to learn"]
+    assert message == ["step 1: no checkpoint is saved yet, since no sample so far has a token to learn"]
 
 
-def test_a_run_ends_after_too_many_consecutive_steps_that_are_nan_and_each_streak_is_told_once(told: list[str]) -> None:
+def test_run_ends_after_too_many_consecutive_nan_steps_with_one_warning_per_streak(message: list[str]) -> None:
     losses = LossWatch(2)
     for step, norm in enumerate([1.0, math.nan, math.inf, 1.0, math.nan, math.nan], start=1):
         losses.record(step, 2.5, 10, norm)
     with pytest.raises(NotLearningError, match=r"step 7: the loss is nan, in 3 consecutive steps, .* is 2;"):
         losses.record(7, math.nan, 10, math.nan)
-    assert told == [
+    assert message == [
         "step 2: the gradient norm is nan; the weights are not updated",
         "step 5: the gradient norm is nan; the weights are not updated",
     ]
 
 
-def test_a_known_cause_of_a_nan_loss_replaces_the_advice_on_the_learning_rate(told: list[str]) -> None:
+def test_known_cause_of_a_nan_loss_replaces_the_advice_on_the_learning_rate(message: list[str]) -> None:
     losses, cause = LossWatch(1), Cause(" in stage train policy", "lower loss.kl_coeff")
     losses.record(1, math.nan, 10, math.nan, cause)
     with pytest.raises(NotLearningError, match=r"infinite in stage train policy; lower loss.kl_coeff$"):
         losses.worth_saving(1, ends_epoch=True)
     with pytest.raises(NotLearningError, match=r"nan in stage train policy, in 2 consecutive .*; lower loss.kl_coeff,"):
         losses.record(2, math.nan, 10, math.nan, cause)
-    assert told == ["step 1: the loss is nan in stage train policy; the weights are not updated: lower loss.kl_coeff"]
+    assert message == [
+        "step 1: the loss is nan in stage train policy; the weights are not updated: lower loss.kl_coeff"
+    ]
 
 
 @pytest.mark.parametrize("learned", [(2.0, math.nan), (math.nan, 2.0), (0.0, 0.0), ()])
-def test_a_run_that_has_learned_in_some_step_may_end(learned: tuple[float, ...], told: list[str]) -> None:
+def test_run_that_learned_in_some_step_may_end(learned: tuple[float, ...], message: list[str]) -> None:
     losses = LossWatch(10)
     for step, loss in enumerate(learned, start=1):
         losses.record(step, loss, 10, loss)
     losses.worth_saving(len(learned), ends_epoch=True)
 
 
-def test_a_run_whose_every_loss_is_nan_is_no_success(told: list[str]) -> None:
+def test_run_with_only_nan_losses_fails(message: list[str]) -> None:
     losses = LossWatch(10)
     losses.record(1, math.nan, 10, math.nan)
-    assert not losses.worth_saving(1, ends_epoch=False)  # the next may be a number
-    assert told[-1] == "step 1: no checkpoint is saved yet, since every loss was NaN or infinite"
+    assert not losses.worth_saving(1, ends_epoch=False)  # the next loss may be finite
+    assert message[-1] == "step 1: no checkpoint is saved yet, since every loss was NaN or infinite"
     with pytest.raises(NotLearningError, match="every loss was NaN or infinite"):
         losses.worth_saving(1, ends_epoch=True)
 
 
-def test_an_optimizer_in_the_backward_has_updated_the_weights_already(told: list[str]) -> None:
+def test_optimizer_in_the_backward_has_already_updated_the_weights(message: list[str]) -> None:
     LossWatch(2).record(1, math.nan, 10, None)
-    assert told == ["step 1: the loss is nan; the weights may be NaN now"]
+    assert message == ["step 1: the loss is nan; the weights may be NaN now"]

@@ -1,4 +1,4 @@
-"""Devices, meshes, and ranks that were started with different configs."""
+"""Devices, meshes, and ranks started with different configs."""
 
 import logging
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from tests.ranks import run_on_ranks
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import parse_sizes
@@ -19,7 +19,7 @@ LIMITED = AdaptiveConfig(memory_limit=parse_sizes("1GiB", "adaptive.memory_limit
 
 
 @pytest.mark.parametrize(
-    ("device", "compiled", "adaptive", "told"),
+    ("device", "compiled", "adaptive", "message"),
     [
         ("cpu", True, LIMITED, True),
         ("cpu", True, AdaptiveConfig(), False),
@@ -27,18 +27,18 @@ LIMITED = AdaptiveConfig(memory_limit=parse_sizes("1GiB", "adaptive.memory_limit
         ("cuda", True, LIMITED, False),
     ],
 )
-def test_who_asks_for_compiling_hears_that_a_limit_on_a_cpu_switches_it_off(
-    device: str, compiled: bool, adaptive: AdaptiveConfig, told: bool, caplog: pytest.LogCaptureFixture
+def test_disabled_compilation_under_a_cpu_limit_is_logged_if_requested(
+    device: str, compiled: bool, adaptive: AdaptiveConfig, message: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = replace(Settings(**NEEDED), device=device, compile=compiled, adaptive=adaptive)
     with caplog.at_level(logging.INFO):
         prepare(settings)
-    assert ("no effect on a CPU with adaptive.memory_limit" in caplog.text) is told
+    assert ("no effect on a CPU with adaptive.memory_limit" in caplog.text) is message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("local_rank", ["0", "63"])
-def test_a_gpu_is_not_missed_for_want_of_cpus(local_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_error_does_not_depend_on_cpu_count(local_rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(ConfigError, match=r"this machine does not have \(torch found only cpu\)"):
         device_of(replace(Settings(**NEEDED), device="cuda"))
@@ -48,7 +48,7 @@ def shape_of(ranks: int, **dims: int | None) -> tuple[int, int, int]:
     return mesh_shape(Settings(**NEEDED, **dims), ranks)
 
 
-def test_shards_are_what_is_left() -> None:
+def test_shards_use_the_remaining_ranks() -> None:
     assert shape_of(8) == (1, 8, 1)
     assert shape_of(16, data_parallel_replicate_dim=2) == (2, 8, 1)
     assert shape_of(8, data_parallel_replicate_dim=8) == (8, 1, 1)
@@ -57,7 +57,7 @@ def test_shards_are_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dims", "told"),
+    ("ranks", "dims", "message"),
     [
         (6, {"data_parallel_replicate_dim": 4}, "data_parallel_replicate_dim is 4, but the world size is 6"),
         (2, {"data_parallel_replicate_dim": 4}, "data_parallel_replicate_dim is 4, but the world size is 2"),
@@ -71,12 +71,14 @@ def test_shards_are_what_is_left() -> None:
         (3, {"tensor_parallel_dim": 2}, "tensor_parallel_dim is 2, but the world size is 3"),
     ],
 )
-def test_what_does_not_come_out_even_is_told_with_its_keys(ranks: int, dims: dict[str, int], told: str) -> None:
+def test_dimensions_that_do_not_match_the_world_size_are_reported_with_their_keys(
+    ranks: int, dims: dict[str, int], message: str
+) -> None:
     with pytest.raises(
         ConfigError, match="must equal it; -1 for data_parallel_shard_dim means all remaining ranks"
     ) as raised:
         shape_of(ranks, **dims)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 CONFIG = {
@@ -89,18 +91,18 @@ CONFIG = {
 
 
 def compare(cases: dict[str, tuple[str, ...]]) -> dict[str, str | None]:
-    """Collective: in each case, rank 1 has these; what is said there."""
-    said: dict[str, str | None] = {}
+    """Collective: change these keys on rank 1 in each case; return the errors on this rank."""
+    printed: dict[str, str | None] = {}
     for name, overrides in cases.items():
         mine = overrides if dist.get_rank() == 1 else ()
         cfg = OmegaConf.merge(OmegaConf.create(CONFIG), OmegaConf.from_dotlist(list(mine)))
         assert OmegaConf.is_dict(cfg)
         try:
             check_same_config(cfg)
-            said[name] = None
+            printed[name] = None
         except ConfigError as error:
-            said[name] = str(error)
-    return said
+            printed[name] = str(error)
+    return printed
 
 
 DIFFERENT: dict[str, tuple[tuple[str, ...], str]] = {
@@ -112,7 +114,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], str]] = {
         ("adaptive.silent_rank_timeout=null",),
         "silent_rank_timeout is 120 on rank 0 and null on rank 1",
     ),
-    "a key that only one has": (("shuffle=False",), "shuffle is null on rank 0 and False on rank 1"),
+    "a key on one rank only": (("shuffle=False",), "shuffle is null on rank 0 and False on rank 1"),
     "a dataset on the hub": (("dataset.source=org/one",), "dataset.source is null on rank 0 and 'org/one' on rank 1"),
     "in a list": (("stop_token_ids=[1]",), "stop_token_ids[0] is null on rank 0 and 1 on rank 1"),
     "many": (("a=1", "b=1", "c=1", "d=1"), "c is null on rank 0 and 1 on rank 1 (and 1 more): start all"),
@@ -126,10 +128,10 @@ ALIKE: dict[str, tuple[str, ...]] = {
 }
 
 
-def test_values_that_differ_are_named_on_every_rank_and_others_may_differ() -> None:
+def test_different_values_are_named_on_every_rank_except_allowed_ones() -> None:
     differing = {name: overrides for name, (overrides, _) in DIFFERENT.items()}
     first, second, third = run_on_ranks(3, compare, differing | ALIKE)
     assert first == second == third
-    for name, (_, told) in DIFFERENT.items():
-        assert told in (first[name] or ""), name
+    for name, (_, message) in DIFFERENT.items():
+        assert message in (first[name] or ""), name
     assert [first[name] for name in ALIKE] == [None] * len(ALIKE)

@@ -1,4 +1,4 @@
-"""What preference training refuses before anything is built, and what the log tells of a step."""
+"""Errors of preference training before any component is built, and the logged figures of a step."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.plans import Load
@@ -22,27 +22,27 @@ KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 
 
 @pytest.mark.parametrize(
-    ("loss", "keys", "told"),
+    ("loss", "keys", "message"),
     [
         ("torchtune.modules.loss.CEWithChunkedOutputLoss", {}, ""),
         ("torch.nn.MSELoss", {}, ""),
         ("torchtune.rlhf.loss.DPOLoss", {"beta": "abc"}, " with beta: 'abc'"),
     ],
 )
-def test_what_is_no_loss_of_pairs_is_refused(loss: str, keys: dict[str, str], told: str) -> None:
-    said = rf"loss is {loss}{told}, which does not compute .* such as torchtune.rlhf.loss.DPOLoss"
-    with pytest.raises(ConfigError, match=said):
+def test_loss_that_does_not_compare_pairs_is_refused(loss: str, keys: dict[str, str], message: str) -> None:
+    printed = rf"loss is {loss}{message}, which does not compute .* such as torchtune.rlhf.loss.DPOLoss"
+    with pytest.raises(ConfigError, match=printed):
         build_preference_loss(OmegaConf.create({"loss": {"_component_": loss, **keys}}))
 
 
 @pytest.mark.parametrize(("key", "value"), [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2)])
-def test_what_is_not_supported_is_refused(key: str, value: object) -> None:
+def test_unsupported_option_is_refused(key: str, value: object) -> None:
     read_full_dpo_settings(OmegaConf.create(KEYS))
     with pytest.raises(ConfigError, match=f"{key} is .*, which preference training does not support: allowed is"):
         read_full_dpo_settings(OmegaConf.create({**KEYS, key: value}))
 
 
-def test_a_dataset_for_finetuning_is_refused() -> None:
+def test_finetuning_dataset_is_refused() -> None:
     cfg = OmegaConf.create({"dataset": {"_component_": "some.dataset"}})
     samples = NamedSamples([{"tokens": [1], "labels": [1]}], PAIR)
     with pytest.raises(
@@ -51,7 +51,7 @@ def test_a_dataset_for_finetuning_is_refused() -> None:
         check_samples(samples, ["chosen_input_ids"], cfg, "pairs", "preference_dataset")
 
 
-def test_figures_are_means_over_pairs_and_of_logits_over_tokens() -> None:
+def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:
     sums = {
         "pairs": 12.0,
         "rewards/chosen": 24.0,
@@ -80,7 +80,7 @@ def test_figures_are_means_over_pairs_and_of_logits_over_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
-def test_a_recipe_is_known_by_the_reference_or_the_loss(name: str) -> None:
+def test_recipe_is_recognized_by_its_reference_or_loss(name: str) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
     assert trains_on_pairs(cfg)
     assert is_lora(cfg) == ("lora" in name)
@@ -88,7 +88,7 @@ def test_a_recipe_is_known_by_the_reference_or_the_loss(name: str) -> None:
     assert trains_on_pairs(cfg) == ("lora" not in name)
 
 
-def test_sums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:
+def test_sums_over_packed_rows_and_their_gradients_equal_those_per_row() -> None:
     lengths, weights = [3, 1, 4], torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64)
     ours, theirs = (torch.linspace(0, 1, 8, dtype=torch.float64)[None].requires_grad_() for _ in range(2))
     sums = sums_of_rows(ours, lengths)

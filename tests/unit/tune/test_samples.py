@@ -1,4 +1,4 @@
-"""Kinds of sample: one sequence, or a pair of them; what limits, packing and fillers make of each."""
+"""Kinds of sample, one sequence or a pair, in limits, packing and fillers."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ def pair(chosen: int, rejected: int) -> dict[str, Any]:
     }
 
 
-def test_a_pair_is_as_long_as_its_longer_answer_and_without_padding_as_both() -> None:
+def test_length_of_a_pair_is_that_of_its_longer_answer_or_of_both_without_padding() -> None:
     assert PAIR.length_of(pair(3, 7)) == 7
     assert JOINED.length_of(pair(3, 7)) == 10
     assert PAIR.lengths_of(pair(3, 7)) == (3, 7)
@@ -31,14 +31,14 @@ def test_a_pair_is_as_long_as_its_longer_answer_and_without_padding_as_both() ->
 
 
 @pytest.mark.parametrize("kind", [TEXT, PAIR, JOINED])
-def test_the_worst_sample_has_the_length_asked_for_and_is_all_targets(kind: Kind) -> None:
+def test_worst_sample_has_the_requested_length_and_only_targets(kind: Kind) -> None:
     worst = kind.uniform(3, 12)
     assert kind.length_of(worst) == 12
     assert all(set(values) == {3} for values in worst.values())
     assert kind.cut(worst, 6) == kind.uniform(3, 6)
 
 
-def test_a_filler_pair_has_no_label_and_is_known_as_one() -> None:
+def test_filler_pair_has_no_labels_and_is_marked_as_filler() -> None:
     sample = pair(5, 6)
     filler = PAIR.filler(sample)
     assert filler[FILLER]
@@ -48,19 +48,19 @@ def test_a_filler_pair_has_no_label_and_is_known_as_one() -> None:
     assert TEXT.filler(sample) == {INDEX: 7, FILLER: True, "tokens": [1, 2], "labels": [-100, -100]}
 
 
-def test_no_collate_function_sees_what_a_sample_carries_besides() -> None:
+def test_collate_functions_do_not_see_internal_fields() -> None:
     sample = {INDEX: 7, "tokens": [1, 2, 3], "labels": [1, 2, 3], "encoder_input": "an image"}
     (row,) = TEXT.rows_of([TEXT.filler(sample)])
     assert row.keys() == {"tokens", "labels", "encoder_input"}
     assert all(row.keys() == {"tokens", "labels"} for row in PAIR.rows_of([{**pair(2, 3), INDEX: 7, FILLER: True}]))
 
 
-def test_an_answer_without_tokens_becomes_one_that_is_not_learned() -> None:
+def test_answer_without_tokens_becomes_one_without_labels() -> None:
     empty = {**pair(3, 3), "rejected_input_ids": [], "rejected_labels": []}
     assert PAIR.rows_of([empty])[1] == {"tokens": [0], "labels": [-100]}
 
 
-def test_a_token_budget_counts_both_rows_of_a_pair() -> None:
+def test_token_budget_counts_both_rows_of_a_pair() -> None:
     limit = TokenLimit(100, rows_per_sample=2)
     assert limit.rows_at(10) == 5
     assert limit.fits(5, 10)
@@ -73,7 +73,7 @@ def test_a_token_budget_counts_both_rows_of_a_pair() -> None:
     assert all(2 * len(rows) * max(lengths[i] for i in rows) <= 100 for rows in plan_step(lengths, limit))
 
 
-def test_the_load_of_pairs_counts_their_rows_and_each_costs_what_it_costs_alone() -> None:
+def test_load_of_pairs_counts_rows_and_separate_costs() -> None:
     rows, squares = [(3, 7), (6, 2)], lambda length: length**2
     assert load_of(((0, 1),), [7, 6], rows=rows) == Load(18, 28, 2, 28, cost=28)
     assert load_of(((0, 1),), [7, 6], rows=rows, cost=squares).cost == 4 * 49
@@ -88,7 +88,7 @@ def test_attention_makes_long_samples_cost_more_than_their_tokens() -> None:
     assert cost(100) == pytest.approx(100 * (1 + 100 * 32 / parameters))
 
 
-def test_where_nobody_knows_what_attention_costs_a_sample_costs_its_tokens() -> None:
+def test_sample_costs_its_tokens_if_the_cost_of_attention_is_unknown() -> None:
     strange = build()
     strange.layers[0].attn = nn.Linear(1, 1)
     assert cost_of(strange)(100) == cost_of(nn.Linear(1, 1))(100) == 100

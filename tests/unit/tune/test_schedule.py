@@ -1,4 +1,4 @@
-"""Batch sizes over a run: how rows become steps, how they grow, and what the log says of it before it starts."""
+"""Batch sizes over a run: how rows become steps, how they grow, and the log at the start."""
 
 import logging
 from dataclasses import replace
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tests.unit.tune.settings import NEEDED
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
@@ -67,10 +67,8 @@ def plans_of(
     [((1.0, 10.0), 4), ((1.0, 7.0), 2), (None, 2)],
     ids=["far below", "near", "not measured"],
 )
-def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
-    noise: tuple[float, float] | None, expected: int
-) -> None:
-    """Of two samples a step and accumulation of two: eight would be half of 16."""
+def test_batch_follows_the_noise_once_in_the_starting_epoch(noise: tuple[float, float] | None, expected: int) -> None:
+    """Two samples per step and accumulation of two: eight would be half of 16."""
     scale = NoiseScale()
     for _ in range(20 if noise else 0):
         scale.record(StepNoise(signal=noise[0], noise=1.6 * noise[1]))
@@ -81,7 +79,7 @@ def test_a_batch_follows_the_noise_once_for_the_epoch_that_begins(
 
 
 @pytest.mark.parametrize(("done", "left", "expected"), [(3, 40, (4, 3 + 5)), (4, 4, (2, 5))])
-def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left(
+def test_rest_of_an_epoch_is_resized_unless_no_step_of_that_size_remains(
     done: int, left: int, expected: tuple[int, int]
 ) -> None:
     """Batch size and steps; a step of batch size 4 has 8 samples."""
@@ -103,8 +101,10 @@ def test_the_rest_of_an_epoch_is_sized_again_unless_no_step_of_that_size_is_left
 
 
 @pytest.mark.parametrize("samples", [40, 100_000])
-def test_a_batch_that_follows_what_is_measured_never_outgrows_its_epoch(samples: int) -> None:
-    """Of two samples a step, an epoch of at most 20 of such steps: 16 twice are 32, and 32 is refused."""
+def test_batch_that_follows_measurements_never_outgrows_its_epoch(samples: int) -> None:
+    """Two samples per step and at most 20 steps of that size per epoch: 2 × 16 is 32 samples, and batch size 32 is
+    refused.
+    """
     past = plans_of(None, epochs=1, batch_size=8, times=2)
     progress = progress_of(epochs_run=1, max_steps_per_epoch=20, past=past, samples=99)
 
@@ -132,7 +132,7 @@ def by_default(epoch: int, current: int, measured: Measured | None = None) -> in
     return measured.samples_per_step
 
 
-def test_a_third_argument_or_one_of_that_name_is_what_was_measured() -> None:
+def test_third_or_measured_argument_receives_measurements() -> None:
     progress = progress_of()
     for function in (third, named, by_default):
         assert asks_what_was_measured(function)
@@ -164,21 +164,19 @@ NOT_WITHIN = r"^adaptive\.increase_every is set, but batch_increase_function "
         (section_of("milestones", batch_sizes=5), {}, "schedule.milestones: TypeError: 'int' object is not iterable"),
     ],
 )
-def test_a_section_that_names_no_function_that_could_be_asked_is_refused(
-    section: Any, adaptive: dict[str, Any], message: str
-) -> None:
+def test_section_without_a_callable_function_is_refused(section: Any, adaptive: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_increase_function(OmegaConf.create({"batch_increase_function": section, "adaptive": adaptive}))
 
 
-def test_a_function_of_what_is_measured_is_built_where_that_is_measured() -> None:
+def test_function_of_measurements_is_built_if_they_are_measured() -> None:
     assert build_increase_function(OmegaConf.create({})) is None
     cfg = {"batch_increase_function": section_of("follow_noise"), "adaptive": {"measure_noise": 10}}
     assert asks_what_was_measured(build_increase_function(OmegaConf.create(cfg)))
 
 
 @given(sizes_up_to_200, sizes_up_to_200, sizes_up_to_200, st.sampled_from(["rebalance", "fixed", "keep"]))
-def test_a_step_has_the_samples_of_its_mode_in_even_microbatches_that_fit(
+def test_step_has_the_samples_of_its_mode_in_even_microbatches_that_fit(
     fits: int, batch_size: int, accumulation: int, mode: str
 ) -> None:
     [step] = plans_of(None, 1, batch_size, accumulation, fits=fits, accumulation=mode)
@@ -201,25 +199,25 @@ def test_a_step_has_the_samples_of_its_mode_in_even_microbatches_that_fit(
         (milestones({}), [2, 2, 2, 2, 2, 2]),
     ],
 )
-def test_built_ins_give_these_batch_sizes(function: Increase, sizes: list[int]) -> None:
+def test_built_in_functions_give_these_batch_sizes(function: Increase, sizes: list[int]) -> None:
     assert [plan.batch_size for plan in plans_of(function)] == sizes
 
 
 @pytest.mark.parametrize("bound", [{"fits": 8}, {"max_batch_size": 8}])
-def test_an_increase_up_to_what_fits_is_taken_and_one_above_is_skipped_and_shown(bound: dict[str, int]) -> None:
+def test_increase_is_accepted_up_to_the_maximum_and_otherwise_skipped_and_shown(bound: dict[str, int]) -> None:
     plans = plans_of(double_every(1), **bound)  # type: ignore[arg-type]
     assert [plan.batch_size for plan in plans] == [2, 4, 8, 8, 8, 8]
     assert [plan.refused_batch_size for plan in plans] == [None, None, None, 16, 16, 16]
 
 
-def test_a_start_above_what_fits_is_split_and_may_shrink() -> None:
+def test_initial_batch_above_the_maximum_is_split_and_may_shrink() -> None:
     plans = plans_of(add_every(1, -3), epochs=3, batch_size=12, fits=4)
     assert [plan.batch_size for plan in plans] == [12, 9, 6]
     assert [(plan.microbatches, plan.microbatch_rows) for plan in plans] == [(6, 4), (5, 4), (3, 4)]
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(100, 5000), st.one_of(st.none(), st.integers(1, 50)))
-def test_an_epoch_has_every_whole_step_up_to_the_configured_most(
+def test_epoch_has_every_whole_step_up_to_the_configured_maximum(
     batch_size: int, accumulation: int, samples: int, most: int | None
 ) -> None:
     plans = plans_of(add_every(1, 1), 6, batch_size, accumulation, samples=samples, most=most)
@@ -231,12 +229,12 @@ def test_an_epoch_has_every_whole_step_up_to_the_configured_most(
 
 
 @pytest.mark.parametrize(("scaling", "factors"), [("none", [1, 1]), ("sqrt", [2, 0.5]), ("linear", [4, 0.25])])
-def test_the_learning_rate_follows_the_growth_since_the_configured_step(scaling: str, factors: list[float]) -> None:
+def test_learning_rate_follows_the_growth_since_the_configured_step(scaling: str, factors: list[float]) -> None:
     plans = plans_of(milestones({0: 16, 1: 1}), epochs=2, batch_size=4, lr_scaling=scaling)
     assert [plan.lr_factor for plan in plans] == factors
 
 
-def test_a_resumed_run_continues_from_the_size_that_was_not_from_what_would_be_today() -> None:
+def test_resumed_run_continues_from_its_last_size() -> None:
     whole = plans_of(double_every(2), fits=64)
     for done in range(7):
         assert plans_of(double_every(2), fits=64, past=whole[:done]) == whole
@@ -247,7 +245,7 @@ def test_a_resumed_run_continues_from_the_size_that_was_not_from_what_would_be_t
     assert (steady[:2], {plan.microbatch_rows for plan in steady[2:]}) == (whole[:2], {2})
 
 
-def test_a_milestone_that_did_not_fit_is_reached_once_it_does() -> None:
+def test_milestone_that_did_not_fit_is_reached_once_it_does() -> None:
     tight = plans_of(milestones({1: 6}), fits=4)
     assert {plan.batch_size for plan in tight} == {2}
     roomy = plans_of(milestones({1: 6}), fits=8, past=tight[:4])
@@ -282,7 +280,7 @@ class Callable_:
         (partial(plans_of, milestones({1: 0})), "milestones at epoch 1, batch size 2, returned -2, which leaves 0 row"),
     ],
 )
-def test_what_cannot_be_done_is_told_before_training(run: Any, message: str) -> None:
+def test_invalid_schedule_is_an_error_before_training(run: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         run()
     assert message in str(error.value)
@@ -297,13 +295,13 @@ def test_what_cannot_be_done_is_told_before_training(run: Any, message: str) -> 
         (1, "1 row × 32 microbatches × 8 ranks = 256 samples a step (as configured)"),
     ],
 )
-def test_the_arithmetic_of_a_step_is_spelled_out(rows: int, line: str) -> None:
+def test_arithmetic_of_a_step_is_printed(rows: int, line: str) -> None:
     [step] = plans_of(None, 1, batch_size=2, times=16, fits=rows)
     assert step_line(step, 32, 8) == line
     assert step_line(step, 32, 1, "data rank").split(" × ")[2].startswith("1 data rank")
 
 
-def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> None:
+def test_schedule_merges_equal_epochs_and_shows_refused_sizes() -> None:
     plans = plans_of(double_every(2), batch_size=4, fits=8, samples=1000, lr_scaling="sqrt")
     assert schedule_table(plans, ranks=8) == (
         "batch schedule · 6 epochs · 498 steps\n"
@@ -319,7 +317,7 @@ def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> N
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """By rank 0."""
+    """The log of rank 0."""
     monkeypatch.setattr("torch.distributed.get_rank", int)
     caplog.set_level(logging.INFO, logger="torchtune_adaptive")
     return caplog
@@ -328,14 +326,14 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def announce_second_epoch(
     fits: int | None, samples: int, ranks: int, before: int, dataset_samples: int | None = None
 ) -> None:
-    """Of a run of one row × two microbatches."""
+    """Announce the second epoch of a run with one row and two microbatches."""
     past = plans_of(None, 1, 1, 2, samples=samples)
     progress = progress_of(epochs_run=1, past=past, ranks=before, dataset_samples=dataset_samples)
     announce(plans_of(None, 2, 1, 2, fits, samples)[1:], settings_of(1, 2), progress, ranks, None, samples)
 
 
 @pytest.mark.parametrize(("ranks", "before", "line"), [(1, 2, "1 rank (before: 2)"), (2, 1, "2 ranks (before: 1)")])
-def test_another_number_of_ranks_is_told_in_the_right_number(
+def test_changed_number_of_ranks_is_logged(
     ranks: int, before: int, line: str, logged: pytest.LogCaptureFixture
 ) -> None:
     announce_second_epoch(None, 6, ranks, before)
@@ -355,14 +353,14 @@ def test_another_number_of_ranks_is_told_in_the_right_number(
         ),
     ],
 )
-def test_samples_that_no_step_has_are_told_at_the_start(
+def test_samples_left_out_of_steps_are_logged_at_the_start(
     fits: int | None, samples: int, line: str | None, logged: pytest.LogCaptureFixture
 ) -> None:
     announce_second_epoch(fits, samples, ranks=2, before=2)
     assert logged.messages[1:] == ([] if line is None else [line])
 
 
-def test_a_sample_that_comes_twice_counts_once_and_an_epoch_begun_on_other_ranks_is_another(
+def test_duplicate_samples_count_once_and_other_ranks_change_the_epoch(
     logged: pytest.LogCaptureFixture,
 ) -> None:
     announce_second_epoch(None, 11, ranks=2, before=1, dataset_samples=21)
@@ -373,7 +371,7 @@ def test_a_sample_that_comes_twice_counts_once_and_an_epoch_begun_on_other_ranks
 
 @pytest.mark.parametrize("most_steps", [None, 2])
 @pytest.mark.parametrize("function", [None, "a.function"])
-def test_samples_that_no_step_of_a_growing_run_has_are_told_when_an_epoch_ends(
+def test_samples_left_out_by_a_growing_run_are_logged_at_the_end_of_an_epoch(
     function: str | None, most_steps: int | None, logged: pytest.LogCaptureFixture
 ) -> None:
     cfg = OmegaConf.create({"batch_increase_function": function})

@@ -1,4 +1,4 @@
-"""Samples one after another in a row have the losses and gradients of samples padded to rows."""
+"""Packed samples have the losses and gradients of padded rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,10 +26,10 @@ from torchtune_adaptive.tune.unpadded import Documents, attend_each, joined
 
 TOLERANCE = 2e-6
 PROMPTS = (0, 4, 30, 1, 18, 2, 5, 1, 39)
-"""Tokens that are not learned, of samples of `LENGTHS`: none, some, all but one, all."""
+"""Unlearned tokens of samples of `LENGTHS`: none, some, all but one, all."""
 SIZES = [(3, 17), (5, 9, 2), (64,), (1, 1, 1, 1), (33, 8), (2,), (40, 40, 40), (7, 6), (12,), (3, 3, 50), (9, 61)]
 MOST_GRAPHS = 3
-"""Of a layer: one for the first size, one for any other, and one for what is only one token or sample."""
+"""Per layer: one for the first size, one for any other, and one for a single token or sample."""
 
 
 def with_prompts(prompts: tuple[int, ...] = PROMPTS) -> list[Sample]:
@@ -41,7 +41,7 @@ def with_prompts(prompts: tuple[int, ...] = PROMPTS) -> list[Sample]:
 
 @contextmanager
 def counting_scored(model: nn.Module) -> Iterator[list[int]]:
-    """Tokens that the last norm sees, pass by pass."""
+    """Count the tokens that reach the last norm in each pass."""
     seen: list[int] = []
     handle = model.norm.register_forward_hook(lambda _, __, states: seen.append(states.size(0) * states.size(1)))
     yield seen
@@ -67,7 +67,7 @@ def test_losses_and_gradients_are_those_of_padded_rows(kind: str, checkpointing:
 
 
 @pytest.mark.parametrize("chunks", [0, 8])
-def test_logits_are_those_of_targets_only(chunks: int) -> None:
+def test_logits_are_computed_for_targets_only(chunks: int) -> None:
     model = build()
     model.set_num_output_chunks(chunks)
     loss_fn = None if chunks else nn.CrossEntropyLoss(ignore_index=IGNORED)
@@ -79,7 +79,7 @@ def test_logits_are_those_of_targets_only(chunks: int) -> None:
     assert furthest(gradients, expected) < TOLERANCE
 
 
-def test_where_nothing_is_learned_gradients_are_zero_and_there_all_the_same() -> None:
+def test_without_labels_gradients_are_zero_but_present() -> None:
     """FSDP waits for a gradient of every parameter on every rank."""
     model = build()
     with counting_scored(model) as seen:
@@ -90,7 +90,7 @@ def test_where_nothing_is_learned_gradients_are_zero_and_there_all_the_same() ->
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_after_an_error_the_model_takes_what_it_took_and_makes_all_logits() -> None:
+def test_error_restores_the_models_inputs_and_logits() -> None:
     model, tokens = build(), torch.zeros(1, 12, dtype=torch.int64)
     output, model.output = model.output, lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -100,7 +100,7 @@ def test_after_an_error_the_model_takes_what_it_took_and_makes_all_logits() -> N
     assert sum(chunk.size(1) for chunk in model(tokens)) == 12
 
 
-def test_samples_that_are_tensors_are_joined_like_lists() -> None:
+def test_tensor_samples_are_joined_like_lists() -> None:
     batch = samples((3, 5))
     tensors = [{key: torch.tensor(value) for key, value in sample.items()} for sample in batch]
     one, other = joined(batch, IGNORED), joined(tensors, IGNORED)
@@ -112,7 +112,7 @@ def test_samples_that_are_tensors_are_joined_like_lists() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_kernel_agrees_with_torchs_sample_by_sample(dtype: torch.dtype) -> None:
+def test_kernel_agrees_with_torchs_per_sample_attention(dtype: torch.dtype) -> None:
     ends = [0, 1, 8, 20]
     sides = [torch.randn(1, 3, 20, 8, dtype=dtype).requires_grad_() for _ in range(3)]
     each = attend_each(*sides, Documents(torch.tensor(ends, dtype=torch.int32), 12))
@@ -126,13 +126,13 @@ def test_the_kernel_agrees_with_torchs_sample_by_sample(dtype: torch.dtype) -> N
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.float().square().sum(), sides))
 
 
-def test_the_kernels_pass_the_checks_of_torch_for_custom_operations() -> None:
+def test_kernel_passes_torchs_checks_for_custom_operations() -> None:
     sides = [torch.randn(6, 2, 8).requires_grad_() for _ in range(3)]
     ends = torch.tensor([0, 2, 6], dtype=torch.int32)
     torch.library.opcheck(torch.ops.torchtune_adaptive.attend_each, (*sides, ends))
 
 
-def test_documents_are_where_fsdp_and_checkpointing_look_for_tensors() -> None:
+def test_documents_expose_their_tensor_to_fsdp_and_checkpointing() -> None:
     documents = Documents(torch.tensor([0, 2]), 2)
     leaves, _ = torch.utils._pytree.tree_flatten({"mask": documents})
     assert leaves[0] is documents.ends
@@ -140,7 +140,7 @@ def test_documents_are_where_fsdp_and_checkpointing_look_for_tensors() -> None:
 
 @pytest.fixture
 def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without code generation, which takes minutes and changes neither graphs nor breaks."""
+    """Disable code generation, which takes minutes and changes neither graphs nor breaks."""
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     torch._dynamo.reset()
     counters.clear()
@@ -150,7 +150,7 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("eager_backend")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_take_all_sizes_with_few_graphs_and_no_break(checkpointing: bool) -> None:
+def test_compiled_layers_handle_all_sizes_with_few_graphs_and_no_break(checkpointing: bool) -> None:
     batches = [samples(lengths, seed=seed) for seed, lengths in enumerate(SIZES)]
     totals, expected = totals_and_gradients(build(), unpadded, *batches)
     compiled = build()
@@ -162,5 +162,5 @@ def test_compiled_layers_take_all_sizes_with_few_graphs_and_no_break(checkpointi
     renamed = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in gradients.items()}
     assert furthest(renamed, expected) < 1e-5
     assert not counters["graph_break"]
-    # layers share their code, and so their graphs
+    # layers share their code and therefore their graphs
     assert 0 < counters["stats"]["unique_graphs"] <= MOST_GRAPHS

@@ -1,4 +1,4 @@
-"""Where microbatches cannot do without padding they have it, and one line says why."""
+"""Reasons for padding: microbatches that need it get it, and one line explains why."""
 
 import logging
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchtune.models.gemma2 import gemma2
 from torchtune.modules import MultiHeadAttention
 
+from tests.unit.tune.minimal_config import NEEDED
 from tests.unit.tune.models import MODELS, SIZES, build
-from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.unpadded import is_padded, take_documents
@@ -47,7 +47,7 @@ def own_forward() -> nn.Module:
 
 
 def shifting_tokens() -> nn.Module:
-    """Every layer's feed-forward sees some of the token before, whoever's that is."""
+    """Shift part of the previous token into every feed-forward layer, across samples."""
     model = build()
 
     def shifted(_: nn.Module, states: tuple[Tensor]) -> tuple[Tensor]:
@@ -59,7 +59,7 @@ def shifting_tokens() -> nn.Module:
 
 
 def centred() -> nn.Module:
-    """Every sample of a row sees the same of the others."""
+    """Subtract the mean of the row, so that samples affect each other."""
     model = build()
     for layer in model.layers:
         layer.mlp.register_forward_pre_hook(lambda _, states: (states[0] - states[0].mean(dim=1, keepdim=True),))
@@ -67,7 +67,7 @@ def centred() -> nn.Module:
 
 
 def learned_positions() -> nn.Module:
-    """Absolute ones, added to the tokens."""
+    """Add absolute positions to the tokens."""
 
     def added(_: nn.Module, __: Any, states: Tensor) -> Tensor:
         return states + 0.02 * torch.arange(states.size(1))[:, None]
@@ -110,7 +110,7 @@ def decide(adaptive: AdaptiveConfig, model: nn.Module, settings: Settings = SETT
 
 
 @pytest.mark.parametrize("reason", OBSTACLES)
-def test_what_stands_in_the_way_is_said_and_rows_are_padded(
+def test_obstacles_to_packing_are_logged_and_rows_are_padded(
     reason: str, modern_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, changed, other = OBSTACLES[reason]
@@ -119,10 +119,8 @@ def test_what_stands_in_the_way_is_said_and_rows_are_padded(
         assert decide(BUDGET, model, settings, **other)
     with pytest.raises(ConfigError, match=f"adaptive.padding is False, but {reason}.*set adaptive.padding to null"):
         decide(replace(BUDGET, padding=False), model, settings, **other)
-    said = [record.getMessage() for record in caplog.records if "samples are padded" in record.getMessage()]
-    assert len(said) == (reason != "the dataset is packed"), (
-        "of packed rows, the token budget says what becomes of them"
-    )
+    message = [record.getMessage() for record in caplog.records if "samples are padded" in record.getMessage()]
+    assert len(message) == (reason != "the dataset is packed"), "for packed rows, the token budget logs a line instead"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_what_stands_in_the_way_is_said_and_rows_are_padded(
         ((9, 0), 1, "heads are 512 wide, but flash attention supports at most 256"),
     ],
 )
-def test_a_card_or_a_head_that_flash_attention_does_not_take(
+def test_card_or_head_size_unsupported_by_flash_attention_is_an_error(
     modern_gpu: pytest.MonkeyPatch, capability: tuple[int, int], heads: int, reason: str
 ) -> None:
     modern_gpu.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -143,14 +141,14 @@ def test_a_card_or_a_head_that_flash_attention_does_not_take(
 
 @pytest.mark.parametrize("padding", [None, False])
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, "fp32"), (GPU, "bf16")], ids=str)
-def test_a_model_of_torchtunes_does_without_padding(
+def test_torchtunes_models_do_not_need_padding(
     padding: bool | None, device: torch.device, dtype: str, modern_gpu: pytest.MonkeyPatch
 ) -> None:
     assert not decide(replace(BUDGET, padding=padding), build(), replace(SETTINGS, dtype=dtype), device=device)
 
 
 @pytest.mark.parametrize("make", [shifting_tokens, centred, learned_positions])
-def test_a_model_that_looks_along_the_row_is_found_by_trying(
+def test_model_that_mixes_samples_of_a_row_is_detected_by_a_trial(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -162,7 +160,7 @@ def test_a_model_that_looks_along_the_row_is_found_by_trying(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_trial_leaves_the_model_as_it_was(name: str, dtype: torch.dtype) -> None:
+def test_trial_restores_the_model(name: str, dtype: torch.dtype) -> None:
     model = build(name).to(dtype)
     modes = [module.training for module in model.modules()]
     assert not decide(BUDGET, model, run_model=True)
@@ -170,6 +168,6 @@ def test_a_trial_leaves_the_model_as_it_was(name: str, dtype: torch.dtype) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_rows_are_padded_where_the_config_says_so_and_without_a_token_budget() -> None:
+def test_rows_are_padded_if_configured_or_without_a_token_budget() -> None:
     assert decide(replace(BUDGET, padding=True), build())
     assert decide(AdaptiveConfig(), build())

@@ -1,11 +1,11 @@
-"""What Python imports before anything else in every process of a `tune run` that is to be killed."""
+"""Python imports this first in every process of a `tune run` under test."""
 
 import os
 import sys
 
-# of the launcher's processes only the ranks: it has no rank itself
+# only in ranks: the launcher has no rank
 if "RANK" in os.environ or "--nproc_per_node" not in sys.orig_argv:
-    from tests.recipes.crash import trap
-    from tests.recipes.crash.points import read_order
+    from tests.recipes.crash import kill_hook
+    from tests.recipes.crash.kill_points import read_order
 
-    trap.install(read_order(), int(os.environ.get("RANK", "0")))
+    kill_hook.install(read_order(), int(os.environ.get("RANK", "0")))

@@ -1,0 +1,252 @@
+"""Other collectives in a microbatch disable recovery. The message names them, and no rank hangs."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from tests.captured_logs import captured_log
+from tests.distributed.models import (
+    ModelConfig,
+    build,
+    forward_backward_of,
+    gradients_equal,
+    gradients_of,
+    runner_of,
+    samples_of,
+)
+from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.ranks import gloo_group_aside
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.testing import FaultInjector
+
+SAMPLES = 4
+
+
+def reduce_asynchronously(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+
+
+def reduce_functionally(group: dist.ProcessGroup) -> None:
+    functional.all_reduce(torch.ones(3), "sum", group).sum()
+
+
+def redistribute(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None).redistribute(mesh, [Replicate()])
+
+
+def to_the_neighbour(group: dist.ProcessGroup) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sends = dist.P2POp(dist.isend, torch.ones(2), (rank + 1) % ranks)
+    receives = dist.P2POp(dist.irecv, torch.ones(2), (rank - 1) % ranks)
+    for work in dist.batch_isend_irecv([sends, receives]):
+        work.wait()
+
+
+FOREIGN: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str]] = {
+    "all_reduce": (lambda group: dist.all_reduce(torch.ones(3), group=group), "c10d::allreduce_"),
+    "asynchronous": (reduce_asynchronously, "c10d::allreduce_"),
+    "functional": (reduce_functionally, "_c10d_functional::all_reduce"),
+    "objects": (lambda group: dist.broadcast_object_list([1], group=group), "c10d::broadcast_"),
+    "barrier": (lambda group: dist.barrier(group=group), "c10d::barrier"),
+    "dtensor": (redistribute, "_c10d_functional::all_gather_into_tensor"),
+    "neighbours": (to_the_neighbour, "c10d::send"),
+}
+"""Collectives in the forward pass of a model, and torch's names for them."""
+
+
+class InBackward(torch.autograd.Function):
+    """Sums part of its gradient over the ranks, like synchronized norms."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.sum()
+        dist.all_reduce(total)
+        return gradient + 0 * total
+
+
+def runner_with(foreign: Callable[[], object], *, layers: int = 1, **config: Any) -> StepRunner[Tensor]:
+    """Collective: return a runner whose model calls `foreign` before its last layer."""
+    model = build(ModelConfig(layers=layers, dropout=0.0, **config))
+
+    def before(module: nn.Module, inputs: object) -> None:
+        foreign()
+
+    model.layers[-1].register_forward_pre_hook(before)
+    return runner_of(model, 2)
+
+
+def step_of(runner: StepRunner[Tensor], step: int, samples: int = SAMPLES) -> None:
+    """Collective: run one step."""
+    runner.model.zero_grad(set_to_none=True)
+    runner.run(samples_of(dist.get_rank(), samples), step=step)
+
+
+@contextmanager
+def hearing_warnings() -> Iterator[list[str]]:
+    with captured_log() as lines:
+        captured: list[str] = []
+        yield captured
+        captured += [line for line in lines if "recovery" in line]
+
+
+def refused(samples: int) -> dict[str, tuple[bool, list[str], bool]]:
+    """Return for each kind: whether recovery is on, the warnings, and whether the gradients are those of plain FSDP."""
+    # The same ranks but a new communicator: its collectives cannot be confused with others.
+    group, found = dist.new_group(), {}
+    for kind, (foreign, _) in FOREIGN.items():
+        runner = runner_with(partial(foreign, group))
+        with hearing_warnings() as captured:
+            for step in range(3):
+                step_of(runner, step, samples)
+        got = gradients_of(runner.model)
+        runner.model.zero_grad(set_to_none=True)
+        for start in range(0, samples, 2):
+            forward_backward_of(runner.model)(samples_of(dist.get_rank(), samples)[start : start + 2])
+        found[kind] = (runner.recovers, captured, gradients_equal(got, gradients_of(runner.model)))
+        runner.close()
+    return found
+
+
+@pytest.mark.parametrize("samples", [1, SAMPLES], ids=["one microbatch a step", "two microbatches a step"])
+def test_foreign_collective_disables_recovery_and_training_continues(samples: int):
+    first, second = run_on_ranks(2, refused, samples, timeout_s=100)
+    for kind, (_, name) in FOREIGN.items():
+        recovers, captured, exact = first[kind]
+        assert (recovers, exact) == (False, True), kind
+        assert len(captured) == 1, kind
+        assert name in captured[0], kind
+        assert "test_foreign_collectives.py:" in captured[0] or kind == "dtensor", kind
+        assert second[kind] == (False, [], True), kind
+
+
+def run_out_later(kind: str, step: int, operation: int, first_step: int = 0) -> None:
+    """Run out of memory on rank 1 in this step; the model communicates from `first_step` on."""
+    if kind == "backward":
+        model = build(ModelConfig(layers=1, dropout=0.0))
+        model.layers[0].register_forward_hook(lambda module, inputs, output: InBackward.apply(output))
+        runner = runner_of(model, 2)
+    else:
+        group = dist.new_group()
+        foreign = FOREIGN[kind][0]
+        runner = runner_with(lambda: runner.current_step < first_step or foreign(group))
+    with FaultInjector(runner).fail_at(rank=1, step=step, operation=operation):
+        for each in range(step + 1):
+            step_of(runner, each)
+
+
+def name_of(kind: str) -> str:
+    return "c10d::allreduce_" if kind == "backward" else FOREIGN[kind][1]
+
+
+@pytest.mark.parametrize("kind", ["functional", "neighbours", "backward"])
+def test_oom_after_foreign_collectives_ends_all_ranks_with_a_reason(kind: str):
+    """Without counting, the failed rank would drain only FSDP's collectives while its peers wait for the others."""
+    with pytest.raises(RankFailed, match=f"RecoveryUnsupportedError: .*{name_of(kind)}"):
+        run_on_ranks(2, run_out_later, kind, 2, 100, timeout_s=15)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "operation", "first_step"),
+    [
+        pytest.param("all_reduce", 0, 10, 0, id="before the collective"),
+        pytest.param("all_reduce", 0, 300, 0, id="after the collective"),
+        pytest.param("all_reduce", 0, 700, 0, id="in the second microbatch"),
+        pytest.param("backward", 0, 300, 0, id="in a backward"),
+        pytest.param("all_reduce", 3, 300, 3, id="in the first step with the collective"),
+        pytest.param("all_reduce", 4, 300, 3, id="after that step"),
+    ],
+)
+def test_oom_in_first_step_with_foreign_collectives_ends_all_ranks(
+    kind: str, step: int, operation: int, first_step: int
+):
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*outside FSDP"):
+        run_on_ranks(2, run_out_later, kind, step, operation, first_step, timeout_s=15)
+
+
+def speak_among_two_of_three() -> tuple[bool, int]:
+    group = dist.new_group([0, 1])
+    runner = runner_with(lambda: dist.get_rank() == 2 or dist.all_reduce(torch.ones(1), group=group))
+    with hearing_warnings() as captured:
+        for step in range(2):
+            step_of(runner, step)
+    return runner.recovers, len(captured)
+
+
+def test_all_ranks_disable_recovery_if_some_communicate():
+    assert run_on_ranks(3, speak_among_two_of_three) == [(False, 1), (False, 0), (False, 0)]
+
+
+def communicate_around_microbatches() -> tuple[bool, list[str], list[bool], int]:
+    """Communicate outside microbatches: an evaluation, clipping, and a thread with a separate group."""
+    model, in_mode = build(ModelConfig(layers=1, dropout=0.0)), []
+    group, over = gloo_group_aside(), threading.Event()
+
+    def beside() -> None:
+        for _ in range(200):
+            dist.all_reduce(torch.ones(1), group=group)
+        over.set()
+
+    def watched(samples: Sequence[Tensor]) -> Totals:
+        in_mode.append(is_in_torch_dispatch_mode())
+        if runner.current_step == 1 and len(in_mode) == 3:
+            threading.Thread(target=beside).start()
+            assert over.wait(30)
+        return forward_backward_of(model)(samples)
+
+    runner = runner_of(model, 2, watched)
+    with hearing_warnings() as captured, FaultInjector(runner).fail_at(rank=1, step=3, operation=100):
+        for step in range(3):
+            step_of(runner, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with torch.no_grad():
+                model(torch.ones(1, 4, dtype=torch.int64))
+            dist.all_reduce(torch.ones(1))
+        step_of(runner, 3)
+    return runner.recovers, captured, in_mode[:6], runner.recoveries
+
+
+def test_communication_outside_microbatches_keeps_recovery_on():
+    for recovers, _, in_mode, recoveries in run_on_ranks(2, communicate_around_microbatches):
+        assert (recovers, recoveries) == (True, 1)
+        assert in_mode == [False] * 6
+
+
+def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
+    model = build(ModelConfig(layers=1, dropout=0.0))
+    train = forward_backward_of(model)
+
+    def speak(samples: Sequence[Tensor]) -> Totals:
+        dist.all_reduce(torch.ones(1))
+        return train(samples)
+
+    recovery = Recovery(model)
+    first, second = runner_of(model, 2, train, recovery, "score"), runner_of(model, 2, speak, recovery, "train")
+    with hearing_warnings() as captured, FaultInjector(first).fail_at(rank=1, step=2, operation=100):
+        for step in range(3):
+            step_of(first, step)
+            step_of(second, step)
+    assert first.recoveries == 1
+    return first.recovers, second.recovers, captured
+
+
+def test_only_the_communicating_stage_loses_recovery():
+    (recovers, refused_too, captured), _ = run_on_ranks(2, one_stage_of_two_speaks)
+    assert (recovers, refused_too) == (True, False)
+    assert captured[0].startswith("step 0, train: ")

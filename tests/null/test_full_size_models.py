@@ -1,0 +1,43 @@
+"""Decisions of the search and the governor with torch's allocator, for layers in full size."""
+
+import pytest
+
+from tests.null.full_size_models import budgeted, crowded, drift, searched
+from tests.null.processes import OnNull
+from torchtune_adaptive.engine.governor import THRASHING, TRIAL
+
+LAYERS, MEMORY = 4, 24 * 10**9
+SEGMENTS = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+
+
+@SEGMENTS
+def test_search_finds_flush_free_rows_of_at_least_four_fifths_in_four_probes(on_null: OnNull, expandable: bool) -> None:
+    found = on_null(searched, LAYERS, MEMORY, 5, expandable)
+    assert found.flushes[found.rows] == 0
+    assert found.flushes[found.rows * 5 // 4] != 0
+    assert len(found.probes) <= 4
+    assert sum(flushes > 0 for _, _, flushes in found.probes) <= 1
+
+
+@SEGMENTS
+def test_steps_of_mixed_lengths_reserve_as_much_as_the_longest_samples(on_null: OnNull, expandable: bool) -> None:
+    found = on_null(drift, LAYERS, 8, 20, expandable)
+    assert max(found.reserved_bytes) <= 1.01 * found.probe_reserved_bytes
+
+
+def test_measured_token_budget_trains_without_running_out_of_memory(on_null: OnNull) -> None:
+    found = on_null(budgeted, LAYERS, MEMORY, 2, False)
+    assert found.recoveries == 0
+    assert found.reserved_bytes > 0.9 * MEMORY
+
+
+@pytest.mark.parametrize(
+    ("flush_s", "microbatch_s", "rows"), [(0.3, 0.01, 8), (0, 0.3, 12)], ids=["flushes are slow", "flushes are fast"]
+)
+def test_two_steps_with_flushes_start_a_trial_and_keep_the_faster_size(
+    on_null: OnNull, flush_s: float, microbatch_s: float, rows: int
+) -> None:
+    found = on_null(crowded, LAYERS, MEMORY, 12, flush_s, microbatch_s)
+    assert min(found.flushes[:2]) > 0
+    assert found.changes == [THRASHING, TRIAL]
+    assert found.rows == rows

@@ -1,0 +1,179 @@
+"""Memory pressure for a recipe: the memory of every rank changes, and operations fail, in every stage of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from torchtune_adaptive.engine.plans import Plan
+from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE
+
+LONGEST, MEDIAN = 256, 48
+KIB, MIB = 2**10, 2**20
+CALM_BYTES = 64 * MIB
+
+
+class Climate(NamedTuple):
+    """Memory limits and failures of a stage."""
+
+    least_bytes: int
+    """Enough memory for one of the longest samples."""
+    most_bytes: int
+    """The limit of a squeeze: enough for two or three samples."""
+    operations: int
+    """The approximate number of operations of a microbatch."""
+
+
+CLIMATES = {
+    "": Climate(15 * MIB, CALM_BYTES // 3, 1500),
+    REFERENCE: Climate(9 * MIB, 14 * MIB, 400),
+    POLICY: Climate(22 * MIB, 40 * MIB, 1500),
+}
+ROLLOUT_CLIMATES = {
+    GENERATE: Climate(1700 * KIB, 1745 * KIB, 1500),
+    **{stage: Climate(1620 * KIB, 1685 * KIB, 200) for stage in FORWARD[:2]},
+    **{stage: Climate(1560 * KIB, 1620 * KIB, 200) for stage in FORWARD[2:]},
+    TRAIN_VALUE: Climate(1920 * KIB, 2200 * KIB, 500),
+    TRAIN_POLICY: Climate(2260 * KIB, 2550 * KIB, 500),
+}
+"""One answer needs 1629, 1477, 1412, 1754 and 2104 KiB. gloo frees a buffer of 68 KiB eventually, so reserve two of
+them in stages that reduce gradients; eight answers never fit.
+"""
+
+
+class Numbered(Dataset[dict[str, Any]]):
+    """Random tokens in samples of random lengths; each sample contains its number."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._samples = samples
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = random_tokens(f"{self._seed}/{index}")
+        return {"tokens": tokens, "labels": [-100, *tokens[1:]], "number": index}
+
+
+class NumberedPairs(Numbered):
+    """The same with two sequences per sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pair: dict[str, Any] = {"number": index}
+        for answer in ("chosen", "rejected"):
+            tokens = random_tokens(f"{self._seed}/{index}/{answer}")
+            pair |= {f"{answer}_input_ids": tokens, f"{answer}_labels": [-100, *tokens[1:]]}
+        return pair
+
+
+def random_tokens(seed: str) -> list[int]:
+    draw = random.Random(seed)
+    length = max(8, min(LONGEST, math.ceil(draw.lognormvariate(math.log(MEDIAN), 0.8))))
+    return draw.choices(range(256), k=length)
+
+
+def numbered(tokenizer: Any, *, samples: int, seed: int, packed: bool = False) -> Numbered:
+    """Component for the `dataset` section of a config."""
+    return Numbered(samples, seed)
+
+
+def numbered_pairs(tokenizer: Any, *, samples: int, seed: int) -> NumberedPairs:
+    """Component for the `dataset` section of a config."""
+    return NumberedPairs(samples, seed)
+
+
+def stages_of(recipe: Any) -> dict[str, Any]:
+    """Return the runners of a step by stage, in order."""
+    return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.trainer.stages)
+
+
+def number_of(sample: Any) -> int:
+    """Return the number of a sample in its dataset, or of a rollout in its iteration."""
+    return int(sample["number"] if isinstance(sample, dict) else sample.number)
+
+
+class Cut(NamedTuple):
+    """How a stage of a step was finally split on one rank, as sample numbers. It may have run more than once."""
+
+    step: int
+    stage: str
+    microbatches: list[list[int]]
+
+
+class Storm:
+    """Changes the memory of this rank or injects a failure before every stage, and records the splits."""
+
+    def __init__(self, recipe: Any, seed: int, stages: dict[str, Any], cuts: Path) -> None:
+        self._stages = stages
+        self._together = random.Random(f"{seed}/{recipe.run.progress.step}")  # equal on all ranks
+        self._alone = random.Random(f"{seed}/{recipe.run.progress.step}/{dist.get_rank()}")
+        self._faults = {name: FaultInjector(runner) for name, runner in stages.items()}
+        self._storm, self._left_of_spell = False, 0
+        self._cuts = cuts
+        self._last_plan: Plan = ()
+        for name, runner in stages.items():
+            runner.run = partial(self._run, name, runner.run)
+            runner.recovery.on_attempt = self._on_attempt
+        first = next(iter(stages.values()))
+        self._watch, first.watch = first.watch, self._watch_too
+        self._open = ExitStack()
+
+    def __enter__(self) -> Storm:
+        for faults in self._faults.values():
+            self._open.enter_context(faults)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _watch_too(self, memory: Any) -> None:
+        self._memory = memory
+        self._watch(memory)
+
+    def _on_attempt(self, stage: str, step: int, plan: Plan) -> None:
+        self._last_plan = plan
+
+    def _run(self, name: str, run: Any, samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+        """Collective: run the stage under the current memory."""
+        climates = ROLLOUT_CLIMATES if GENERATE in self._stages else CLIMATES
+        climate, self._memory.cap_bytes = climates[name], CALM_BYTES
+        event = self._together.choice(["squeeze", "strike"]) if self._stormy() else "calm"
+        if event == "squeeze":
+            self._memory.cap_bytes = self._alone.randrange(climate.least_bytes, climate.most_bytes)
+        struck = self._together.choice([{0}, {1}, {0, 1}])
+        # failing at the smallest size would rightly end the run, so do not inject it
+        if event == "strike" and self._room(name) and dist.get_rank() in struck:
+            at = self._alone.randrange(1, climate.operations)
+            self._faults[name].fail_at(rank=dist.get_rank(), step=step, operation=at)
+        result = run(samples, step=step, **options)
+        cut = [[number_of(samples[index]) for index in rows] for rows in self._last_plan]
+        with self._cuts.open("a") as file:
+            file.write(json.dumps(Cut(step, name, cut)._asdict()) + "\n")
+        return result
+
+    def _stormy(self) -> bool:
+        """Return True in a phase of pressure; between phases, limits regrow."""
+        if self._left_of_spell == 0:
+            self._storm = not self._storm
+            self._left_of_spell = self._together.randrange(*(4, 9) if self._storm else (10, 31)) * len(self._stages)
+        self._left_of_spell -= 1
+        return self._storm
+
+    def _room(self, name: str) -> bool:
+        return bool(self._stages[name].limit.rows_at(LONGEST) >= 2)
+
+
+def read_cuts(path: Path) -> list[Cut]:
+    return [Cut(**json.loads(line)) for line in path.read_text().splitlines()]

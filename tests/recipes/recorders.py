@@ -1,0 +1,62 @@
+"""Components named in test configs that record a run."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+
+from torchtune_adaptive.report.journal import EVENTS_FILE
+
+
+class JsonLogger:
+    """A metric logger that writes every figure in full precision, one line per step."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close(), as loggers are
+
+    def log_config(self, config: DictConfig) -> None:
+        pass
+
+    def log(self, name: str, data: Any, step: int) -> None:
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        figures = {name: float(value) for name, value in payload.items()}
+        self._file.write(json.dumps({"step": step, **figures}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class NormSGD(torch.optim.SGD):
+    """SGD that records the gradient norm of each of its steps, in any recipe."""
+
+    def __init__(self, params: Iterable[nn.Parameter], norms: str, **options: Any) -> None:
+        super().__init__(params, **options)
+        self._norms = norms
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        squares = sum(float(g.full_tensor().square().sum()) for g in gradients)
+        if dist.get_rank() == 0:
+            with open(self._norms, "a", encoding="utf-8") as file:
+                file.write(f"{math.sqrt(squares)}\n")
+        return super().step(closure)
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of one kind from a run whose `output_dir` is `out`."""
+    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]

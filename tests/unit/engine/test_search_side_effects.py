@@ -1,0 +1,138 @@
+"""A search restores all state."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.searched_model import Shape, Trained, search_within, state_of
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.probes import TrainingStep
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW, not foreach": (torch.optim.AdamW, {"foreach": False}),
+    "AdamW, together": (torch.optim.AdamW, {"foreach": True, "weight_decay": 0.1}),
+    "AdamW, fused": (torch.optim.AdamW, {"fused": True, "foreach": None}),
+    "AdamW, amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "AdamW, learning rate in a tensor": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "foreach": False}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Rprop, sign-based": (torch.optim.Rprop, {}),
+}
+
+
+def with_negative_zeros(trained: Trained) -> Trained:
+    with torch.no_grad():
+        for parameter in trained.model.parameters():
+            parameter.view(-1)[::3] = -0.0
+    return trained
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_search_restores_everything_bitwise(kind: str, resumed: bool):
+    optimizer, options = OPTIMIZERS[kind]
+    with MemoryMeter() as meter:
+        trained = with_negative_zeros(Trained(Shape(), optimizer, options))
+        if resumed:
+            trained.train([2])
+        before = state_of(trained)
+        tensors = state_tensors(trained.optimizer)
+        result = search_within(trained.step(), meter, 400_000, strategy="binary")
+        assert result.out_of_memory_count > 0
+        assert state_of(trained) == before
+        assert all(now is then for now, then in zip(state_tensors(trained.optimizer), tensors, strict=True))
+        assert meter.peak_bytes == meter.live_bytes
+
+
+def test_failed_search_restores_everything():
+    with MemoryMeter() as meter:
+        trained = Trained(Shape())
+        trained.train([2])
+        before = state_of(trained)
+        with pytest.raises(OneRowDoesNotFitError):
+            search_within(trained.step(), meter, meter.live_bytes + 1000)
+        assert state_of(trained) == before
+
+
+def test_oom_in_the_update_is_reported_and_restores_everything():
+    def update(result: Any) -> None:
+        trained.update(result)
+        raise torch.OutOfMemoryError
+
+    with MemoryMeter() as meter:
+        trained = Trained(Shape())
+        before = state_of(trained)
+        with pytest.raises(UnrecoverableError, match=r"rank 0 .* in the update"):
+            search_within(replace(trained.step(), update=update), meter, 400_000)
+        assert state_of(trained) == before
+
+
+class InBackward:
+    """A model whose optimizers step inside the backward, as soon as a gradient is ready."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        self.optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in self.model.parameters()}
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: Tensor) -> None:
+        self.optimizers[parameter].step()
+        self.optimizers[parameter].zero_grad()
+
+    def step(self) -> TrainingStep[Tensor]:
+        def forward_backward(samples: Sequence[Tensor]) -> Totals:
+            loss = self.model(torch.stack(list(samples))).square().sum()
+            loss.backward()
+            return Totals(loss.detach(), len(samples))
+
+        runner = StepRunner(
+            self.model,
+            forward_backward,
+            limit=RowLimit(1),
+            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
+            recovery=Recovery(self.model, enabled=False),
+        )
+        return TrainingStep(
+            runner=runner,
+            sample=torch.ones(32, 64),
+            update=lambda result: None,
+            optimizers=list(self.optimizers.values()),
+        )
+
+    def weights(self) -> list[bytes]:
+        return [p.numpy(force=True).tobytes() for p in self.model.parameters()]
+
+
+def test_search_with_optimizers_in_the_backward_restores_everything():
+    with MemoryMeter() as meter:
+        trained = InBackward()
+        before = trained.weights()
+        result = search_within(trained.step(), meter, 2_000_000)
+        assert trained.weights() == before
+        assert all(not optimizer.state for optimizer in trained.optimizers.values())
+    assert result.rows > 8
+    assert result.out_of_memory_count == 0
+
+
+def test_one_row_too_large_inside_the_backward_is_measured_and_not_fatal():
+    with MemoryMeter() as meter, pytest.raises(OneRowDoesNotFitError, match="one row of 32 tokens needs"):
+        search_within(InBackward().step(), meter, 110_000)
+
+
+@pytest.mark.parametrize("strategy", ["binary", "decrease"])
+def test_strategies_that_run_out_of_memory_are_refused_if_a_step_cannot_be_repeated(strategy: str):
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match=rf"{strategy}' .*'linear'"):
+        search_within(InBackward().step(), meter, 2_000_000, strategy=strategy)
