@@ -1,4 +1,4 @@
-"""Small files that are whole or not there at all, whatever happens while they are written."""
+"""Atomic writes of small files: after a crash a file has its old or its new content, never a part."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ LONGEST_WAIT_MS = 2000
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts a file in place, folders included: after a crash it holds the old content or the new. Raises OSError."""
+    """Write a file atomically and create its parent directories. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Always the same name: what a kill leaves behind is overwritten by the next try.
+    # a fixed name, so that the next attempt overwrites the leftover of a killed process
     beside = path.with_name(f"{path.name}.tmp")
     folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _wait_for_others(folder)
-        beside.unlink(missing_ok=True)  # a pipe of that name would be waited for
+        beside.unlink(missing_ok=True)  # opening a FIFO of that name would block
         with beside.open("wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # or the name could reach the disk before what it stands for
+            os.fsync(file.fileno())  # otherwise the rename could reach the disk before the content
         os.replace(beside, path)
     except OSError:
         with suppress(OSError):
@@ -43,8 +43,10 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _wait_for_others(folder: int) -> None:
-    """Takes the lock of a folder, since another process has the same name for its draft. Not for ever: a child that was
-    forked meanwhile may keep it; and not where the file system has no such locks."""
+    """Lock the directory, because other processes use the same temporary name.
+
+    Gives up after a while, since a forked child may hold the lock, and on file systems without locks.
+    """
     for _ in range(LONGEST_WAIT_MS):
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,8 +59,7 @@ def _wait_for_others(folder: int) -> None:
 
 
 def keep_file(path: Path, content: bytes, otherwise: str) -> bool:
-    """Writes a file that a run can do without; if that fails, one line says why, and what it means. Returns whether it
-    is there."""
+    """Write an optional file; on failure log the cause and the consequence `otherwise`. Return True on success."""
     try:
         replace_file(path, content)
     except OSError as error:
@@ -68,10 +69,13 @@ def keep_file(path: Path, content: bytes, otherwise: str) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a small JSON file; None if there is no file. Raises ValueError, which does not name the file."""
+    """Read a small JSON file that contains an object; return None if it does not exist.
+
+    Raises ValueError without the file's name, which the caller adds.
+    """
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ValueError("it is not a regular file")  # a pipe would be waited for
+            raise ValueError("it is not a regular file")  # reading a FIFO would block
         content = json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         return None
@@ -83,16 +87,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in a line; for an OSError only the cause, since the caller names the file."""
+    """Return the cause of an error in one line; for an OSError without the path, which the caller names."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def sync(path: Path) -> None:
-    """Makes a file durable, or the names in a folder where the file system can sync a folder.
+    """Fsync a file, or a directory if its file system supports that.
 
-    Raises OSError where it can and fails, which means that what was written may be lost.
+    Raises OSError if the sync fails; data may then be lost.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each states the fact, the limit, and what to do about it."""
+"""Errors that a user can act on: each states the fact, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Remedy(Enum):
-    """What a user of the library can do about an error. `config/remedies.py` has the same in keys of a config."""
+    """Remedies in terms of the library. `config/remedies.py` has the same in terms of config keys."""
 
     SHORTER_SAMPLES = "use shorter samples"
     CHECKPOINT_ACTIVATIONS = "checkpoint activations"
@@ -26,24 +26,24 @@ class Remedy(Enum):
 
 
 def without_backward(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
-    """What helps where nothing is kept for a backward."""
+    """Return the remedies that apply to a pass without backward."""
     return tuple(each for each in remedies if each is not Remedy.CHECKPOINT_ACTIVATIONS)
 
 
 class AdaptiveError(Exception):
-    """Base of every error that this package raises for a user: shown as one message, without a traceback."""
+    """Base class of all errors for users; recipes print them as one message without a traceback."""
 
     def __init__(self, fact: str, *remedies: Remedy) -> None:
         super().__init__(fact, *remedies)
         self.fact = fact
-        """What is wrong; the remedy too, where there is only one way to say it."""
+        """The fact and the limit, and any remedy that has no entry in `Remedy`."""
         self.remedies = remedies
 
     def __str__(self) -> str:
         return self.in_words({remedy: remedy.value for remedy in self.remedies})
 
     def in_words(self, words: Mapping[Remedy, str]) -> str:
-        """The message, with each remedy in the words that are given for it."""
+        """Return the message, with each remedy replaced by its text in `words`."""
         if not self.remedies:
             return self.fact
         *others, last = (words[remedy] for remedy in self.remedies)
@@ -52,11 +52,11 @@ class AdaptiveError(Exception):
 
 
 class ConfigError(AdaptiveError, ValueError):
-    """A value cannot work; the message names its key or argument, the value and what is allowed."""
+    """Invalid value; the message names the key or argument, the value and the allowed values."""
 
 
 class SeveralErrors(ConfigError):
-    """Values that cannot work, each by itself."""
+    """Several independent invalid values."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__("\n       ".join(map(str, errors)))
@@ -64,7 +64,7 @@ class SeveralErrors(ConfigError):
 
 
 def together(checks: Iterable[Callable[[], Any]]) -> list[Any]:
-    """What all of the checks return; everything that they refuse is one error."""
+    """Run all checks and return their results; raise their ConfigErrors as one error."""
     results: list[Any] = []
     errors: list[ConfigError] = []
     for check in checks:
@@ -77,7 +77,7 @@ def together(checks: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def raise_together(errors: Iterable[ConfigError]) -> None:
-    """Raises the errors as one, each message once; nothing if there are none."""
+    """Raise the errors as one, without duplicate messages; do nothing if there are none."""
     single = [one for error in errors for one in (error.errors if isinstance(error, SeveralErrors) else [error])]
     distinct = list({str(error): error for error in single}.values())
     if distinct:
@@ -85,70 +85,70 @@ def raise_together(errors: Iterable[ConfigError]) -> None:
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Refuses a value that is none of the choices."""
+    """Raise ConfigError if the value is not one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}: {value!r} is unknown; allowed: {', '.join(map(str, choices))}")
 
 
 class LimitExhaustedError(AdaptiveError):
-    """A microbatch that cannot be made smaller does not fit."""
+    """A microbatch of the smallest size ran out of memory."""
 
 
 class SampleTooLargeError(AdaptiveError):
-    """A sample that alone is more than a microbatch may be."""
+    """A single sample exceeds the limit of a microbatch."""
 
 
 class SampleError(AdaptiveError):
-    """A sample that cannot be read, or that the model cannot take; the message names it by its index."""
+    """A sample cannot be read, or the model cannot process it; the message names its index."""
 
 
 class SampleTooLongError(ConfigError):
-    """A sample that is longer than the model takes."""
+    """A sample is longer than the model's maximum sequence length."""
 
 
 class NotLearningError(AdaptiveError):
-    """A run that goes on while nothing comes of it."""
+    """The run continues without learning, for example because every update is skipped."""
 
 
 class EarlyExitError(AdaptiveError):
-    """Something in the run asked the process to end, with the status of success, before the run was done."""
+    """Code in the run called `sys.exit(0)` before training was finished."""
 
 
 class RecoveryUnsupportedError(AdaptiveError):
-    """A step that runs out of memory cannot be run again: the model communicates, or updates its weights, in a way that
-    forbids it, or recovery is off."""
+    """A step that ran out of memory cannot be repeated: recovery is off, or does not support how the model
+    communicates or updates its weights."""
 
 
 class UnrecoverableError(AdaptiveError):
-    """The ranks can no longer go on together, until something is changed: the message says what."""
+    """The ranks cannot continue together; the message names the cause and the remedy."""
 
 
 class RanksPartedError(UnrecoverableError):
-    """A collective failed: another rank has ended, or what connects them. Started again, the run goes on."""
+    """A collective failed because a peer or the connection to it is gone; a restarted run can resume."""
 
 
 class OneRowDoesNotFitError(AdaptiveError):
-    """Not even one row is within the budget."""
+    """A single row exceeds the memory budget."""
 
     def __init__(self, fact: str, *remedies: Remedy, need_bytes: int | None, budget_bytes: int) -> None:
         super().__init__(fact, *remedies)
         self.need_bytes = need_bytes
-        """What the probe measured; None where it ran out of memory, so that the need is unknown."""
+        """Peak memory of the probe; None if it ran out of memory."""
         self.budget_bytes = budget_bytes
 
     def with_remarks(self, *remarks: str) -> OneRowDoesNotFitError:
-        """This shortage, with what else there is to say of the row."""
+        """Return a copy of this error with remarks about the row."""
         said = "; ".join(filter(None, remarks))
         fact = f"{self.fact} ({said})" if said else self.fact
         return OneRowDoesNotFitError(fact, *self.remedies, need_bytes=self.need_bytes, budget_bytes=self.budget_bytes)
 
 
 class RunFinished(Exception):
-    """There is nothing left to train; the message says so."""
+    """The run is already complete."""
 
 
 class RunStopped(Exception):
-    """The ranks have agreed to end before the work is done, as one of them was asked to; the message says where."""
+    """The ranks agreed to stop early because one of them received a signal; the message contains the position."""
 
 
 class CheckpointError(AdaptiveError):

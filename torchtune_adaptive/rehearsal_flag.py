@@ -1,20 +1,24 @@
-"""Whether this process is a rehearsal, where nothing is computed or sent (`rehearse/` starts one), and whether it is at
-a trial, whose steps do not count."""
+"""Global flags of a rehearsal (started by `rehearse/`), without computation or communication.
+
+During a trial, such as a search, steps are not reported.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Rehearsal:
+    """The state of this process: rehearsal or not, inside a trial or not."""
+
     def __init__(self) -> None:
         self.on = False
         self.trying = False
         self.when_tried: list[Callable[[], object]] = []
-        """Called when a trial has ended."""
+        """Callbacks for the end of a trial."""
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Around steps that measure, as those of a search."""
+        """Mark steps that only measure, such as those of a search."""
         self.trying = True
         try:
             yield

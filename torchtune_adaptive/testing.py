@@ -1,4 +1,4 @@
-"""Faults for tests, of ours and of a training loop of yours: a chosen operation fails, or a rank has less memory."""
+"""Inject faults in tests of a training loop: a chosen operation fails, or a rank gets less memory."""
 
 from __future__ import annotations
 
@@ -24,33 +24,32 @@ if TYPE_CHECKING:
 
 
 class _At(NamedTuple):
-    """Where faults are due: in the microbatches or in the drains of one step."""
+    """A step, and the kind of pass in it, in which faults are injected."""
 
     step: int
     inside: KindOfPass
 
 
 class FaultInjector:
-    """Makes operations inside a StepRunner run out of memory.
+    """Make chosen operations inside a StepRunner run out of memory.
 
         with FaultInjector(runner).fail_at(rank=1, step=3, operation=40) as faults:
             train()
         assert faults.fired == (rank == 1)
 
-    The chosen operation raises torch.OutOfMemoryError in place of running, or what `error` makes of a text: not every
-    backend has a type of its own for it. Operations are what torch's dispatcher sees,
-    collectives among them, and every storage that grows in place: that is how FSDP allocates parameters, and no
-    dispatcher sees it. They are counted from 1 in every step, over all its microbatches, and after a failure from 1
-    again, so that a second `fail_at` of the same step fails in the repeated one.
+    Instead of running, the chosen operation raises torch.OutOfMemoryError, or `error(message)` to imitate backends that
+    have no type for it. Operations are all calls that torch's dispatcher sees, including collectives, and every storage
+    that grows in place, which is how FSDP allocates parameters. They are counted from 1 in every step, over all its
+    microbatches. After a failure the count restarts at 1, so a second `fail_at` of a step fails in its repetition.
 
-    Every rank may be given the same calls: only the named one fails. Without a process group the rank is 0.
+    All ranks may make the same calls: only the named rank fails. Without a process group the rank is 0.
     """
 
     def __init__(self, runner: StepRunner[Any], *, error: Callable[[str], Exception] = torch.OutOfMemoryError) -> None:
         self.fired = 0
-        """How many operations have failed on this rank."""
+        """Number of operations that failed on this rank."""
         self.operations: list[str] = []
-        """What was counted last on this rank: the names of the operations, in order."""
+        """Names of the operations counted last on this rank, in order."""
         self._runner = runner
         self._error = error
         self._due: defaultdict[_At, deque[int]] = defaultdict(deque)
@@ -58,15 +57,15 @@ class FaultInjector:
         self._open = ExitStack()
 
     def fail_at(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
-        """An operation of this step's microbatches fails, in so many attempts at the step, one after the other."""
+        """Fail an operation of this step's microbatches, in `times` consecutive attempts at the step."""
         return self._plan(rank, _At(step, "microbatch"), operation, times)
 
     def fail_in_drain(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
-        """An operation of the drain fails, by which a rank that has failed keeps its peers company."""
+        """Fail an operation while a failed rank issues the remaining collectives of this step."""
         return self._plan(rank, _At(step, "drain"), operation, times)
 
     def count(self, *, rank: int, step: int) -> FaultInjector:
-        """Nothing fails in this step; `operations` has the names of those that could."""
+        """Fail nothing in this step; `operations` lists the operations that could fail."""
         return self.fail_at(rank=rank, step=step, operation=sys.maxsize)
 
     def _plan(self, rank: int, at: _At, operation: int, times: int) -> FaultInjector:
@@ -87,8 +86,8 @@ class FaultInjector:
 
     @contextmanager
     def _around(self, inside: KindOfPass) -> Iterator[None]:
-        step = self._runner.current_step  # None in a probe, which belongs to no step
-        # Watching changes how autograd accumulates gradients, so passes in which nothing is to fail stay as they are.
+        step = self._runner.current_step  # None in a probe
+        # A dispatch mode changes how autograd accumulates gradients, so it is only used in passes with a fault.
         if step is None or not self._due[at := _At(step, inside)]:
             yield
             return
@@ -109,7 +108,7 @@ class FaultInjector:
             torch.UntypedStorage.resize_ = grow  # type: ignore[method-assign]
 
     def tick(self, operation: str) -> None:
-        """One more operation; raises if it is to fail."""
+        """Count an operation, and raise if it was chosen to fail."""
         assert self._counting is not None
         self.operations.append(operation)
         due = self._due[self._counting]
@@ -129,19 +128,19 @@ class _Watch(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **(kwargs or {}))  # without data, so it takes no memory that could run out
+            return func(*args, **(kwargs or {}))  # fake tensors take no memory
         self._faults.tick(str(func))
-        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and similar types dispatch their inner operations
             return NotImplemented
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def memory_cap(cap_bytes: int | None, resident: Iterable[Tensor] = ()) -> Iterator[MemorySource]:
-    """This process runs out of memory above so many bytes; None: it is only measured.
+    """Limit the memory of this process to `cap_bytes`, or only measure it if that is None.
 
-    `resident` are tensors that exist already, such as parameters. If they are on a GPU, or there are none and this
-    machine has a GPU, CUDA's allocator enforces the cap; otherwise a MemoryMeter does.
+    `resident` are existing tensors, such as parameters. CUDA's allocator enforces the cap if they are on a GPU, or if
+    there are none and this machine has a GPU. Otherwise a MemoryMeter enforces it.
     """
     if cap_bytes is not None and cap_bytes < 0:
         raise ValueError(f"cap_bytes is {cap_bytes}; pass a number of bytes, 0 or more, or None")

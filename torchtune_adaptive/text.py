@@ -1,4 +1,4 @@
-"""How amounts, counts and names read in messages, and how amounts are read: `24GiB`, `2 rows`, `did you mean`."""
+"""Format amounts, counts and names for messages, and parse amounts of memory: `24GiB`, `2 rows`, `did you mean`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS: dict[str, int] = {"b": 1} | {
     for ending, base in (("b", 1000), ("ib", 1024))
 }
 MOST_DECIMALS = 13
-"""A byte is seen in a TiB."""
+"""Enough to show one byte in a TiB."""
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _AMOUNT = "allowed: an amount (24GiB, 500MiB, 80GB)"
 _ALLOWED = f"{_AMOUNT} or a fraction of the device, above 0 and up to 1 (0.9)"
@@ -26,22 +26,22 @@ _ALLOWED = f"{_AMOUNT} or a fraction of the device, above 0 and up to 1 (0.9)"
 
 @dataclass(frozen=True)
 class MemorySize:
-    """An amount of memory: absolute, or a share of a device whose size is not known yet."""
+    """An amount of memory: absolute, or a fraction of a device whose size is not known yet."""
 
     amount: float
     is_fraction: bool
 
     def bytes_of(self, total_bytes: int) -> int:
-        """This amount on a device of `total_bytes`; never more than the device has.
+        """Return this amount on a device of `total_bytes`.
 
-        Capped and not refused, since an "80 GB" card reports a little less than 80 GB.
+        An amount above `total_bytes` is capped, not rejected: an "80 GB" card reports a little less than 80 GB.
         """
         wanted_bytes = self.amount * total_bytes if self.is_fraction else self.amount
         return min(int(wanted_bytes), total_bytes)
 
 
 def parse_size(value: object, key: str) -> MemorySize:
-    """One amount of memory from the config; `key` is what an error calls it."""
+    """Parse one amount of memory from the config; errors name `key`."""
     number = _as_number(value)
     if number is not None:
         if not 0 < number <= 1:
@@ -51,7 +51,7 @@ def parse_size(value: object, key: str) -> MemorySize:
 
 
 def parse_amount(value: object, key: str) -> int:
-    """Bytes of an amount that has to be known without a device."""
+    """Parse an absolute amount into bytes; fractions need a device and are rejected."""
     number = _as_number(value)
     if number is not None:
         wrong = "a fraction needs a device" if 0 < number <= 1 else "an amount needs a unit"
@@ -71,7 +71,7 @@ def _amount(value: object, key: str, allowed: str) -> float:
 
 
 def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:
-    """One amount for all ranks (a tuple of one), or a list with one amount per rank."""
+    """Parse one amount for all ranks (returned as a tuple of one), or a list with one amount per rank."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return (parse_size(value, key),)
     if not value:
@@ -80,7 +80,7 @@ def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:
 
 
 def size_for_rank(sizes: Sequence[MemorySize], rank: int, world_size: int, key: str) -> MemorySize:
-    """The amount that is meant for `rank`; every rank sees the same error where the list does not match."""
+    """Return the amount for `rank`; raise the same error on every rank if the list has the wrong length."""
     if len(sizes) not in (1, world_size):
         raise ConfigError(
             f"{key}: {len(sizes)} amounts for {world_size} ranks; give one amount, or a list of one per rank"
@@ -89,10 +89,10 @@ def size_for_rank(sizes: Sequence[MemorySize], rank: int, world_size: int, key: 
 
 
 def format_bytes(count: float, decimals: int = 1) -> str:
-    """`38.4 GiB`: one decimal, in the unit that keeps it below 1024."""
+    """Format an amount in the unit that keeps it below 1024, for example `38.4 GiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # What would be printed decides, so that 1023.97 MiB reads 1.0 GiB and not 1024.0 MiB.
+        # round first, so that 1023.97 MiB becomes 1.0 GiB and not 1024.0 MiB
         if abs(round(value, decimals)) < 1024:
             return f"{value:.0f} B" if unit == "B" else f"{value:.{decimals}f} {unit}"
         value /= 1024
@@ -100,7 +100,7 @@ def format_bytes(count: float, decimals: int = 1) -> str:
 
 
 def format_apart(first: float, second: float) -> tuple[str, str]:
-    """Two amounts that differ, with as many decimals as it takes to read that: `2.21 MiB`, `2.19 MiB`."""
+    """Format two amounts with enough decimals to tell them apart: `2.21 MiB`, `2.19 MiB`."""
     for decimals in range(1, MOST_DECIMALS):
         texts = format_bytes(first, decimals), format_bytes(second, decimals)
         if texts[0] != texts[1]:
@@ -119,49 +119,49 @@ def _as_number(value: object) -> float | None:
 
 
 LONGEST_SHOWN = 200
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 def count_of(count: int, one: str, many: str | None = None) -> str:
-    """`1 row`, `2 rows`; `many` is the plural where it takes more than an s."""
+    """Format a count with its noun: `1 row`, `2 rows`; `many` is an irregular plural."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def times(count: int) -> str:
-    """`once`, `2 times`."""
+    """Format a repetition: `once`, `2 times`."""
     return "once" if count == 1 else f"{count} times"
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 1, 2`."""
+    """Format a list of ranks: `rank 1`, `ranks 1, 2`."""
     names = [str(rank) for rank in sorted(ranks)]
     return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, likeness: float = 0.6) -> str:
-    """`; did you mean a or b?` for names that are similar enough; nothing if there are none."""
+    """Return `; did you mean a or b?` for similar names, or "" if no name is similar enough."""
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=likeness)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known name that is most like this one; None if none is similar enough."""
+    """Return the most similar known name, or None if no name is similar enough."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
 def shown(value: object) -> str:
-    """A value of a config as its author wrote it, cut where nobody would read on."""
+    """Format a config value as it is written in YAML, truncated to `LONGEST_SHOWN` characters."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def in_columns(lines: Iterable[Sequence[object]]) -> str:
-    """An indented table of lines with equally many cells, in columns as wide as their longest cell."""
+    """Format rows of cells as an indented table; each column is as wide as its longest cell."""
     cells = [[str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
 def is_whole(value: Any, *, at_least: int) -> bool:
-    """Whether it counts something, from so many on; numpy's integers do too, and truth values do not."""
+    """Return True for an integer (NumPy's included, bool excluded) of at least `at_least`."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= at_least

@@ -1,1 +1,1 @@
-"""What happened in a run or a search: a journal, tables and pictures."""
+"""The journal of a run, and tables and pictures of runs and searches."""

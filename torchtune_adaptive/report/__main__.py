@@ -12,6 +12,7 @@ from torchtune_adaptive.report.pictures import draw_run
 
 
 def main() -> None:
+    """Draw the picture and print its path."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtune_adaptive.report",
         description=__doc__,
@@ -19,7 +20,7 @@ def main() -> None:
     )
     parser.add_argument("output_dir", type=Path, help="the output_dir of the run")
     directory = parser.parse_args().output_dir
-    logging.basicConfig(format="%(message)s")  # says which lines cannot be read, or that matplotlib is missing
+    logging.basicConfig(format="%(message)s")  # warnings about unreadable lines or missing matplotlib
     logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)
     timeline = read_timeline(directory)
     if not timeline.steps:

@@ -1,4 +1,4 @@
-"""The journal of a run: `adaptive_steps.jsonl` has its logged steps, `adaptive_events.jsonl` everything else.
+"""The journal of a run: `adaptive_steps.jsonl` has the logged steps, `adaptive_events.jsonl` all other events.
 
 Both files are only appended to. A resumed run repeats the steps since its checkpoint; the reader keeps the later ones.
 """
@@ -30,23 +30,22 @@ EPOCH = "epoch"
 """Kinds of event, in addition to those of a Change."""
 
 Record = dict[str, Any]
-"""A line that was read back. Its `step` is a whole number and its `kind`, if any, a string; other values may be
-anything."""
+"""A parsed line. Its `step` is an integer and its `kind`, if present, a string; other values are unchecked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event that is not a Change. Fields that are None are left out of the file.
+    """An event that is not a Change. Fields that are None are omitted from the file.
 
-    From `unit` on, the fields mean what they mean in a Change; `before` and `after` may also be batch sizes.
+    The fields from `unit` on have the same meaning as in a Change; `before` and `after` may also be batch sizes.
     """
 
     kind: str
     step: int
-    """The step in which it happened, or after which."""
+    """The step during or after which it happened."""
     stage: str | None = None
     reason: str
-    """The line in the log."""
+    """The log line."""
     unit: str | None = None
     before: int | None = None
     after: int | None = None
@@ -55,11 +54,10 @@ class Event:
 
 
 class Journal:
-    """Appends lines to the two files.
+    """Append lines to the files of the journal.
 
-    Nothing here raises, since a run is worth more than its journal. The first line that cannot be written is reported;
-    later ones are still tried, because a full disk may have room again. Without a directory, as on all ranks but the
-    first, nothing is kept.
+    No method raises: a failed write must not end the run. The first failure is logged. Later lines are still attempted,
+    because a full disk may have space again. Without a directory, as on ranks other than 0, nothing is written.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -72,19 +70,22 @@ class Journal:
             self._report(directory, error)
 
     def start(self, steps_done: int) -> None:
-        """Training starts after so many steps: later ones in the files are void."""
+        """Record that training starts after `steps_done` steps; readers discard the later steps above this line."""
         reason = f"training starts after step {steps_done}" if steps_done else "training starts"
         self.event(Event(kind=START, step=steps_done, reason=reason))
         if self._directory is not None and os.path.isfile(self._directory / STEPS_FILE):
             self._append(STEPS_FILE, {"kind": START, "step": steps_done})
 
     def event(self, event: Event | Change) -> None:
+        """Append an event."""
         self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
 
     def step(self, step: int, figures: Mapping[str, object]) -> None:
+        """Append the metrics of a step."""
         self._append(STEPS_FILE, {"step": step, **figures})
 
     def answers(self, step: int, prompt: str, answers: Sequence[str], rewards: Sequence[float]) -> None:
+        """Append generated answers with their rewards."""
         self._append(ANSWERS_FILE, {"step": step, "prompt": prompt, "answers": answers, "rewards": rewards})
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
@@ -92,7 +93,7 @@ class Journal:
             return
         try:
             _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **record}))
-        except Exception as error:  # noqa: BLE001 - a figure of any type, or any failure of the disk
+        except Exception as error:  # noqa: BLE001 - a metric of any type, or any disk failure
             self._report(self._directory / name, error)
 
     def _report(self, path: Path | None, error: Exception) -> None:
@@ -102,38 +103,38 @@ class Journal:
 
 
 def _append_line(path: Path, line: str) -> None:
-    """Writes the line in one call, so that a crash cannot damage earlier ones. Raises OSError."""
-    # Opened for every line, so that a deleted file is noticed. Without blocking, in case a pipe is in its place.
+    """Append a line with a single write, so that a crash cannot damage earlier lines. Raises OSError."""
+    # Open the file for every line to notice its deletion; O_NONBLOCK in case it was replaced by a FIFO.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         content = b"\n" * torn + f"{line}\n".encode()
         if os.write(descriptor, content) < len(content):
-            raise OSError("no room for a whole line")
+            raise OSError("the line was only partly written")
     finally:
         os.close(descriptor)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened in a run, in the order of its steps, across resumes."""
+    """The steps and events of a run in order, across resumes."""
 
     steps: tuple[Record, ...]
     events: tuple[Record, ...]
 
     def series(self, *figures: str) -> tuple[list[Any], ...]:
-        """Step numbers, then the values of each figure, for the steps that have all of them."""
+        """Return the step numbers and the values of each metric, for the steps that have all of them."""
         known = [record for record in self.steps if all(is_number(record.get(figure)) for figure in figures)]
         return tuple([record[name] for record in known] for name in ("step", *figures))
 
 
 def read_timeline(directory: Path) -> Timeline:
-    """The run in this directory. Never raises: lines that cannot be read are left out, with a warning."""
+    """Read the journal of a directory. Never raises: unreadable lines are skipped with a warning."""
     steps: list[Record] = []
     for line in _read(directory / STEPS_FILE):
         starts = line.get("kind") == START
-        # In the order of the file, whatever the clocks said: a step that comes again was lost, with all later ones.
+        # The file's order decides, not the clocks: a repeated step replaces its first occurrence and all later steps.
         while steps and steps[-1]["step"] > line["step"] - (not starts):
             steps.pop()
         if not starts:
@@ -147,15 +148,15 @@ def read_timeline(directory: Path) -> Timeline:
 
 
 def _lasts(event: Record, steps_done: int) -> bool:
-    """Whether an event still counts when training starts after so many steps. After none, it is another run."""
-    if event.get("kind") in (EPOCH, SCHEDULE):  # recorded again when the epoch begins again
+    """Return True if an event stays valid when training starts after `steps_done` steps; 0 starts another run."""
+    if event.get("kind") in (EPOCH, SCHEDULE):  # recorded again when the epoch restarts
         return bool(event["step"] < steps_done)
     return steps_done > 0 and event["step"] <= steps_done
 
 
 def _read(path: Path) -> Iterator[Record]:
     try:
-        if not path.is_file() and path.exists():  # opening a pipe would wait
+        if not path.is_file() and path.exists():  # opening a FIFO would block
             raise OSError("not a file")
         lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     except FileNotFoundError:
@@ -170,10 +171,10 @@ def _read(path: Path) -> Iterator[Record]:
 
 
 def _record_in(line: bytes) -> Record | None:
-    """The record in a line; None if no run has written it. A crash may have left a line unfinished."""
+    """Parse a line; return None if it is incomplete, as after a crash, or not a record."""
     try:
         record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # a line can nest deeper than Python's stack
+    except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
         return None
     if not isinstance(record, dict) or not isinstance(record.get("kind", ""), str):
         return None
@@ -182,5 +183,5 @@ def _record_in(line: bytes) -> Record | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether this is a finite number, small enough to draw."""
+    """Return True for a finite number that is small enough to draw."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     Panel = tuple[float, Callable[[Axes], None]]
-    """Its height beside the others, and what draws it."""
+    """Relative height and drawing function."""
 
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "adaptive_report.png"
 
-# Okabe and Ito's colours, which can be told apart with any colour vision
+# Okabe and Ito's palette, which people with color blindness can distinguish
 BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 GREY, INK, PALE = "#999999", "#333333", "#FBE3D2"
 MARKS = {
@@ -41,15 +41,15 @@ MARKS = {
     TRIAL: ("D", SKY, "trial decided"),
 }
 BETWEEN = 0.5
-"""Events after a step are drawn between it and the next one."""
+"""Offset for events that happen between two steps."""
 STEEP = 8
-"""A limit whose maximum is more than so many times its minimum is drawn on a logarithmic scale."""
+"""Ratio of maximum to minimum above which a limit is drawn on a logarithmic scale."""
 UNEVEN = 1.05
-"""Mean imbalance of ranks above which it is drawn; dealing brings it to about 1.01."""
+"""Mean imbalance above which the panel is drawn; balanced ranks are at about 1.01."""
 
 
 def draw_run(directory: Path, timeline: Timeline) -> Path | None:
-    """Draws `adaptive_report.png`: the limits that changed over the steps of a run, and the figures that explain it."""
+    """Draw `adaptive_report.png`: the limits that changed during a run, and the metrics that explain why."""
     end = max((record["step"] for record in (*timeline.steps, *timeline.events[-1:])), default=0) + BETWEEN
     limits = _limits(timeline)
     panels: list[Panel] = []
@@ -59,7 +59,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
         panels.append((1.8, partial(_draw_memory, timeline=timeline)))
     imbalances = timeline.series("rank_imbalance")[1]
     if imbalances and fmean(imbalances) > UNEVEN and any(each[-1].get("unit") != "rows" for each in limits.values()):
-        panels.append((1.2, partial(_draw_imbalance, timeline=timeline)))  # by rows, samples are not dealt
+        panels.append((1.2, partial(_draw_imbalance, timeline=timeline)))  # only token budgets balance the ranks
     if timeline.series("gradient_noise_scale")[0]:
         panels.append((1.8, partial(_draw_noise, timeline=timeline)))
     shown = {name: changes for name, changes in limits.items() if _changes(changes) or not panels}
@@ -78,7 +78,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     except ImportError:
         logger.info("%s is not drawn: pip install matplotlib", path.name)
         return None
-    try:  # no run ends over a picture
+    try:  # a picture must not end a run
         inches = 7.2, 1.4 + sum(heights for heights, _ in panels)
         figure = Figure(figsize=inches, layout="constrained")  # without pyplot: no window and no global state
         _draw(figure, run_title(timeline), panels, end)
@@ -115,7 +115,7 @@ def _draw(figure: Figure, title: str, panels: Sequence[Panel], end: float) -> No
 
 
 def run_title(timeline: Timeline) -> str:
-    """The finding, for example: `120 steps, 4 out-of-memory errors survived, 2 % of the time in failed attempts`."""
+    """Return a summary such as `120 steps, 4 out-of-memory errors survived, 2 % of the time in failed attempts`."""
     numbers = [record["step"] for record in timeline.steps]
     logs_all = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     found = [count_of(len(numbers), "step" if logs_all else "logged step")]
@@ -140,21 +140,23 @@ def run_title(timeline: Timeline) -> str:
 
 
 def _limits(timeline: Timeline) -> dict[str, list[Record]]:
-    """The events that set a limit: of one limit as a rule, or of one for each stage and each unit."""
+    """Return the events that set a limit, by stage and unit."""
     found: dict[str, list[Record]] = {}
     for event in timeline.events:
-        before_training = event["step"] == 0 and event.get("kind") != EPOCH  # a reference model, asked once for all
+        before_training = (
+            event["step"] == 0 and event.get("kind") != EPOCH
+        )  # a model that is searched once, before training
         sets = event.get("kind") in (EPOCH, *MARKS) and is_number(event.get("after")) and event["after"] > 0
         if sets and not before_training:
             what = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
-            survived = event["kind"] == EXHAUSTED and event is not timeline.events[-1]  # room was made in another way
+            survived = event["kind"] == EXHAUSTED and event is not timeline.events[-1]  # the run continued
             shown = {**event, "kind": RECOVERY} if survived else event
             found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(shown)
     return found
 
 
 def _changes(limit: Sequence[Record]) -> bool:
-    """Whether there is more to draw than a horizontal line."""
+    """Return True if a plot would show more than a horizontal line."""
     return len({event["after"] for event in limit}) > 1 or any(event["kind"] in MARKS for event in limit)
 
 
@@ -196,7 +198,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     steps, peaks, budgets = timeline.series("peak_bytes", "budget_bytes")
     unit, per = _unit_of(max(budgets))
     axes.set_title(f"peak memory of the fullest rank ({unit})", loc="left", fontsize=11)
-    mark, line = (".", "_") if len(steps) == 1 else ("", "")  # of one step a line would not be visible
+    mark, line = (".", "_") if len(steps) == 1 else ("", "")  # a line with one point is invisible
     axes.plot(steps, [peak / per for peak in peaks], color=INK, lw=1.2, marker=mark, label="peak")
     bounds = [budget / per for budget in budgets]
     axes.step(steps, bounds, where="mid", color=RED, lw=1.2, ls="--", marker=line, label="budget")
@@ -219,7 +221,7 @@ def _draw_noise(axes: Axes, timeline: Timeline) -> None:
     scales = dict(zip(*timeline.series("gradient_noise_scale"), strict=True))
     samples = timeline.series("samples")
     top = 2 * max(*lows, *bounded.values(), *scales.values(), *samples[1])
-    highs = [bounded.get(step, top) for step in steps]  # without an upper bound, up to the panel's edge
+    highs = [bounded.get(step, top) for step in steps]  # extend to the edge of the panel where there is no upper bound
     axes.fill_between(steps, lows, highs, color=ORANGE, alpha=0.25, lw=0, step="mid", label="95 % interval")
     finite = [scales.get(step, math.nan) for step in steps]
     axes.plot(steps, finite, color=ORANGE, lw=1.8, label="gradient noise scale")
