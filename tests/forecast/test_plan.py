@@ -34,7 +34,7 @@ def null_device() -> None:
     skip_without_null_device()
 
 
-def asked(config: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_plan(config: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     tune = [str(Path(sys.executable).with_name("tune")), "run", "adaptive_plan", "--config", config, *words]
     return subprocess.run(
         tune, cwd=cwd, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -42,7 +42,7 @@ def asked(config: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 
 def answer(config: str, *words: str, cwd: Path) -> Any:
-    ended = asked(config, *words, "format=json", cwd=cwd)
+    ended = run_plan(config, *words, "format=json", cwd=cwd)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -73,7 +73,7 @@ def test_each_number_of_ranks_has_a_prediction_and_more_ranks_need_less(tmp_path
 
 def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_path: Path) -> None:
     sizes = ("model.num_layers=8", "memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=1")
-    ended = asked(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
+    ended = run_plan(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "error: the config does not fit as it is; see above for what does"
     assert "does not fit: out of memory in step 1" in ended.stdout
@@ -102,7 +102,7 @@ def test_every_recipe_has_a_prediction_by_stage(config: str, stages: set[str], t
     ],
 )
 def test_config_that_the_recipe_refuses_is_refused(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    ended = asked(*DEMO, "memory_limit=h100", *words, cwd=tmp_path)
+    ended = run_plan(*DEMO, "memory_limit=h100", *words, cwd=tmp_path)
     assert ended.returncode == 1
     assert expected in ended.stderr.splitlines()[-1]
 

@@ -32,7 +32,7 @@ def test_limit_is_the_budget_and_the_allocator_enforces_it(cuda: str) -> None:
     run_on_ranks(1, limit_of_a_gpu, cuda)
 
 
-def budget_beside_another_process(name: str) -> int:
+def budget_with_another_process(name: str) -> int:
     """Collective: return on each rank by how much its budget shrinks when rank 0 allocates several GiB."""
     device = use(name)
     memory = CudaMemory()
@@ -50,6 +50,6 @@ def budget_beside_another_process(name: str) -> int:
 
 @pytest.mark.real_gpu
 def test_memory_of_another_process_is_excluded_from_the_budget(cuda: str) -> None:
-    holder, other = run_on_ranks(2, budget_beside_another_process, cuda)
+    holder, other = run_on_ranks(2, budget_with_another_process, cuda)
     assert holder == pytest.approx(0, abs=GIB / 10)
     assert other == pytest.approx(8 * GIB * (1 - FRAGMENTATION), rel=0.02)

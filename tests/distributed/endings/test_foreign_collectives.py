@@ -198,7 +198,7 @@ def communicate_around_microbatches() -> tuple[bool, list[str], list[bool], int]
     model, in_mode = build(ModelConfig(layers=1, dropout=0.0)), []
     group, over = gloo_group_aside(), threading.Event()
 
-    def beside() -> None:
+    def in_thread() -> None:
         for _ in range(200):
             dist.all_reduce(torch.ones(1), group=group)
         over.set()
@@ -206,7 +206,7 @@ def communicate_around_microbatches() -> tuple[bool, list[str], list[bool], int]
     def watched(samples: Sequence[Tensor]) -> Totals:
         in_mode.append(is_in_torch_dispatch_mode())
         if runner.current_step == 1 and len(in_mode) == 3:
-            threading.Thread(target=beside).start()
+            threading.Thread(target=in_thread).start()
             assert over.wait(30)
         return forward_backward_of(model)(samples)
 

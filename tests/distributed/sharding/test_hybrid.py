@@ -136,7 +136,7 @@ def test_replicas_with_different_weights_are_refused_on_all_ranks(spread: Callab
     assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
 
 
-def step_beside_another_mesh(alike: bool) -> str:
+def step_with_another_mesh(alike: bool) -> str:
     """Use a hybrid-sharded policy and a frozen model with one replica per rank."""
     frozen = replicated(plain_model(seed=1 if alike else dist.get_rank() // 3))
     policy = sharded_in_nodes(plain_model())
@@ -144,8 +144,8 @@ def step_beside_another_mesh(alike: bool) -> str:
 
 
 def test_each_model_is_compared_among_its_replicas():
-    assert run_on_ranks(4, step_beside_another_mesh, True) == [""] * 4
-    for message in run_on_ranks(4, step_beside_another_mesh, False):
+    assert run_on_ranks(4, step_with_another_mesh, True) == [""] * 4
+    for message in run_on_ranks(4, step_with_another_mesh, False):
         assert message.startswith("the weights on rank 3 differ from those on rank 0, which holds the same shard")
 
 
@@ -189,7 +189,7 @@ def use_the_model_after_the_runner(runner: StepRunner[Tensor]) -> None:
     backward_of_the_user(runner)
 
 
-def use_the_model_beside_the_runner(runner: StepRunner[Tensor]) -> None:
+def use_the_model_during_the_runner(runner: StepRunner[Tensor]) -> None:
     runner.model.zero_grad()
     backward_of_the_user(runner)
 
@@ -208,7 +208,7 @@ def next_gradients(spread: Callable[[nn.Module], nn.Module], next_use: Callable[
     return worst
 
 
-USES = (use_the_model_after_the_runner, use_the_model_beside_the_runner, use_the_runner_after_that)
+USES = (use_the_model_after_the_runner, use_the_model_during_the_runner, use_the_runner_after_that)
 
 
 @pytest.mark.smoke("sharded_in_nodes-use_the_runner_after_that")

@@ -193,7 +193,7 @@ def at_a_moment(seen: Scout, draw: random.Random) -> Point:
     return Point(TIME, draw.randrange(1, seen.milliseconds))
 
 
-def asked(moments: Sequence[Moment], whom: Sequence[Point] = (RANK_0,)) -> Aim:
+def signals_at(moments: Sequence[Moment], whom: Sequence[Point] = (RANK_0,)) -> Aim:
     """Yield SIGTERM and SIGINT to each target at each moment, one run each."""
 
     def aim(seen: Scout, draw: random.Random) -> Iterator[Point]:
@@ -236,32 +236,35 @@ def signal_plans() -> list[Plan]:
     ends = (in_the_last_step, in_the_last_save)
     everywhere = (in_a_step, in_a_save, at_the_start, *ends)
     through_it = (
-        (full, asked((in_a_step, in_a_save, *ends), (LAUNCHER, RANK_1))),
-        (full, asked((at_a_moment,), (LAUNCHER,))),
-        (full_searched, asked((in_the_search,), (LAUNCHER,))),
-        (FULL, asked((in_a_step, in_a_save, at_a_moment))),
-        (LORA, asked((at_the_start, in_the_last_step))),
+        (full, signals_at((in_a_step, in_a_save, *ends), (LAUNCHER, RANK_1))),
+        (full, signals_at((at_a_moment,), (LAUNCHER,))),
+        (full_searched, signals_at((in_the_search,), (LAUNCHER,))),
+        (FULL, signals_at((in_a_step, in_a_save, at_a_moment))),
+        (LORA, signals_at((at_the_start, in_the_last_step))),
     )
     alone = (
-        (FULL, asked((in_a_step, in_a_save, in_the_last_step), (LAUNCHER,))),
-        (lora_searched, asked((in_the_search, in_a_step), (LAUNCHER,))),
+        (FULL, signals_at((in_a_step, in_a_save, in_the_last_step), (LAUNCHER,))),
+        (lora_searched, signals_at((in_the_search, in_a_step), (LAUNCHER,))),
     )
     return [
-        *(Plan(f"asked by tune run {at}", variant, aim, tune_run=True) for at, (variant, aim) in enumerate(through_it)),
-        *(Plan("asked by its launcher", variant, aim, tune_run=True, launched=True) for variant, aim in alone),
-        Plan("asked", full, asked(everywhere, (RANK_0, RANK_1))),
-        Plan("asked", FULL, asked(everywhere)),
-        Plan("asked", LORA, asked(everywhere)),
-        Plan("asked", ASYNC, asked((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
-        Plan("asked", lora, asked((in_a_step, in_a_save), (RANK_1,))),
-        Plan("asked", PAIRS, asked((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
-        Plan("asked", PAIRS_LORA, asked((in_a_step, at_the_start))),
         *(
-            Plan("asked", each, asked((in_a_stage, in_a_save, in_the_last_step), (RANK_0, RANK_1)))
+            Plan(f"signals to tune run {at}", variant, aim, tune_run=True)
+            for at, (variant, aim) in enumerate(through_it)
+        ),
+        *(Plan("signals to its launcher", variant, aim, tune_run=True, launched=True) for variant, aim in alone),
+        Plan("signals", full, signals_at(everywhere, (RANK_0, RANK_1))),
+        Plan("signals", FULL, signals_at(everywhere)),
+        Plan("signals", LORA, signals_at(everywhere)),
+        Plan("signals", ASYNC, signals_at((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
+        Plan("signals", lora, signals_at((in_a_step, in_a_save), (RANK_1,))),
+        Plan("signals", PAIRS, signals_at((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
+        Plan("signals", PAIRS_LORA, signals_at((in_a_step, at_the_start))),
+        *(
+            Plan("signals", each, signals_at((in_a_stage, in_a_save, in_the_last_step), (RANK_0, RANK_1)))
             for each in (PPO, GRPO)
         ),
-        Plan("asked", full_searched, asked((in_the_search, in_a_step), (RANK_0, RANK_1))),
-        Plan("asked", lora_searched, asked((in_the_search, in_a_save))),
+        Plan("signals", full_searched, signals_at((in_the_search, in_a_step), (RANK_0, RANK_1))),
+        Plan("signals", lora_searched, signals_at((in_the_search, in_a_save))),
     ]
 
 

@@ -35,7 +35,7 @@ class Tally:
     def stop(self, where: str, *, tune_run: bool) -> None:
         self.stopped += 1
         self.stopped_by_tune_run += tune_run
-        self.places[f"asked at {place(where)}"] += 1
+        self.places[f"signalled at {place(where)}"] += 1
 
     def lose(self, case: str) -> None:
         print(f"LOST {case}", flush=True)

@@ -56,9 +56,9 @@ class Case(NamedTuple):
 
 CASES = {
     "full-gone": Case(take_the_folder_away, IS_GONE),
-    "full-gone-beside-training": Case(take_it_away_between_saves, IS_GONE, ASYNC),
+    "full-gone-background-save": Case(take_it_away_between_saves, IS_GONE, ASYNC),
     "full-no-memory": Case(no_memory_to("gather_weights"), OUT_OF_MEMORY),
-    "full-no-memory-beside-training": Case(no_memory_to("copied_to_host"), OUT_OF_MEMORY, ASYNC),
+    "full-no-memory-background-save": Case(no_memory_to("copied_to_host"), OUT_OF_MEMORY, ASYNC),
     "lora-no-memory-on-rank-0": Case(
         no_memory_to("peft.get_merged_lora_ckpt"), ("step_6 could not be saved", "out of memory"), kind="lora"
     ),

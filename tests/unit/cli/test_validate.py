@@ -12,10 +12,10 @@ from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.config.registry import FULL, LORA, PLAN, RECIPES, Listed, Recipe, taken_by_ours
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
-TOLD_LATER = {
-    "checkpointer.checkpoint_files=[none.pt]": "the demo's checkpointer makes its files where there are none",
-    "checkpointer=torchtune.NoCheckpointer": "not the word of torchtune's, which is not asked for the component",
-    "output_dir=/proc/none": "nothing is written",
+REPORTED_BY_THE_RUN = {
+    "checkpointer.checkpoint_files=[none.pt]": "the demo's checkpointer generates missing files",
+    "checkpointer=torchtune.NoCheckpointer": "the component does not exist, so its message differs",
+    "output_dir=/proc/none": "validate writes no file",
     **{
         f"checkpointer.{override}": "a run refuses them in its first second"
         for override in ("model_type=LAMA", "checkpoint_files=x", "checkpoint_files=null", "checkpoint_files=[]")
@@ -33,7 +33,7 @@ Validate = Callable[..., Ended]
 def cases(test: Callable[..., None]) -> list[tuple[str, list[str]]]:
     """Return a third of the overrides in a test of the recipes, with their expected errors."""
     (listed,) = (mark.args[1] for mark in test.pytestmark if "override" in mark.args[0])  # type: ignore[attr-defined]
-    return [(override, parts) for override, parts in listed if override not in TOLD_LATER][::3]
+    return [(override, parts) for override, parts in listed if override not in REPORTED_BY_THE_RUN][::3]
 
 
 VALUES = [
@@ -156,7 +156,7 @@ def test_impossible_replicas_are_refused_first_by_their_keys(validate: Validate)
     assert "cannot be combined" in errors
     assert "tensor_parallel_plan" not in errors
     _, _, errors = validate(DEMO["lora"], *replicas, "model.quantize_base=True", "model.lora_rank=0")
-    assert keys_of_errors(errors)[:2] == ["data_parallel_replicate_dim", "model.lora_rank"], "nothing was built"
+    assert keys_of_errors(errors)[:2] == ["data_parallel_replicate_dim", "model.lora_rank"], "no component was built"
 
 
 def test_machine_dependent_errors_are_notes_unless_here_is_given(validate: Validate) -> None:
@@ -244,8 +244,10 @@ def test_data_files_must_exist(validate: Validate, tmp_path: Path) -> None:
 
 
 def test_component_next_to_the_config_is_found(validate: Validate, tmp_path: Path) -> None:
-    (tmp_path / "beside_the_config.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as mine\n")
-    status, _, errors = validate(DEMO["full"], "dataset._component_=beside_the_config.mine")
+    (tmp_path / "next_to_the_config.py").write_text(
+        "from torchtune_adaptive.demo.dataset import demo_dataset as mine\n"
+    )
+    status, _, errors = validate(DEMO["full"], "dataset._component_=next_to_the_config.mine")
     assert (status, errors) == (0, "")
 
 

@@ -70,8 +70,8 @@ def test_policy_and_critic_get_the_size_that_fits_both_together():
         policy, critic = Trained(Shape(length=24)), Trained(Shape(vocabulary=200, layers=1))
         measured_peaks(policy, meter, [1])
         peaks = measured_peaks(critic, meter, SIZES)
-        beside_critic = measured_peaks(policy, meter, SIZES)
-        both = [max(pair) for pair in zip(peaks[0], beside_critic[0], strict=True)]
+        with_critic = measured_peaks(policy, meter, SIZES)
+        both = [max(pair) for pair in zip(peaks[0], with_critic[0], strict=True)]
         steps = {"policy": policy.step(), "critic": critic.step()}
         result = search_within(steps, meter, between(both, 12))
         alone = search_within(policy.step(), meter, between(both, 12))
