@@ -51,10 +51,10 @@ def run_with_signals(
     cfg = demo_config(kind, folder, *overrides)
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, folder / "config.yaml")
-    return run_on_ranks(ranks, _live, kind, folder, blow, timeout_s=60, in_group=False)
+    return run_on_ranks(ranks, _run_methods, kind, folder, blow, timeout_s=60, in_group=False)
 
 
-def _live(kind: str, folder: Path, blow: SignalPlan | None) -> Ended:
+def _run_methods(kind: str, folder: Path, blow: SignalPlan | None) -> Ended:
     from torchtune_adaptive.life import launch
 
     log = folder / f"lines{os.environ['RANK']}"

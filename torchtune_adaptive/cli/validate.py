@@ -50,11 +50,11 @@ def ranks(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     from torchtune_adaptive.cli.check_config import check_config
     from torchtune_adaptive.config.command_line import read_config
-    from torchtune_adaptive.life.console import show_decisions
+    from torchtune_adaptive.life.console import log_to_stderr
 
     path = config_of(options.config)
     recipe = recipe_named(options.recipe) if options.recipe else recipe_of_config(options.config, path)
-    show_decisions()
+    log_to_stderr()
     # torchtune sets the level anew whenever it logs
     logging.getLogger("torchtune.utils._logging").addFilter(lambda record: record.levelno >= logging.WARNING)
     if os.getcwd() not in sys.path:  # as for a run, whose components may stand beside its config

@@ -1,4 +1,4 @@
-"""What a run prints: log lines and progress on stderr, and one error at its end."""
+"""Log lines and progress bars of a run, on stderr."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 OURS = "torchtune_adaptive"
 BETWEEN_LINES_S = 30.0
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between progress lines without a terminal."""
 
 
-def show_decisions() -> None:
-    """Prints our own log lines on stderr. The library logs on rank 0 only."""
+def log_to_stderr() -> None:
+    """Print the package's log lines to stderr. The library logs on rank 0 only."""
     ours = logging.getLogger(OURS)
     if not ours.handlers:
         ours.addHandler(logging.StreamHandler())
@@ -32,17 +32,18 @@ def show_decisions() -> None:
 
 
 def say(line: str) -> None:
-    """Logs a line, on rank 0 only."""
+    """Log a line on rank 0 only."""
     if dist.get_rank() == 0:
         logger.info("%s", line)
 
 
 class LossyStream(io.FileIO):
-    """A stream that never fails: if it cannot be written, the text is lost and one warning says so."""
+    """A stream that never raises: failed writes are dropped, with one warning."""
 
     _failed = False
 
     def write(self, data: Any, /) -> Any:
+        """Write, or drop the data if that fails."""
         try:
             return super().write(data)
         except OSError as error:
@@ -52,13 +53,13 @@ class LossyStream(io.FileIO):
             return len(data)
 
 
-def outlive_readers() -> None:
-    """Keeps a run alive if stdout is a pipe that closes (`| head`) or a file on a full disk: components print there."""
+def tolerate_closed_stdout() -> None:
+    """Keep a run alive if stdout is a closed pipe (`| head`) or a file on a full disk; components may print to it."""
     before = sys.stdout
-    if before is not sys.__stdout__ or not isinstance(before, io.TextIOWrapper):  # replaced by its user, or closed
+    if before is not sys.__stdout__ or not isinstance(before, io.TextIOWrapper):  # replaced or closed by the user
         return
     before.flush()
-    # Below the buffers, which would keep what failed and fail with it again at exit.
+    # Wrap below the buffers: they would keep failed output and fail again at exit.
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(LossyStream(before.fileno(), "w", closefd=False)),
         encoding=before.encoding,
@@ -68,7 +69,7 @@ def outlive_readers() -> None:
 
 
 class _LogLines(io.TextIOBase):
-    """Turns each state of a progress bar into a line of the log, which outlives its reader as well."""
+    """Write each state of a progress bar as a log line."""
 
     _last = ""
 
@@ -84,7 +85,10 @@ class _LogLines(io.TextIOBase):
 def progress_bar(
     what: str, total: int | None, unit: str, *, done: int = 0, shown: bool = True, at_once: bool = False
 ) -> Iterator[tqdm[Any]]:
-    """A bar in a terminal; elsewhere a line of the log every 30 seconds. With `at_once` the last state stays."""
+    """Show a progress bar in a terminal, or a log line every 30 seconds elsewhere.
+
+    With `at_once` the first state is shown immediately and the last one stays.
+    """
     in_a_terminal = sys.stderr.isatty()
     options: dict[str, Any] = {"desc": what, "total": total, "initial": done, "unit": f" {unit}", "leave": at_once}
     if not in_a_terminal:

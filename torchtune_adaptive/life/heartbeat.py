@@ -1,7 +1,7 @@
-"""Which rank has stopped answering: each beats into the store that all of them share, and looks after all others.
+"""Detect a rank that has stopped responding. Each rank writes heartbeats to the rendezvous store and checks all others.
 
-A thread beats, so a rank that is only busy is heard. What is not heard is a process that is stopped, or a machine that
-hangs, and so would never end what its peers wait for. Then the others end, and say which it was and how to go on.
+A thread writes the heartbeats, so a busy rank is still heard. A stopped process or a hung machine is not, and its peers
+would wait for it forever in a collective. They exit instead, and name the rank and the command that resumes the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunFinished, RunStopped
-from torchtune_adaptive.life.launcher import speaks_first, tell_the_launcher
+from torchtune_adaptive.life.launcher import first_to_report, write_error_file
 from torchtune_adaptive.life.this_run import STOPPED, THIS_RUN, saved_and_what_next
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import ranks_named
@@ -29,22 +29,23 @@ from torchtune_adaptive.text import ranks_named
 BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0
 SPARE_BEATS = 2
-"""Beats of a time-out that are not waited for: one until the first look without a new beat, and one look too late."""
+"""Intervals to subtract from the timeout: one before the first check without a new heartbeat, one for a late check."""
 LEFT = "left"
-"""The last beat of a rank that has ended as it should."""
+"""The last heartbeat of a rank that exited normally."""
 
 
 class Silent(NamedTuple):
-    """Ranks that were not heard of for too long."""
+    """Ranks without a heartbeat within the timeout."""
 
     ranks: tuple[int, ...]
-    """Silent ranks; empty where it is the store that does not answer, which is rank 0's or its launcher's."""
+    """Silent ranks; empty if the store does not respond, which rank 0 or its launcher hosts."""
     where: str
     seconds: float
-    """The time-out, within which it was found."""
+    """The timeout."""
 
     @property
     def fact(self) -> str:
+        """The message without its consequence."""
         who, have = f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher,", "has"
         if self.ranks:
             who, have = f"{ranks_named(self.ranks)} ({self.where})", "has" if len(self.ranks) == 1 else "have"
@@ -57,9 +58,11 @@ class Silent(NamedTuple):
         return f"{self.fact} (adaptive.silent_rank_timeout), {others}"
 
 
-def own_connection(attempt: str, timeout_s: float) -> Any:
-    """A connection of its own to the group's store: on the group's, the main thread's waits would hold up the beats.
-    `attempt` keeps apart what other attempts have left there."""
+def connect_to_store(attempt: str, timeout_s: float) -> Any:
+    """Open a separate connection to the group's store, on which waits of the main thread do not delay heartbeats.
+
+    `attempt` is a prefix that separates the keys of this attempt from those of earlier ones.
+    """
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
@@ -70,17 +73,17 @@ def own_connection(attempt: str, timeout_s: float) -> Any:
 
 
 class Heartbeat:
-    """Beats for this rank until it is stopped, and tells of silent ones."""
+    """Write heartbeats of this rank and report silent ranks, until stopped."""
 
     def __init__(
         self,
         timeout_s: float,
         on_silence: Callable[[Silent], None],
-        connect: Callable[[str, float], Any] = own_connection,
+        connect: Callable[[str, float], Any] = connect_to_store,
     ) -> None:
-        """Collective. `on_silence` is called in a thread, and is to end the process: its peers end as well."""
+        """Collective. `on_silence` is called in a thread and must end the process; all peers do the same."""
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
-        # Looks are counted and not seconds: whoever was suspended himself gives the others time to beat again.
+        # Count checks, not seconds: after this process was suspended, its peers get time to beat again.
         self._most_looks = int(timeout_s / self._interval_s) - SPARE_BEATS
         self._timeout_s = timeout_s
         self._on_silence = on_silence
@@ -89,7 +92,7 @@ class Heartbeat:
         self._store = self._connect()
         self._keys = [f"beat/{rank}" for rank in range(self._ranks)]
         self._store.set(self._keys[self._rank], "0")
-        self._wheres = from_all_ranks(f"pid {os.getpid()} on {socket.gethostname()}")  # all have beaten once then
+        self._wheres = from_all_ranks(f"pid {os.getpid()} on {socket.gethostname()}")
         self._stopping = threading.Event()
         self._says_so = True
         self._rounds = 0
@@ -98,17 +101,17 @@ class Heartbeat:
             thread.start()
 
     def stop(self, *, as_it_should: bool = True) -> None:
-        """The rank ends. Where it has failed, its peers may wait for it, and are to find it silent."""
+        """Stop. After a failure, this rank does not sign off, so that peers that wait for it detect its silence."""
         self._says_so = as_it_should
         self._stopping.set()
         for thread in self._threads:
-            thread.join(2 * self._interval_s)  # no longer: the store may be gone, and with it its answer
+            thread.join(2 * self._interval_s)  # limited, since the store may be gone
 
     def _beat(self) -> None:
         last, unheard = [LEFT] * self._ranks, [0] * self._ranks
         while not self._stopping.wait(self._interval_s):
-            # One broken connection is no reason to fall silent. Where the store is gone, this fails again and again,
-            # and the other thread sees that there are no more rounds.
+            # Reconnect after a broken connection. If the store is gone, this fails repeatedly, and the other thread
+            # notices that no round completes.
             try:
                 self._store.set(self._keys[self._rank], str(self._rounds + 1))
                 self._rounds += 1
@@ -121,7 +124,7 @@ class Heartbeat:
             unheard = [count + 1 if beat == before != LEFT else 0 for beat, before, count in looks]
             last = beats
             if max(unheard) >= self._most_looks:
-                # where one has stopped, a whole machine may have, whose ranks did not beat at the same time
+                # a whole machine may have stopped; its ranks beat at slightly different times
                 silent = [rank for rank, count in enumerate(unheard) if count >= self._most_looks - 2]
                 where = ", ".join(self._wheres[rank] for rank in silent)
                 self._on_silence(Silent(tuple(silent), where, self._timeout_s))
@@ -141,8 +144,8 @@ class Heartbeat:
 
 
 @contextmanager
-def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
-    """Collective, where there are several ranks: while open, no rank waits longer than that for one that hangs."""
+def exit_on_silent_rank(timeout_s: float | None) -> Iterator[None]:
+    """Collective if there are several ranks: while open, exit this rank when another one is silent for `timeout_s`."""
     if timeout_s is None or REHEARSAL.on or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
@@ -158,9 +161,9 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
 
 
 def _end(silent: Silent) -> None:
-    """Ends the run from a thread: the main thread is in a collective that will never end."""
-    if speaks_first():
-        tell_the_launcher(f"error (rank {dist.get_rank()}): {silent}")
+    """End the process from a thread, because the main thread is blocked in a collective."""
+    if first_to_report():
+        write_error_file(f"error (rank {dist.get_rank()}): {silent}")
         with suppress(OSError):
             print(f"\nerror: {silent}; {saved_and_what_next()}", file=sys.stderr, flush=True)
         THIS_RUN.try_to_note(STOPPED, silent.fact)

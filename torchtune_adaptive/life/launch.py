@@ -1,4 +1,4 @@
-"""What happens around a recipe: read the config, run the four methods, end with one clear message.
+"""The main function of a recipe: read the config, run the four methods, end with one message.
 
 config  ->  Recipe(cfg)  ->  setup()  ->  train()  ->  cleanup()
 """
@@ -32,10 +32,10 @@ from torchtune_adaptive.errors import (
     RunStopped,
 )
 from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.console import outlive_readers
-from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
-from torchtune_adaptive.life.launcher import end_with_the_launcher
-from torchtune_adaptive.life.one_message import ending_well, rank
+from torchtune_adaptive.life.console import tolerate_closed_stdout
+from torchtune_adaptive.life.heartbeat import exit_on_silent_rank
+from torchtune_adaptive.life.launcher import exit_with_launcher
+from torchtune_adaptive.life.one_message import exit_with_one_message, rank
 from torchtune_adaptive.life.printing import printing
 from torchtune_adaptive.life.signals import listen
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing, saved_and_what_next
@@ -45,47 +45,49 @@ logger = logging.getLogger(__name__)
 
 
 Command: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
-"""A config, its file, and the words beside it on the command line."""
+"""Takes a config, its path and the overrides on the command line."""
 
 
 def main(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Collective: runs a recipe as the command line says; exit status 1 where a user has to act. `keys` are those that
-    only this recipe knows, `remedies` what the library advises, in keys of its config."""
-    end_with_the_launcher()
-    outlive_readers()
+    """Collective: run a recipe with the config of the command line; exit with status 1 on errors.
+
+    `keys` are keys that only this recipe has. `remedies` translates the library's remedies into keys of its config.
+    """
+    exit_with_launcher()
+    tolerate_closed_stdout()
     listen()
-    faulthandler.enable(file=2)  # where a library aborts, a run says at least what it was doing
-    ending_well(lambda: _run(recipe_type, keys), remedies)
+    faulthandler.enable(file=2)  # print a traceback if a library aborts the process
+    exit_with_one_message(lambda: _run(recipe_type, keys), remedies)
 
 
 def run_without_training(question: Command, keys: Collection[str]) -> None:
-    """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
+    """Run a command that does not train, on rank 0 only; `keys` are keys in addition to those of recipes."""
     if not dist.is_torchelastic_launched():
-        os.environ.pop("RANK", None)  # another program's, which the shell still has
+        os.environ.pop("RANK", None)  # left over in the shell from another program
 
     def ask() -> None:
         path, overrides = config_and_overrides(sys.argv[1:])
         cfg = read_config(path, overrides)
         check_keys(cfg, keys, aloud=True)
-        with printing(), refusing_early_exits():
+        with printing(), forbid_early_exit():
             question(cfg, path, overrides)
 
     if rank() == 0:
-        ending_well(ask)
+        exit_with_one_message(ask)
 
 
 def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, aloud=rank() == 0)
     try:
-        with refusing_early_exits(), leaving_out_what_is_set(cfg):
+        with forbid_early_exit(), leaving_out_what_is_set(cfg):
             recipe = recipe_type(cfg)
             adaptive = recipe.run.settings.adaptive
             with (
-                ending_when_a_rank_is_silent(adaptive.silent_rank_timeout),
-                telling_where_memory_runs_out(adaptive.recover_from_oom),
+                exit_on_silent_rank(adaptive.silent_rank_timeout),
+                explain_out_of_memory(adaptive.recover_from_oom),
             ):
-                _live(recipe)
+                _run_methods(recipe)
     except RunFinished as finished:
         if rank() == 0:
             logger.info("%s", finished)
@@ -98,8 +100,8 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
             THIS_RUN.note_end(this_run.FINISHED)
 
 
-def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractContextManager[None]:
-    """Around a run: where memory runs out and nothing is run again, one line says so."""
+def explain_out_of_memory(recover_from_oom: bool | None) -> AbstractContextManager[None]:
+    """Convert out-of-memory errors that recovery does not handle into one message."""
 
     def explained(error: Exception) -> RecoveryUnsupportedError:
         off = recover_from_oom is False
@@ -118,30 +120,30 @@ def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractCont
     return fatal_where_memory_runs_out(explained)
 
 
-def _live(recipe: Any) -> None:
-    """Collective: the life of a recipe, which all ranks may agree to cut short between two steps."""
+def _run_methods(recipe: Any) -> None:
+    """Collective: call the recipe's methods; the ranks may agree to stop between two steps."""
     try:
         recipe.setup()
         THIS_RUN.doing = Doing.TRAINING
         recipe.train()
     except RunStopped:
-        THIS_RUN.asked_by = _who_was_asked()
+        THIS_RUN.asked_by = _received_signals()
         if THIS_RUN.doing is not Doing.SETTING_UP:
             recipe.cleanup()
         raise
     recipe.cleanup()
 
 
-def _who_was_asked() -> str:
-    """Collective: the signal that ends the run, and which ranks have heard it, unless rank 0 has."""
+def _received_signals() -> str:
+    """Collective: name the signal that stops the run, and the ranks that received it unless rank 0 did."""
     by_rank = {rank: number.name for rank, number in enumerate(from_all_ranks(THIS_RUN.signal)) if number is not None}
     where = "" if 0 in by_rank else f" on {ranks_named(by_rank)}"
     return f"{by_rank[min(by_rank)]}{where}"
 
 
 @contextmanager
-def refusing_early_exits() -> Iterator[None]:
-    """Makes `sys.exit(0)` an error: called in a loss, for example, it would report success for no training."""
+def forbid_early_exit() -> Iterator[None]:
+    """Turn `sys.exit(0)` into an error: called in a loss function, for example, it would report success."""
     try:
         yield
     except SystemExit as error:

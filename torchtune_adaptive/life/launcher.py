@@ -1,4 +1,4 @@
-"""The launcher of this rank, torchrun: its patience, its folder and its end."""
+"""The launcher of this rank (torchrun): its timeout, its directory and its exit."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torchtune_adaptive import dependencies
 
 LOOK_FOR_THE_LAUNCHER_S = 1.0
 _STARTED = 19
-"""Where a process began, behind its name in /proc/PID/stat."""
-PID_FILE, TOLD_FILE = "pid", "told"
+"""Position of the start time after the process name in /proc/PID/stat."""
+PID_FILE, REPORTED_FILE = "pid", "told"
 
 
-def launcher_waits_s() -> float:
-    """How long torchrun leaves its workers to end once it is asked to."""
+def launcher_timeout_s() -> float:
+    """Return how long torchrun waits for its workers after it received a signal."""
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 def this_launcher() -> str | None:
-    """What tells the launcher of this rank from any other, on whatever machine and at whatever time; None without."""
+    """Return a unique name of this rank's launcher, across machines and time; None without a launcher."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent, began = os.getppid(), ""
-    with suppress(OSError):  # no /proc: two of one number are taken for one
+    with suppress(OSError):  # without /proc, a reused PID is not detected
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[_STARTED]
     return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent} {began}"
 
 
-def end_with_the_launcher() -> None:
+def exit_with_launcher() -> None:
     """End this rank when torchrun is gone, even after SIGKILL. PR_SET_PDEATHSIG would watch only the launcher's thread
     that started this rank, which may end earlier."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -45,7 +45,7 @@ def end_with_the_launcher() -> None:
 
 
 def _end_without(launcher: int) -> None:
-    with suppress(OSError, AttributeError):  # it is gone, or the system has no such descriptors
+    with suppress(OSError, AttributeError):  # already gone, or no pidfd on this system
         poll = select.poll()
         poll.register(os.pidfd_open(launcher), select.POLLIN)
         poll.poll()
@@ -54,29 +54,32 @@ def _end_without(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def attempt_folder() -> Path | None:
-    """Torchrun's folder for this machine's ranks; every restart has a new one."""
+def attempt_directory() -> Path | None:
+    """Return torchrun's directory for the ranks of this machine; every restart has a new one."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] if error_file else None
 
 
-def speaks_first() -> bool:
-    """Whether this rank is the first of its machine to report a failure, by a file in the launcher's folder. That one
-    failed: its peers lose their connections later, when its process ends. Without such a folder each speaks. From then
-    on no SIGTERM cuts the message off: peers that end silently let the launcher end all others."""
-    folder = attempt_folder()
+def first_to_report() -> bool:
+    """Return True if this rank is the first of its machine to report a failure, decided by a file in the launcher's
+    directory.
+
+    The first rank to fail has the cause; its peers fail later, when its process ends and they lose their connections.
+    Without a launcher every rank reports. From here on SIGTERM is ignored so that it cannot cut off the message.
+    """
+    folder = attempt_directory()
     if folder is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    first = makes_first(folder / TOLD_FILE)
+    first = create_first(folder / REPORTED_FILE)
     if in_main_thread and not first:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return first
 
 
-def tell_the_launcher(message: str) -> None:
+def write_error_file(message: str) -> None:
     """Write the error file from which torchrun quotes the message. Its report calls the failure with the earliest
     timestamp the root cause; peers that torchrun ends in the same second come after this one."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -85,8 +88,8 @@ def tell_the_launcher(message: str) -> None:
             Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
-def makes_first(file: Path) -> bool:
-    """Makes a file; whether nobody had before, or that cannot be told: a message twice is better than none."""
+def create_first(file: Path) -> bool:
+    """Create a file; return False if it already existed, and True if that is unknown."""
     try:
         file.touch(exist_ok=False)
     except FileExistsError:
@@ -96,17 +99,17 @@ def makes_first(file: Path) -> bool:
     return True
 
 
-def note_own_pid() -> None:
-    """Where the other ranks of this attempt find it."""
-    folder = attempt_folder()
+def write_pid_file() -> None:
+    """Write this rank's PID for the other ranks of this attempt."""
+    folder = attempt_directory()
     if folder is not None and "LOCAL_RANK" in os.environ:
         with suppress(OSError):
             (folder / os.environ["LOCAL_RANK"] / PID_FILE).write_text(str(os.getpid()))
 
 
-def a_peer_has_failed() -> bool:
-    """Whether SIGTERM means that another rank of this machine is gone, and not that somebody asked the run to end."""
-    folder = attempt_folder()
+def peer_has_exited() -> bool:
+    """Return True if another rank of this machine has exited, which explains a SIGTERM from torchrun."""
+    folder = attempt_directory()
     if folder is None:
         return False
     for file in folder.glob(f"*/{PID_FILE}"):
@@ -115,4 +118,4 @@ def a_peer_has_failed() -> bool:
                 os.kill(int(file.read_text()), 0)
             except ProcessLookupError:
                 return True
-    return (folder / TOLD_FILE).exists()
+    return (folder / REPORTED_FILE).exists()

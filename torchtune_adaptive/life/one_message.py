@@ -1,4 +1,4 @@
-"""One message ends a run, the last thing on the screen: that of the rank that failed first."""
+"""End a run with one message: that of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from torchtune_adaptive.config.remedies import KEYS, in_keys
 from torchtune_adaptive.engine.ranks import let_go
 from torchtune_adaptive.errors import AdaptiveError, RanksPartedError, Remedy
 from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.console import show_decisions
-from torchtune_adaptive.life.launcher import speaks_first, tell_the_launcher
+from torchtune_adaptive.life.console import log_to_stderr
+from torchtune_adaptive.life.launcher import first_to_report, write_error_file
 from torchtune_adaptive.life.printing import INTERRUPTED
 from torchtune_adaptive.life.signals import stop_listening
 from torchtune_adaptive.life.this_run import THIS_RUN, saved_and_what_next
 
 
-def ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Does the work. What ends it early is reported once, by the rank that met it first. The group is still there then:
-    its threads are let go, or they could abort the process after its last word."""
+def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
+    """Run `work`; the first rank that fails reports the error, once.
+
+    The process group still exists then. Its threads are released, because they could abort the exiting process.
+    """
     try:
         try:
-            show_decisions()
-            with telling_where_no_thread_starts():
+            log_to_stderr()
+            with explain_thread_errors():
                 work()
         except AdaptiveError as error:
             stop_listening()
-            if speaks_first():
+            if first_to_report():
                 _tell(error, in_keys(error, remedies))
             _exit(1)
-        except Exception as error:  # noqa: BLE001 - told here, and the process ends
+        except Exception as error:  # noqa: BLE001 - reported here, and the process ends
             stop_listening()
-            if speaks_first():
-                tell_the_launcher(f"error (rank {rank()}): {in_a_line(error)}")
+            if first_to_report():
+                write_error_file(f"error (rank {rank()}): {in_a_line(error)}")
                 sys.excepthook(type(error), error, error.__traceback__)
             _exit(1)
-    except KeyboardInterrupt:  # it may also come while another error is told
+    except KeyboardInterrupt:  # possible even while another error is reported
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if speaks_first():  # all ranks are told at once, and the launcher waits for them
+        if first_to_report():  # every rank receives the signal, and the launcher waits
             print("\ninterrupted", file=sys.stderr, flush=True)
         _exit(INTERRUPTED)
     finally:
@@ -55,36 +57,36 @@ def ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS)
 def _tell(error: AdaptiveError, message: str) -> None:
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
-    passes = isinstance(error, RanksPartedError)  # the same command goes on: nothing has to be changed
-    # until the ranks have met, an error is about the config, which is the same for all of them
+    passes = isinstance(error, RanksPartedError)  # the same command can resume without changes
+    # before the process group exists, errors concern the config, which is the same on all ranks
     where = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
     whole = f"{message}; {saved_and_what_next()}" if passes else message
-    tell_the_launcher(f"error{where}: {message}")
+    write_error_file(f"error{where}: {message}")
     print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
     if not passes:
         THIS_RUN.note_end(this_run.ERROR, message)
 
 
 def _exit(status: int) -> NoReturn:
-    """Ends this rank, whether or not it has spoken: the launcher ends the others."""
-    sys.unraisablehook = lambda _: None  # what was only half built complains when it is collected
+    """Exit this rank; the launcher ends the others."""
+    sys.unraisablehook = lambda _: None  # partly constructed objects may raise in __del__
     sys.exit(status)
 
 
 @contextmanager
-def telling_where_no_thread_starts() -> Iterator[None]:
-    """Around everything: Python, and C++ where autograd begins, name neither what was wanted nor the limit."""
+def explain_thread_errors() -> Iterator[None]:
+    """Explain the errors of Python and autograd's C++ code when a thread cannot be started."""
     try:
         yield
     except RuntimeError as error:
         if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
             raise
         raise AdaptiveError(
-            f"the system starts no further thread ({in_a_line(error)}): free memory, or raise the limits of memory "
+            f"cannot start another thread ({in_a_line(error)}): free memory, or raise the limits of memory "
             "(ulimit -v) and of processes (ulimit -u)"
         ) from error
 
 
 def rank() -> int:
-    """The rank that the launcher assigned: known before there is a process group."""
+    """Return the rank assigned by the launcher, which is known before the process group exists."""
     return int(os.environ.get("RANK", "0"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.launcher import launcher_waits_s
+from torchtune_adaptive.life.launcher import launcher_timeout_s
 from torchtune_adaptive.life.this_run import THIS_RUN, now
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _POLL_S = 0.1
 
 def take(directory: Path) -> IO[bytes]:
     """Makes the directory and locks it until the file is closed. Raises ConfigError, which says who holds it."""
-    until_s = time.monotonic() + (launcher_waits_s() + MORE_AFTER_RESTART_S if THIS_RUN.restarted else WAIT_S)
+    until_s = time.monotonic() + (launcher_timeout_s() + MORE_AFTER_RESTART_S if THIS_RUN.restarted else WAIT_S)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK_FILE).open("a+b", buffering=0)

@@ -1,4 +1,4 @@
-"""What prints a result and ends: exit statuses, and readers that have gone."""
+"""Exit codes and closed pipes for commands that print a result."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from contextlib import contextmanager, suppress
 
 from torchtune_adaptive.errors import AdaptiveError
 
-NOBODY_READS = 141
-"""The exit status that shells give to a command whose pipe was closed."""
+CLOSED_PIPE = 141
+"""Exit status of a command whose output pipe was closed, as in shells."""
 INTERRUPTED = 130
-"""The exit status that shells give to a command ended by Ctrl-C."""
+"""Exit status of a command ended by Ctrl-C, as in shells."""
 
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Around what prints a result: a closed pipe (`| head`) or a full disk is no traceback."""
-    if sys.stdout is None:  # closed before the start, as by `>&-`
+    """Handle a closed pipe (`| head`) or a full disk without a traceback while a result is printed."""
+    if sys.stdout is None:  # closed by the caller, for example with `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
-    with suppress(OSError):  # what was a file at the start, and is a pipe now, cannot be asked where it is
+    with suppress(OSError):  # tell() fails if the file was replaced by a pipe
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -29,14 +29,14 @@ def printing() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         _print_nowhere()
-        sys.exit(NOBODY_READS)
+        sys.exit(CLOSED_PIPE)
     except OSError as error:
-        if error.filename is not None:  # a file, and not what is printed
+        if error.filename is not None:  # concerns a file, not stdout
             raise
         _print_nowhere()
         raise AdaptiveError(f"cannot write the output: {error.strerror}; redirect it elsewhere") from error
 
 
 def _print_nowhere() -> None:
-    """What is still to be flushed would fail once more when the process ends."""
+    """Redirect stdout to /dev/null: flushing the rest at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

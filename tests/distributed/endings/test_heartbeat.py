@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.scheduling_delays import SchedulingDelays
-from torchtune_adaptive.life.heartbeat import Heartbeat, Silent, own_connection
+from torchtune_adaptive.life.heartbeat import Heartbeat, Silent, connect_to_store
 
 TIMEOUT_S = 4.0
 
@@ -32,7 +32,7 @@ class Connection:
     """A connection to the store with replaceable calls."""
 
     def __init__(self, attempt: str, timeout_s: float) -> None:
-        self.own = own_connection(attempt, timeout_s)
+        self.own = connect_to_store(attempt, timeout_s)
         self.set = self.own.set
 
     def __getattr__(self, name: str) -> Any:

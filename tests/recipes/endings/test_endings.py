@@ -20,7 +20,7 @@ from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError
-from torchtune_adaptive.life.launch import refusing_early_exits
+from torchtune_adaptive.life.launch import forbid_early_exit
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13
@@ -170,5 +170,5 @@ def test_error_on_rank_1_ends_both_ranks_with_its_message(
 def test_early_exit_with_success_is_an_error_and_with_failure_is_kept(
     status: int | None, error: type[BaseException]
 ) -> None:
-    with pytest.raises(error), refusing_early_exits():
+    with pytest.raises(error), forbid_early_exit():
         sys.exit(status)

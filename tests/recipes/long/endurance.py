@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.checkpoints.store import find_checkpoints
-from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
+from torchtune_adaptive.life.heartbeat import exit_on_silent_rank
 
 ROWS, EPOCHS, READINGS = 2, 2, 30
 SAVE_EVERY, KEEP = 25, 2
@@ -92,7 +92,7 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
     """Collective: run; return the readings of each rank."""
     recipe = load_ours(case.kind)(config_of(case, folder, steps))
     every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
-    with ending_when_a_rank_is_silent(SILENT_S * PATIENCE):
+    with exit_on_silent_rank(SILENT_S * PATIENCE):
         recipe.setup()
         watch, run = recipe.runner.watch, recipe.runner.run
 

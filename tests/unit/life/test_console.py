@@ -11,7 +11,7 @@ import pytest
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.life import console
-from torchtune_adaptive.life.console import progress_bar, show_decisions
+from torchtune_adaptive.life.console import log_to_stderr, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -33,7 +33,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
 def shown_in(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Replace stderr. A fixture would be too early: pytest installs its own when the test begins."""
     monkeypatch.setattr("sys.stderr", stderr)
-    show_decisions()
+    log_to_stderr()
     return stderr
 
 
@@ -85,17 +85,17 @@ def test_in_a_terminal_progress_is_a_bar_between_lines(ours: logging.Logger, mon
 
 PRINTS = """
 import time
-from torchtune_adaptive.life.console import outlive_readers, show_decisions
-show_decisions()
-outlive_readers()
+from torchtune_adaptive.life.console import tolerate_closed_stdout, log_to_stderr
+log_to_stderr()
+tolerate_closed_stdout()
 time.sleep(0.5)
 print("first")
 print("second")
 """
 FALLS_SILENT = """
 import time
-from torchtune_adaptive.life.console import progress_bar, show_decisions
-show_decisions()
+from torchtune_adaptive.life.console import progress_bar, log_to_stderr
+log_to_stderr()
 time.sleep(0.5)
 with progress_bar("epoch 1", 2, "steps", at_once=True) as bar:
     bar.update(2)

@@ -7,7 +7,7 @@ import pytest
 
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.life import heartbeat, this_run
-from torchtune_adaptive.life.heartbeat import Silent, ending_when_a_rank_is_silent
+from torchtune_adaptive.life.heartbeat import Silent, exit_on_silent_rank
 from torchtune_adaptive.life.this_run import ThisRun, saved_and_what_next
 
 
@@ -49,7 +49,7 @@ def test_only_ranks_that_end_with_all_others_report_a_regular_end(
     monkeypatch.setattr(heartbeat, "Heartbeat", Heard)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with suppress(BaseException), ending_when_a_rank_is_silent(60):
+    with suppress(BaseException), exit_on_silent_rank(60):
         if error is not None:
             raise error
     assert ended == [as_it_should]

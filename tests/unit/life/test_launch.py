@@ -18,7 +18,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.life import launch, one_message, this_run
-from torchtune_adaptive.life.launcher import speaks_first
+from torchtune_adaptive.life.launcher import first_to_report
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +40,10 @@ def be_rank_of(attempt: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_one_rank_prints_the_message_in_each_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for attempt in ("attempt_0", "attempt_1"):
         be_rank_of(tmp_path / attempt, 1, monkeypatch)
-        assert speaks_first()
+        assert first_to_report()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "a signal would cut off its message"
         be_rank_of(tmp_path / attempt, 0, monkeypatch)
-        assert not speaks_first()
+        assert not first_to_report()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -51,15 +51,15 @@ def test_without_a_shared_folder_every_rank_prints_its_message(tmp_path: Path, m
     be_rank_of(tmp_path, 1, monkeypatch)
     for error_file in ("", str(tmp_path / "gone" / "1" / "error.json")):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
-        assert speaks_first()
-        assert speaks_first()
+        assert first_to_report()
+        assert first_to_report()
 
 
 @pytest.mark.parametrize(
     ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (None, "this part cannot be repeated")]
 )
 def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, why: str) -> None:
-    with pytest.raises(RecoveryUnsupportedError) as caught, launch.telling_where_memory_runs_out(recover):
+    with pytest.raises(RecoveryUnsupportedError) as caught, launch.explain_out_of_memory(recover):
         raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
     text = in_keys(caught.value)
     assert text.startswith("out of memory on rank 0 outside training, and ")
@@ -71,7 +71,7 @@ def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, wh
 
 @pytest.mark.parametrize("error", [KeyError("no memory"), LimitExhaustedError("out of memory")])
 def test_other_errors_are_unchanged(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, launch.telling_where_memory_runs_out(False):
+    with pytest.raises(type(error)) as caught, launch.explain_out_of_memory(False):
         raise error
     assert caught.value is error
 
@@ -79,8 +79,8 @@ def test_other_errors_are_unchanged(error: Exception) -> None:
 def test_refused_thread_is_reported_with_the_limits() -> None:
     before = threading.stack_size(2**46)  # larger than any address space
     try:
-        shown = r"starts no further thread .*can't start new thread.*ulimit -v.*ulimit -u"
-        with pytest.raises(AdaptiveError, match=shown), one_message.telling_where_no_thread_starts():
+        shown = r"cannot start another thread .*can't start new thread.*ulimit -v.*ulimit -u"
+        with pytest.raises(AdaptiveError, match=shown), one_message.explain_thread_errors():
             threading.Thread(target=print).start()
     finally:
         threading.stack_size(before)

@@ -12,12 +12,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.life.launcher import tell_the_launcher
+from torchtune_adaptive.life.launcher import write_error_file
 
 RANK = """
 import os, time
-from torchtune_adaptive.life.launcher import end_with_the_launcher
-end_with_the_launcher()
+from torchtune_adaptive.life.launcher import exit_with_launcher
+exit_with_launcher()
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
@@ -50,7 +50,7 @@ def test_rank_outlives_the_thread_that_started_it_but_not_the_process() -> None:
 
 
 def test_rank_whose_launcher_died_during_its_imports_ends_immediately() -> None:
-    imports = "import os, time; from torchtune_adaptive.life.launcher import end_with_the_launcher as end; "
+    imports = "import os, time; from torchtune_adaptive.life.launcher import exit_with_launcher as end; "
     waits = "parent = os.getppid(); print('imported', flush=True)\nwhile os.getppid() == parent: time.sleep(0.01)\n"
     code = f"{imports}{waits}end(); print('trains')"
     starts = "import subprocess, sys; rank = subprocess.Popen(sys.argv[1:]); sys.stdin.readline()"
@@ -68,7 +68,7 @@ def test_torchruns_report_names_the_message_of_the_rank_that_failed_first_as_roo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    tell_the_launcher("error (rank 1): the disk is full")
+    write_error_file("error (rank 1): the disk is full")
     ended_by_torchrun = ProcessFailure(0, 8, -signal.SIGTERM, "none")
     failed = ProcessFailure(1, 9, 1, str(tmp_path / "error.json"))
     report = str(ChildFailedError("recipe", {0: ended_by_torchrun, 1: failed}))

@@ -132,7 +132,7 @@ def test_signal_to_one_rank_is_reported_immediately(attempt: Path) -> None:
 
 
 def test_signal_to_all_ranks_is_reported_once(attempt: Path) -> None:
-    (attempt / signals.ASKED_FILE).touch()  # as rank 0 does
+    (attempt / signals.SIGNALLED_FILE).touch()  # as rank 0 does
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(1); print(THIS_RUN.asked_to_stop())", **rank_1(attempt))
     assert (ended.stdout, ended.stderr) == ("True\n", "")
 
@@ -148,7 +148,7 @@ def test_rank_with_a_failed_peer_ends_silently(how: str, attempt: Path) -> None:
     if how == "gone":
         (attempt / "1" / launcher.PID_FILE).write_text(str(gone()))
     else:
-        (attempt / launcher.TOLD_FILE).touch()
+        (attempt / launcher.REPORTED_FILE).touch()
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
 
