@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import advice
 from torchtune_adaptive.forecast.answer import command
 from torchtune_adaptive.forecast.question import Question, read_question
-from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
+from torchtune_adaptive.forecast.rehearse_recipe import ERASE, Found, progress, rehearse_recipe
 from torchtune_adaptive.rehearse.rehearsed import Rehearsed
 
 GIB = 2**30
@@ -45,6 +47,22 @@ def answer(config: str, *words: str, cwd: Path) -> Any:
     ended = run_plan(config, *words, "format=json", cwd=cwd)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    log, stderr = tmp_path / "log.txt", StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    log.write_text("first line\nprobe of 8 rows\x1b[31m\nhalf a li")
+    deadline = time.monotonic() + 30
+    with progress(log, every_s=0.01):
+        while is_terminal and "s · probe of 8 rows[31m" not in stderr.getvalue():
+            assert time.monotonic() < deadline, stderr.getvalue()
+            time.sleep(0.01)
+    assert stderr.getvalue().endswith(ERASE) if is_terminal else stderr.getvalue() == ""
 
 
 @pytest.mark.smoke

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,8 @@ from torchtune_adaptive.rehearse.rehearsed import Rehearsed
 from torchtune_adaptive.tune.fit import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
+ERASE = "\r\x1b[K"
+"""Tells a terminal to erase the line."""
 SAMPLES = 4096
 """Samples of a rank: more than fit on any card."""
 
@@ -75,7 +82,7 @@ def rehearse_recipe(question: Question) -> Found:
         variables = {"OMP_NUM_THREADS": "1"}
         if question.plan.expandable_segments is not None:
             variables["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{question.plan.expandable_segments}"
-        with log.open("w") as output:
+        with log.open("w") as output, progress(log):
             try:
                 rehearsed = rehearse(
                     ["-m", question.recipe, "--config", str(config)],
@@ -99,6 +106,30 @@ def rehearse_recipe(question: Question) -> Found:
             *_, last = "", *printed.splitlines()
             raise AdaptiveError(found.complaint or f"{rehearsed.verdict()} ({last})\n{printed[-2000:]}")
         return found
+
+
+@contextmanager
+def progress(log: Path, every_s: float = 1.0) -> Iterator[None]:
+    """On a terminal, show the seconds so far and the log's last line on stderr; the line is erased at the end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done, began = threading.Event(), time.monotonic()
+
+    def show() -> None:
+        while not done.wait(every_s):
+            *_, last = "", *log.read_text(errors="replace").split("\n")[:-1]
+            line = f"rehearsing · {time.monotonic() - began:.0f} s · {''.join(filter(str.isprintable, last))}"
+            print(f"{ERASE}{line[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+        print(ERASE, end="", file=sys.stderr, flush=True)
+
+    shown = threading.Thread(target=show, daemon=True)
+    shown.start()
+    try:
+        yield
+    finally:
+        done.set()
+        shown.join()
 
 
 def rehearsed_config(question: Question, folder: Path) -> DictConfig:
