@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ _STARTING = threading.Lock()
 _MOST_GROUPS, _NEXT_PORTS = 100, "TORCHTUNE_ADAPTIVE_TEST_PORTS"
 PATIENCE = 4
 """Factor on all timeouts. They are given for two idle cores; only a hang takes four times longer."""
+MOST_PATIENCE = 40
+"""Limit of the factor on a loaded machine. After it, a rank ends itself, even if the test that started it is gone."""
 
 
 class RankFailed(AssertionError):
@@ -43,9 +46,8 @@ def run_on_ranks(
     """Run `function(*args)` on every rank of a gloo process group; return the results in order of rank.
 
     Like torchrun, end all ranks as soon as one fails. With `in_group=False` the function joins a group itself.
-    `timeout_s` is given for an idle machine.
+    `timeout_s` is given for an idle machine. It is extended while the machine is loaded.
     """
-    timeout_s *= PATIENCE
     ports = free_ports(1 if in_group else _MOST_GROUPS)
     processes: list[BaseProcess] = []
     results: dict[int, Connection] = {}
@@ -56,7 +58,7 @@ def run_on_ranks(
         processes.append(process)
         results[rank] = receiver
     try:
-        return _collect(results, time.monotonic() + timeout_s)
+        return _collect(results, processes, timeout_s)
     finally:
         for process in processes:
             process.kill()
@@ -78,11 +80,25 @@ def started(main: Callable[..., None], *args: Any) -> BaseProcess:
     return process
 
 
-def _collect(results: dict[int, Connection], deadline: float) -> list[Any]:
+def patience() -> float:
+    """Return the factor on timeouts at the current load. Ranks share the cores, and wait for messages of ranks that
+    wait for a core: next to 20 busy processes on one core, a sweep took 9 times as long as before."""
+    return min(MOST_PATIENCE, max(PATIENCE, 2 * os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
+def _collect(results: dict[int, Connection], processes: list[BaseProcess], timeout_s: float) -> list[Any]:
+    began, factor = time.monotonic(), 0.0
     returned: dict[int, Any] = {}
     while pending := {results[rank]: rank for rank in results if rank not in returned}:
-        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(list(pending), timeout=1.0)
         if not ready:
+            factor = max(factor, patience())
+            if time.monotonic() < began + factor * timeout_s:
+                continue
+            for pid in (processes[rank].pid for rank in pending.values()):
+                assert pid is not None
+                os.kill(pid, signal.SIGUSR1)  # prints where the rank is
+            time.sleep(0.5)
             raise RanksHung(f"ranks {sorted(pending.values())} were still running when the time was over")
         failed: dict[int, str] = {}
         for connection in ready:
@@ -117,14 +133,15 @@ def _rank_main(
         os.environ[_NEXT_PORTS] = " ".join(map(str, ports[1:]))
     # Print tracebacks of native errors and of hangs. Exit at the timeout even if the parent is gone.
     faulthandler.enable()
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    faulthandler.register(signal.SIGUSR1)
+    faulthandler.dump_traceback_later(MOST_PATIENCE * timeout_s, exit=True)
     try:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
         if in_group:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=MOST_PATIENCE * timeout_s))
         result = function(*args)
         if dist.is_initialized():
             dist.barrier()  # a rank must not leave while a peer still communicates

@@ -1,12 +1,15 @@
 """Test properties of the helpers whose loss would go unnoticed."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests import ranks
 from tests.forked_commands import run_forked
-from tests.ranks import free_ports
+from tests.ranks import MOST_PATIENCE, PATIENCE, RanksHung, free_ports, patience, run_on_ranks
 
 LEAVES_A_PROCESS = """
 import os, sys, time
@@ -34,3 +37,25 @@ def test_parallel_test_workers_never_choose_the_same_port(monkeypatch: pytest.Mo
     for worker in range(3):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
         assert {port % 3 for port in free_ports(50)} == {worker}
+
+
+@pytest.mark.parametrize(
+    ("load", "factor"), [(0.0, PATIENCE), (10.0, 10.0), (40.0, MOST_PATIENCE), (500.0, MOST_PATIENCE)]
+)
+def test_timeouts_grow_with_the_load_of_each_core(monkeypatch: pytest.MonkeyPatch, load: float, factor: float) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert patience() == factor
+
+
+def sleep_on_rank_1(seconds: float) -> int:
+    time.sleep(seconds * int(os.environ["RANK"]))
+    return 0
+
+
+def test_a_hung_rank_ends_the_test_and_a_slow_one_on_a_loaded_machine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "patience", lambda: 1.0)
+    with pytest.raises(RanksHung, match=r"ranks \[1\]"):
+        run_on_ranks(2, sleep_on_rank_1, 60.0, timeout_s=1, in_group=False)
+    monkeypatch.setattr(ranks, "patience", lambda: 30.0)
+    assert run_on_ranks(2, sleep_on_rank_1, 4.0, timeout_s=1, in_group=False) == [0, 0]
