@@ -78,6 +78,8 @@ class Progress:
     ranks: int
     """Data-parallel ranks; of a resumed run, those that it had."""
     dataset_samples: int | None = None
+    dataset_fingerprint: Mapping[str, Any] | None = None
+    """By which a resumed run tells whether its data have changed; None if that cannot be told."""
 
     @property
     def finished(self) -> bool:

@@ -36,6 +36,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
 from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.unpadded import Batch, joined
@@ -63,6 +64,7 @@ class Data:
     loader: StepLoader[Sample]
     max_seq_len: int | None
     """The length at which the tokenizer cuts samples; None if it does not."""
+    fingerprint: Fingerprint | None = None
 
     @property
     def kind(self) -> Kind:
@@ -98,8 +100,8 @@ def data_of(
     samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
     """Collective: with a loader that reads the samples."""
-    loader = build_step_loader(samples, settings, mesh)
-    return Data(samples, packed, collate, loader, max_seq_len=getattr(tokenizer, "max_seq_len", None))
+    loader, max_seq_len = build_step_loader(samples, settings, mesh), getattr(tokenizer, "max_seq_len", None)
+    return Data(samples, packed, collate, loader, max_seq_len, fingerprint_of(samples, max_seq_len))
 
 
 def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:

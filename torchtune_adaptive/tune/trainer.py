@@ -17,7 +17,7 @@ from torchtune_adaptive.checkpoints.progress import GIVEN, EpochSizes, Progress,
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
 from torchtune_adaptive.checkpoints.saving import Checkpoints, Contents
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
-from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.meter import memory_within, resident_tensors
@@ -30,6 +30,7 @@ from torchtune_adaptive.text import count_of, size_for_rank
 from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
+from torchtune_adaptive.tune.fingerprint import check_same_data
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, prepare, start_clean
@@ -140,6 +141,10 @@ class Trainer:
         returns them. An error about NaN weights names the files of the key `weights`."""
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn = loss_fn
+        # weights alone may continue on other data, where the config names them and no epoch is under way
+        if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
+            check_same_data(data.dataset, data.fingerprint, run.progress.dataset_fingerprint)
+        run.progress = replace(run.progress, dataset_fingerprint=data.fingerprint)
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), longest_taken([trained])
         self._limits = limits or stages.state_dict

@@ -1,0 +1,122 @@
+"""Data that differ between ranks, or from those of the run that is resumed, are found by a few samples."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune import fingerprint
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.fingerprint import PLACES, check_same_data, fingerprint_of
+
+LINES = [{"tokens": [at, at + 1], "labels": torch.tensor([at]), "answer": f"line {at}"} for at in range(64)]
+
+
+class Drawn(Sequence[dict[str, Any]]):
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        return {"tokens": [index], "noise": self._draw()}
+
+
+OWN_GENERATOR = np.random.default_rng()
+"""Which no seed of a run reaches."""
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": random.random,
+    "numpy": lambda: np.random.rand(3),
+    "torch": lambda: torch.rand(3),
+    "own": OWN_GENERATOR.random,
+}
+
+
+@pytest.fixture
+def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The dataset of a second rank, which a test puts here."""
+    others: list[Any] = []
+
+    def from_both(mine: Any) -> list[Any]:
+        if isinstance(mine, bool):
+            return [mine, mine]
+        return [mine, [fingerprint._checksum_at(NamedSamples(others[0]), at) for at in fingerprint._places(64)]]
+
+    monkeypatch.setattr(fingerprint, "from_all_ranks", from_both)
+    return others
+
+
+OTHERS: dict[str, Any] = {
+    "another order": LINES[::-1],
+    "other labels": [*LINES[:21], {**LINES[21], "labels": torch.tensor([1])}, *LINES[22:]],
+    "another column": [*LINES[:-1], {**LINES[-1], "answer": "lime"}],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_ranks_that_read_other_samples_are_an_error(other: str, other_rank: list[Any]) -> None:
+    other_rank.append(OTHERS[other])
+    with pytest.raises(
+        ConfigError, match=r"^sample \d+ of the dataset on rank 1 differs from that on rank 0, .*order:"
+    ):
+        fingerprint_of(NamedSamples(LINES), None)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_ranks_whose_samples_are_drawn_at_random_are_not(draw: str, other_rank: list[Any]) -> None:
+    other_rank.append(Drawn(DRAWS[draw]))
+    for _ in range(10):
+        found = fingerprint_of(NamedSamples(Drawn(DRAWS[draw])), None)
+        assert (found is None) == (draw == "own")
+
+
+def test_a_sample_that_cannot_be_read_is_left_to_the_step_that_needs_it(other_rank: list[Any]) -> None:
+    other_rank.append(LINES)
+
+    class Broken(Drawn):
+        def __getitem__(self, index: Any) -> dict[str, Any]:
+            if index == 63:
+                raise OSError("bad sector")
+            return LINES[index]
+
+    found = fingerprint_of(NamedSamples(Broken(random.random)), None)
+    assert found is not None
+    assert found["crc32"][-2:] == [fingerprint._checksum_at(NamedSamples(LINES), fingerprint._places(64)[-2]), None]
+
+
+def test_reading_for_the_fingerprint_costs_a_few_samples_and_no_random_number(other_rank: list[Any]) -> None:
+    reads: list[int] = []
+
+    def draw() -> float:
+        reads.append(1)
+        return random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+    other_rank.append(Drawn(draw))
+    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]]
+    fingerprint_of(NamedSamples(Drawn(draw)), None)
+    assert len(reads) == 2 * PLACES
+    for before, after in zip(states, [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]], strict=True):
+        assert np.array_equal(np.asarray(before, dtype=object), np.asarray(after, dtype=object))
+
+
+def test_a_resumed_run_whose_data_have_changed_is_an_error_that_names_the_sample() -> None:
+    saved, changed = fingerprint_of(NamedSamples(LINES), 8), NamedSamples(OTHERS["other labels"])
+    with pytest.raises(ConfigError, match=r"^cannot resume: sample 21 of the dataset is not the one .* restore"):
+        check_same_data(changed, fingerprint_of(changed, 8), saved)
+
+
+def test_a_resumed_run_may_cut_samples_at_another_length() -> None:
+    cut = NamedSamples([{**line, "tokens": line["tokens"][:1]} for line in LINES])
+    check_same_data(cut, fingerprint_of(cut, 1), fingerprint_of(NamedSamples(LINES), 2))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_resumed_run_may_draw_its_samples_at_random(draw: str) -> None:
+    samples = NamedSamples(Drawn(DRAWS[draw]))
+    saved = {"samples": 64, "max_seq_len": None, "crc32": [1] * PLACES}
+    check_same_data(samples, fingerprint_of(samples, None), saved)

@@ -1,0 +1,124 @@
+"""A fingerprint of the dataset: checksums of a few samples. Ranks that read different data would train on some samples
+twice and on others never, without an error; so would a run that resumes after its data have changed."""
+
+from __future__ import annotations
+
+import logging
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
+from torchtune_adaptive.tune.bad_samples import NamedSamples
+
+logger = logging.getLogger(__name__)
+
+PLACES = 16
+"""Samples that are read, from the first to the last of the dataset."""
+AGAIN = 8
+"""Times that a sample which differs is read again, to tell a different file from a random draw."""
+
+Fingerprint = Mapping[str, Any]
+"""Plain JSON: `samples` of the dataset, `max_seq_len` of its tokenizer, and `crc32` by place."""
+
+
+def fingerprint_of(samples: NamedSamples, max_seq_len: int | None) -> Fingerprint | None:
+    """Collective: the fingerprint, or None if samples are drawn at random. Raises on all ranks if theirs differ."""
+    if REHEARSAL.on or not len(samples):
+        return None
+    places = _places(len(samples))
+    by_place = list(zip(*from_all_ranks([_checksum_at(samples, place) for place in places]), strict=True))
+    for place, checksums in zip(places, by_place, strict=True):
+        read = {rank: crc32 for rank, crc32 in enumerate(checksums) if crc32 is not None}
+        first = min(read, default=0)
+        if other := next((rank for rank in read if read[rank] != read[first]), None):
+            if _is_drawn(samples, place):
+                return None
+            raise ConfigError(
+                f"sample {place} of the dataset on rank {other} differs from that on rank {first}, but all ranks must "
+                "read the same samples in the same order: check that files, filters and shuffling of the dataset are "
+                "the same on every node"
+            )
+    # what cannot be read here is reported when it is trained on
+    return {"samples": len(samples), "max_seq_len": max_seq_len, "crc32": [checksums[0] for checksums in by_place]}
+
+
+def check_same_data(samples: NamedSamples, now: Fingerprint | None, saved: Fingerprint | None) -> None:
+    """Collective: raises if the data are not those that the checkpoint's run had. A changed number of samples is
+    checked elsewhere, and a tokenizer that cuts at another length makes other samples of the same data."""
+    if now is None or saved is None or any(now[key] != saved[key] for key in ("samples", "max_seq_len")):
+        return
+    for place, ours, theirs in zip(_places(len(samples)), now["crc32"], saved["crc32"], strict=True):
+        if None not in (ours, theirs) and ours != theirs:
+            if _is_drawn(samples, place):
+                return
+            raise ConfigError(
+                f"cannot resume: sample {place} of the dataset is not the one that it was when the checkpoint was "
+                "saved; restore the dataset and its tokenizer, or start a new run with another output_dir"
+            )
+
+
+def _places(samples: int) -> Sequence[int]:
+    return sorted({(samples - 1) * at // (PLACES - 1) for at in range(PLACES)})
+
+
+def _is_drawn(samples: NamedSamples, place: int) -> bool:
+    """Collective: whether a sample changes from reading to reading on any rank."""
+    checksums = {_checksum_at(samples, place, seed) for seed in range(AGAIN)}
+    drawn = any(from_all_ranks(len(checksums) > 1))
+    if drawn:
+        logger.debug("sample %d differs from reading to reading: data are not compared", place)
+    return drawn
+
+
+def _checksum_at(samples: NamedSamples, place: int, seed: int = 0) -> int | None:
+    with seeded(seed):
+        try:
+            return zlib.crc32(b"".join(_content(samples.read(place))))
+        except AdaptiveError:
+            return None
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Gives the random generators on the host one seed on all ranks, and puts them back after the reading."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)  # not that of a GPU, which may not be in use yet
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+def _content(value: Any) -> Iterator[bytes]:
+    """The values in a sample; of what has no plain value, only its type."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield str(key).encode()
+            yield from _content(value[key])
+    elif isinstance(value, list | tuple) and not all(type(each) is int for each in value):
+        for each in value:
+            yield from _content(each)
+    elif isinstance(value, Tensor):
+        yield str(tuple(value.shape)).encode()
+        if type(value) is Tensor and not value.is_meta:
+            yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        yield str(value.shape).encode()
+        yield value.tobytes()
+    elif isinstance(value, str | bytes | int | float | list | tuple | np.generic | None):
+        yield repr(value).encode()
+    else:
+        yield type(value).__name__.encode()
