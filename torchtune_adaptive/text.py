@@ -149,6 +149,11 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | Non
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
+def printable(text: str) -> str:
+    """The text with control characters written out, so that it cannot steer a terminal."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def shown(value: object) -> str:
     """Format a config value as it is written in YAML, truncated to `LONGEST_SHOWN` characters."""
     text = "null" if value is None else repr(value)

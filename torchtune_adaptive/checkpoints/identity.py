@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from glob import glob
@@ -85,7 +86,10 @@ def weights_in(whose: str, section: Any) -> dict[str, object]:
         return {}
     folder = Path(str(section.get("checkpoint_dir")))
     paths = {name: folder / name for name in file_names(names)}
-    return {f"{whose} in {name}": _fingerprint([path]) if path.is_file() else "missing" for name, path in paths.items()}
+    return {
+        f"{whose} in {name}": _fingerprint([path]) if os.path.isfile(path) else "missing"
+        for name, path in paths.items()
+    }
 
 
 def file_names(value: object, key: str = "checkpointer") -> list[str]:
@@ -117,8 +121,8 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
 def _files_named(text: str) -> list[Path]:
     """The files that a text names: one, those of a pattern, or a folder's own, if there is a slash in its name."""
     path = text.removeprefix("file://")
-    pattern = f"{path}/*" if "/" in path and Path(path).is_dir() else path
-    return sorted(Path(found) for found in glob(pattern) if Path(found).is_file())
+    pattern = f"{path}/*" if "/" in path and os.path.isdir(path) else path  # of a prompt, which is no path, it is False
+    return sorted(Path(found) for found in glob(pattern) if os.path.isfile(found))
 
 
 def _fingerprint(files: Sequence[Path]) -> str:

@@ -153,7 +153,7 @@ def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | N
     if not isinstance(directory, str):
         raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")
     # torchtune's look where the config says; the demo's makes its files
-    if not str(section.get(COMPONENT)).startswith("torchtune.training.") or Path(directory).is_dir():
+    if not str(section.get(COMPONENT)).startswith("torchtune.training.") or os.path.isdir(directory):
         return None
     return (
         f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "

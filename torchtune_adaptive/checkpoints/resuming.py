@@ -295,7 +295,7 @@ def _named(settings: Settings, recipe: str, directory: Path, complete: Sequence[
         raise FileNotFoundError(f"{directory} has no complete {prefix}... folder: none has {file}")
 
     def existing(name: object, key: str) -> Path:
-        if not (path := directory / str(name)).is_file():
+        if not os.path.isfile(path := directory / str(name)):
             raise FileNotFoundError(f"checkpointer.{key} names {path}, which does not exist")
         return path
 

@@ -365,6 +365,8 @@ class Checkpoints:
         if problem is not None:
             self._fail(written, problem)
         THIS_RUN.newest = self._directory / written.name
+        if written.manifest.finished:
+            THIS_RUN.doing = Doing.SAVED
         say(f"checkpoint {THIS_RUN.newest} saved in {seconds:.1f} s")
 
     def _fail(self, written: Written, problem: str) -> NoReturn:

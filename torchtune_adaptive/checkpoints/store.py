@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtune_adaptive.atomic_files import read_json, sync
+from torchtune_adaptive.atomic_files import of_its_types, read_json, sync
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.text import count_of, printable
 
 SAVING = ".saving"
 REMOVING = ".removing-"
@@ -310,15 +310,17 @@ def read_manifest(folder: Path) -> Manifest | Fault:
     try:
         if values.pop(OWN_CHECKSUM) != _checksum(values) or values.pop("version") != VERSION:
             raise ValueError("the manifest is not what was saved")
-        files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-        manifest = Manifest(files=files, position=Position(**values.pop("position")), **values)
+        files = {name: of_its_types(FileRecord(**record)) for name, record in values.pop("files").items()}
+        position = of_its_types(Position(**values.pop("position")))
+        manifest = of_its_types(Manifest(files=files, position=position, **values))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
         path = folder / name
-        size = path.stat().st_size if path.is_file() else None
+        size = path.stat().st_size if os.path.isfile(path) else None  # of a name that is too long, it is False
         if size != record.bytes:
-            return f"is damaged: {name} {'is missing' if size is None else f'has {size} bytes, not {record.bytes}'}"
+            what = "is missing" if size is None else f"has {size} bytes, not {record.bytes}"
+            return f"is damaged: {printable(name)} {what}"
     return manifest
 
 

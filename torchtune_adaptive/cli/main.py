@@ -13,6 +13,7 @@ from torchtune_adaptive.dependencies import RECIPES_EXTRA, recipes_extra_is_miss
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.life.printing import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
+from torchtune_adaptive.text import printable
 
 COMMANDS: dict[str, ModuleType] = {"ls": ls, "cp": cp, "validate": validate, "status": status, "rehearse": rehearse}
 """Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status. An
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (error.name or "").partition(".")[0] not in RECIPES_EXTRA:
             raise
         print(f"error: {recipes_extra_is_missing(f'tune-adaptive {options.command}')}", file=sys.stderr)
+        status = options.failed
+    except OSError as error:
+        print(f"error: {printable(f'{error.filename}: {error.strerror}')}; correct the path", file=sys.stderr)
         status = options.failed
     except KeyboardInterrupt:
         status = INTERRUPTED

@@ -6,6 +6,7 @@ Checks the sizes of a checkpoint's files and, if it is small, their checksums.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from enum import IntEnum
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from torchtune_adaptive.checkpoints.store import find_checkpoints, in_the_way, newest_intact
 from torchtune_adaptive.life import this_run
 from torchtune_adaptive.life.output_lock import holder
-from torchtune_adaptive.text import format_bytes
+from torchtune_adaptive.text import format_bytes, printable
 
 COMPARED_BYTES = 2**28
 """Bytes of a checkpoint that is read: a second or two, from most disks."""
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     condition, lines = look(options.output_dir)
-    print("\n".join(lines))
+    print("\n".join(map(printable, lines)))  # the folder may be another user's
     return condition
 
 
@@ -42,10 +43,10 @@ def look(directory: Path) -> tuple[Condition, list[str]]:
     """The condition of a run, and what there is to say of it."""
     run = this_run.read(directory)
     named = directory / run.checkpoints if run else directory
-    place = named if named.is_dir() else directory  # it may have been moved as a whole
+    place = named if os.path.isdir(named) else directory  # it may have been moved as a whole
     held_by, found = holder(place), find_checkpoints(place)
     if run is None and not found:
-        return Condition.BROKEN, [f"{directory} {'contains no run' if directory.is_dir() else 'is not a folder'}"]
+        return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
     newest = found[0] if found and found[0].manifest else None
     # what a run writes and removes at this moment is its own affair
     compares = not held_by and newest is not None and newest.size <= COMPARED_BYTES

@@ -21,8 +21,9 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.text import shown
 
-UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, IndexError)
+UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, IndexError, RecursionError)
 """What reading YAML and overrides may raise, IndexError for a `[`."""
 
 
@@ -78,6 +79,8 @@ def _at_home(value: Any) -> Any:
         return {key: _at_home(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_at_home(each) for each in value]
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{shown(value)} in the config contains a NUL character: remove it")
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
@@ -107,4 +110,6 @@ def _first_misfit(path: Path, overrides: Sequence[str]) -> str:
 
 
 def _in_a_line(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     return " ".join(str(error).split())

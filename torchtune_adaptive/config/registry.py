@@ -6,6 +6,7 @@ Nothing here imports torch or torchtune, so that names are listed at once: torch
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 import re
 import runpy
@@ -169,7 +170,7 @@ def file_named(name: str, known: Mapping[str, Path], what: str, option: str = ""
     """The file of one of the known names, or at a path; `option` is where it was given."""
     if name in known:
         return known[name]
-    if not name.startswith(PREFIX) and Path(name).is_file():
+    if not name.startswith(PREFIX) and os.path.isfile(name):
         return Path(name)
     near = did_you_mean(name.removesuffix(".yaml"), known, most=4, likeness=0.5)
     hint = near or "; tune-adaptive ls lists all names"

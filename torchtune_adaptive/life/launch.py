@@ -22,7 +22,7 @@ from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS, leaving_out_what_is_set
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import (
     EarlyExitError,
@@ -86,6 +86,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
             with (
                 exit_on_silent_rank(adaptive.silent_rank_timeout),
                 explain_out_of_memory(adaptive.recover_from_oom),
+                ignore_out_of_memory_once_saved(),
             ):
                 _run_methods(recipe)
     except RunFinished as finished:
@@ -118,6 +119,22 @@ def explain_out_of_memory(recover_from_oom: bool | None) -> AbstractContextManag
         )
 
     return fatal_where_memory_runs_out(explained)
+
+
+@contextmanager
+def ignore_out_of_memory_once_saved() -> Iterator[None]:
+    """Turn running out of memory after the last checkpoint into a warning, since nothing is lost."""
+    try:
+        yield
+    except Exception as error:
+        if THIS_RUN.doing is not Doing.SAVED or not is_oom(error):
+            raise
+        logger.warning(
+            "out of memory on rank %d after the last checkpoint was saved (%s): the run is finished, but its log or "
+            "picture may be incomplete",
+            rank(),
+            in_a_line(error),
+        )
 
 
 def _run_methods(recipe: Any) -> None:

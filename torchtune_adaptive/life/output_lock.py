@@ -6,6 +6,7 @@ It is one of fcntl: NFS carries those, and they are not handed on to forked chil
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import IO
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.launcher import launcher_timeout_s
 from torchtune_adaptive.life.this_run import THIS_RUN, now
+from torchtune_adaptive.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ def take(directory: Path) -> IO[bytes]:
     until_s = time.monotonic() + (launcher_timeout_s() + MORE_AFTER_RESTART_S if THIS_RUN.restarted else WAIT_S)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        _refuse_what_is_no_file(directory / LOCK_FILE)
         file = (directory / LOCK_FILE).open("a+b", buffering=0)
     except OSError as error:
         raise unwritable(directory, error) from error
@@ -59,12 +62,19 @@ def take(directory: Path) -> IO[bytes]:
 
 
 def holder(directory: Path) -> str | None:
+    if not os.path.isfile(directory / LOCK_FILE):
+        return None  # a pipe would be waited for
     with suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            return file.read().decode(errors="replace") or "another run"
+            return printable(file.read().decode(errors="replace")) or "another run"
     return None
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    if path.exists() and not path.is_file() and not path.is_dir():  # of a folder, the operating system says so
+        raise OSError(errno.EEXIST, "it is not a regular file", str(path))
 
 
 def in_use(directory: Path, who: str) -> ConfigError:
@@ -74,7 +84,7 @@ def in_use(directory: Path, who: str) -> ConfigError:
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:
-    in_the_way = isinstance(error, IsADirectoryError)
+    in_the_way = isinstance(error, IsADirectoryError | FileExistsError)
     remedy = "remove it" if in_the_way else "set output_dir to a folder that this user may write"
     what = f"{error.filename or directory}: {error.strerror}"
     return ConfigError(f"cannot write to output_dir {str(directory)!r}: {what}; {remedy}")

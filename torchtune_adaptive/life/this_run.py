@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from torchtune_adaptive.atomic_files import keep_file, read_json
+from torchtune_adaptive.atomic_files import keep_file, of_its_types, read_json
 
 RUN_FILE = "adaptive_run.json"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -71,7 +71,7 @@ def end(directory: Path, how: str, message: str = "") -> None:
 def read(directory: Path) -> RunFile | None:
     """None where there is no file, or one that cannot be read."""
     with suppress(OSError, ValueError, TypeError):
-        return RunFile(**(read_json(directory / RUN_FILE) or {}))
+        return of_its_types(RunFile(**(read_json(directory / RUN_FILE) or {})))
     return None
 
 
@@ -87,6 +87,7 @@ class Doing(Enum):
     SETTING_UP = "the run ends as soon as all ranks agree"
     TRAINING = "the run saves a checkpoint after this step, then ends"
     LAST_SAVE = "all steps are done, and the run ends after its last checkpoint"
+    SAVED = "all steps are done, the last checkpoint is saved, and the run ends"
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import inspect
 import json
+import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,8 +149,8 @@ def _flaw_of_files(data_files: Any) -> str | None:
     Whatever reads them names neither file nor line."""
     files = [data_files] if isinstance(data_files, str) else data_files if isinstance(data_files, ListConfig) else []
     for path in (Path(str(file)) for file in files):
-        if not path.is_file():
-            if not path.exists() and "://" not in str(path) and not glob.has_magic(str(path)):
+        if not os.path.isfile(path):  # of a name that is too long, it is False
+            if not os.path.exists(path) and "://" not in str(path) and not glob.has_magic(str(path)):
                 return f"{path} does not exist: correct the path"
             continue
         if path.stat().st_size == 0:

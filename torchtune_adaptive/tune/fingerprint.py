@@ -1,5 +1,8 @@
-"""A fingerprint of the dataset: checksums of a few samples. Ranks that read different data would train on some samples
-twice and on others never, without an error; so would a run that resumes after its data have changed."""
+"""Compare the dataset across ranks, and with that of the resumed run, by checksums of a few samples.
+
+With different data on two ranks, or after a change of the data, a run would train some samples twice and skip others
+without an error.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +50,13 @@ def fingerprint_of(samples: NamedSamples, max_seq_len: int | None) -> Fingerprin
                 "read the same samples in the same order: check that files, filters and shuffling of the dataset are "
                 "the same on every node"
             )
-    # what cannot be read here is reported when it is trained on
+    # an unreadable sample is reported when a step reads it
     return {"samples": len(samples), "max_seq_len": max_seq_len, "crc32": [checksums[0] for checksums in by_place]}
 
 
 def check_same_data(samples: NamedSamples, now: Fingerprint | None, saved: Fingerprint | None) -> None:
-    """Collective: raises if the data are not those that the checkpoint's run had. A changed number of samples is
-    checked elsewhere, and a tokenizer that cuts at another length makes other samples of the same data."""
+    """Collective: raises if the data differ from those of the checkpoint's run. `plan_course` checks the number of
+    samples. After a change of max_seq_len, samples of the same data differ, so they are not compared."""
     if now is None or saved is None or any(now[key] != saved[key] for key in ("samples", "max_seq_len")):
         return
     for place, ours, theirs in zip(_places(len(samples)), now["crc32"], saved["crc32"], strict=True):
@@ -61,8 +64,8 @@ def check_same_data(samples: NamedSamples, now: Fingerprint | None, saved: Finge
             if _is_drawn(samples, place):
                 return
             raise ConfigError(
-                f"cannot resume: sample {place} of the dataset is not the one that it was when the checkpoint was "
-                "saved; restore the dataset and its tokenizer, or start a new run with another output_dir"
+                f"cannot resume: sample {place} of the dataset has changed since the checkpoint was saved; restore the "
+                "dataset and its tokenizer, or start a new run with another output_dir"
             )
 
 
@@ -89,7 +92,7 @@ def _checksum_at(samples: NamedSamples, place: int, seed: int = 0) -> int | None
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Gives the random generators on the host one seed on all ranks, and puts them back after the reading."""
+    """Seed the random generators of the host, then restore them."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(seed)  # not that of a GPU, which may not be in use yet
     random.seed(seed)
@@ -103,7 +106,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _content(value: Any) -> Iterator[bytes]:
-    """The values in a sample; of what has no plain value, only its type."""
+    """Yields the plain values in a sample; of any other object, only the name of its type."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()

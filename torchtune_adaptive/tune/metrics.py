@@ -153,7 +153,7 @@ class Metrics:
             return
         step, first = self._first
         if step:
-            what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
+            what = "trained" if THIS_RUN.doing is Doing.SAVED else "so far"
             since, directory = "" if step == 1 else f" from step {step}", checkpoint_directory(self._settings)
             skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)

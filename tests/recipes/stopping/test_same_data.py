@@ -1,4 +1,4 @@
-"""Every rank, and every life of a run, has the same data and the same frozen weights."""
+"""All ranks, and a resumed run, need the same data and the same frozen weights."""
 
 import os
 import re
@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.recipes.preferences.test_ways import QUANTIZED
-from tests.recipes.running import demo_config, load_ours, start_here
+from tests.recipes.preferences.test_compile_and_quantization import QUANTIZED
+from tests.recipes.running import demo_config, load_ours, start_in_process
 from torchtune_adaptive.checkpoints import loading
 from torchtune_adaptive.demo import dataset
 from torchtune_adaptive.demo.dataset import demo_row
@@ -54,17 +54,17 @@ def set_up(kind: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_differs_on_one_rank_is_the_same_error_on_all(kind: str, tmp_path: Path) -> None:
+def test_difference_on_one_rank_is_the_same_error_on_all_ranks(kind: str, tmp_path: Path) -> None:
     first, second = run_on_ranks(2, set_up, kind, tmp_path / "run", timeout_s=60, in_group=False)
     assert first == second
     assert re.match(CASES[kind][1], first), first
 
 
-def test_a_run_is_not_resumed_on_data_that_have_changed_without_a_change_of_the_config(tmp_path: Path) -> None:
+def test_resume_refuses_data_that_changed_under_the_same_config(tmp_path: Path) -> None:
     run = ["--config", "adaptive/demo/full", f"output_dir={tmp_path}", "dataset.samples=16", "adaptive=null"]
     run += ["use_maximum_batch_size=False", "resume_from_checkpoint=auto", "overwrite_output_dir=False"]
     run += [f"checkpointer.checkpoint_dir={tmp_path / 'weights'}"]
-    start_here("full", *run, "epochs=1", train=True)
-    start_here("full", *run, "epochs=2")
-    with other_rows(), pytest.raises(ConfigError, match="cannot resume: sample 0 of the dataset is not the one that"):
-        start_here("full", *run, "epochs=2")
+    start_in_process("full", *run, "epochs=1", train=True)
+    start_in_process("full", *run, "epochs=2")
+    with other_rows(), pytest.raises(ConfigError, match="cannot resume: sample 0 of the dataset has changed since"):
+        start_in_process("full", *run, "epochs=2")

@@ -152,7 +152,19 @@ def test_checkpoint_that_lacks_a_byte_is_incomplete(tmp_path: Path, file: str, d
     assert file in fault
 
 
-@pytest.mark.parametrize("change", [{"version": 99}, {"files": [1]}, {"files": {"a": 1}}, {"position": {}}, {"x": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"version": 99}, {"files": [1]}, {"files": {"a": 1}}, {"position": {}}, {"x": 1}, {"serial": "0"}),
+        *(
+            {"position": {"epochs": 1, "steps_in_epoch": [], "step": 4}},
+            {"finished": 0},
+            {"identity": 3},
+            {"saved_at": {}},
+        ),
+        *({"files": {"a": {"bytes": "1", "crc32": 0}}}, {"files": {"a" * 300: {"bytes": 1, "crc32": 0}}}),
+    ],
+)
 def test_intact_manifest_of_another_version_or_format_is_an_error(tmp_path: Path, change: dict[str, Any]) -> None:
     path = save(tmp_path, "epoch_0") / MANIFEST_FILE
     values = {**json.loads(path.read_text(encoding="utf-8")), **change}

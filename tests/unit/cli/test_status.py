@@ -1,5 +1,6 @@
 """`tune-adaptive status` reports the condition of a run's folder."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -202,3 +203,31 @@ def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: St
     code, report = status(tmp_path)
     assert code == CAN_GO_ON
     assert "resume with: the command that started it, with resume_from_checkpoint=auto" in report
+
+
+RECORD = {"command": "c", "folder": "f", "checkpoints": ".", "serial": 0, "started_at": "t"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"serial": "0"}, {"checkpoints": 3}, {"message": None}, {"launchers": [[]]}, {"ended": 1}]
+)
+def test_run_file_with_values_of_wrong_types_is_ignored(wrong: dict[str, Any], tmp_path: Path, status: Status) -> None:
+    (tmp_path / this_run.RUN_FILE).write_text(json.dumps(RECORD))
+    assert status(tmp_path)[0] == CAN_GO_ON
+    (tmp_path / this_run.RUN_FILE).write_text(json.dumps(RECORD | wrong))
+    assert status(tmp_path) == (BROKEN, f"{tmp_path} contains no run\n")
+
+
+def test_control_characters_from_a_folder_are_escaped(tmp_path: Path, status: Status) -> None:
+    title = "\x1b]0;title\x07\rfinished"
+    (tmp_path / this_run.RUN_FILE).write_text(json.dumps(RECORD | {"ended": this_run.ERROR, "message": title}))
+    save(tmp_path, "step_2", saved_at=title)
+    _, report = status(tmp_path)
+    assert report.count(r"\x1b]0;title\x07\rfinished") == 2
+    assert all(each.isprintable() for each in report.splitlines())
+
+
+def test_too_long_name_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["status", "a" * 300])
+    assert capsys.readouterr().err == f"error: {'a' * 300}: File name too long; correct the path\n"

@@ -41,6 +41,23 @@ def test_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cfg.checkpointer.checkpoint_files == ["/home/me/a.pt", "b~/c.pt"]
 
 
+NOT_READ = {
+    "too long": (None, "neither a file nor a known config"),
+    "too deep": ("a: " + "[" * 3000 + "]" * 3000, "cannot be read: it is nested too deeply"),
+    "NUL": (r'output_dir: "a\0b"', r"'a\\x00b' in the config contains a NUL character: remove it"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_READ)
+def test_error_for_an_unreadable_config_gives_the_reason(case: str, tmp_path: Path) -> None:
+    content, why = NOT_READ[case]
+    path = tmp_path / ("a" * 300 if content is None else "a.yaml")
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=why):
+        read_config(locate(str(path)), [])
+
+
 def test_directory_is_not_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor a known config"):
         locate(str(tmp_path))

@@ -76,6 +76,24 @@ def test_other_errors_are_unchanged(error: Exception) -> None:
     assert caught.value is error
 
 
+def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end() -> None:
+        with launch.ignore_out_of_memory_once_saved():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(launch.THIS_RUN, "doing", launch.Doing.LAST_SAVE)
+    with pytest.raises(torch.OutOfMemoryError):
+        end()
+    monkeypatch.setattr(launch.THIS_RUN, "doing", launch.Doing.SAVED)
+    end()
+    assert caplog.messages == [
+        "out of memory on rank 0 after the last checkpoint was saved (OutOfMemoryError: CUDA out of memory): the run "
+        "is finished, but its log or picture may be incomplete"
+    ]
+
+
 def test_refused_thread_is_reported_with_the_limits() -> None:
     before = threading.stack_size(2**46)  # larger than any address space
     try:

@@ -1,4 +1,4 @@
-"""Data that differ between ranks, or from those of the run that is resumed, are found by a few samples."""
+"""A few samples show that data differ between ranks, or from those of the resumed run."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Drawn(Sequence[dict[str, Any]]):
 
 
 OWN_GENERATOR = np.random.default_rng()
-"""Which no seed of a run reaches."""
+"""Not seeded by a run."""
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
     "numpy": lambda: np.random.rand(3),
@@ -39,7 +39,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture
 def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The dataset of a second rank, which a test puts here."""
+    """Holds the dataset of a second rank; the test appends it."""
     others: list[Any] = []
 
     def from_both(mine: Any) -> list[Any]:
@@ -59,7 +59,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_ranks_that_read_other_samples_are_an_error(other: str, other_rank: list[Any]) -> None:
+def test_different_samples_on_two_ranks_are_an_error(other: str, other_rank: list[Any]) -> None:
     other_rank.append(OTHERS[other])
     with pytest.raises(
         ConfigError, match=r"^sample \d+ of the dataset on rank 1 differs from that on rank 0, .*order:"
@@ -68,14 +68,14 @@ def test_ranks_that_read_other_samples_are_an_error(other: str, other_rank: list
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_ranks_whose_samples_are_drawn_at_random_are_not(draw: str, other_rank: list[Any]) -> None:
+def test_randomly_drawn_samples_are_not_an_error(draw: str, other_rank: list[Any]) -> None:
     other_rank.append(Drawn(DRAWS[draw]))
     for _ in range(10):
         found = fingerprint_of(NamedSamples(Drawn(DRAWS[draw])), None)
         assert (found is None) == (draw == "own")
 
 
-def test_a_sample_that_cannot_be_read_is_left_to_the_step_that_needs_it(other_rank: list[Any]) -> None:
+def test_unreadable_sample_is_not_compared(other_rank: list[Any]) -> None:
     other_rank.append(LINES)
 
     class Broken(Drawn):
@@ -89,7 +89,7 @@ def test_a_sample_that_cannot_be_read_is_left_to_the_step_that_needs_it(other_ra
     assert found["crc32"][-2:] == [fingerprint._checksum_at(NamedSamples(LINES), fingerprint._places(64)[-2]), None]
 
 
-def test_reading_for_the_fingerprint_costs_a_few_samples_and_no_random_number(other_rank: list[Any]) -> None:
+def test_fingerprint_reads_a_few_samples_and_restores_the_random_state(other_rank: list[Any]) -> None:
     reads: list[int] = []
 
     def draw() -> float:
@@ -104,19 +104,19 @@ def test_reading_for_the_fingerprint_costs_a_few_samples_and_no_random_number(ot
         assert np.array_equal(np.asarray(before, dtype=object), np.asarray(after, dtype=object))
 
 
-def test_a_resumed_run_whose_data_have_changed_is_an_error_that_names_the_sample() -> None:
+def test_resume_on_changed_data_is_an_error_that_names_the_sample() -> None:
     saved, changed = fingerprint_of(NamedSamples(LINES), 8), NamedSamples(OTHERS["other labels"])
-    with pytest.raises(ConfigError, match=r"^cannot resume: sample 21 of the dataset is not the one .* restore"):
+    with pytest.raises(ConfigError, match=r"^cannot resume: sample 21 of the dataset has changed .* restore"):
         check_same_data(changed, fingerprint_of(changed, 8), saved)
 
 
-def test_a_resumed_run_may_cut_samples_at_another_length() -> None:
+def test_resume_may_change_max_seq_len() -> None:
     cut = NamedSamples([{**line, "tokens": line["tokens"][:1]} for line in LINES])
     check_same_data(cut, fingerprint_of(cut, 1), fingerprint_of(NamedSamples(LINES), 2))
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_a_resumed_run_may_draw_its_samples_at_random(draw: str) -> None:
+def test_resume_may_draw_samples_at_random(draw: str) -> None:
     samples = NamedSamples(Drawn(DRAWS[draw]))
     saved = {"samples": 64, "max_seq_len": None, "crc32": [1] * PLACES}
     check_same_data(samples, fingerprint_of(samples, None), saved)
