@@ -278,8 +278,9 @@ def test_ddp_buckets_and_a_loss_outside_modules_are_counted_in_every_step(rehear
     assert held["activations"] >= 4 * 20000 * 4096 * 4 + 20000 * 4096 * 4  # of layers and of the loss
 
 
-def test_offloaded_tensors_take_no_host_memory(rehearse: Rehearse) -> None:
-    script = """
+@pytest.mark.parametrize("pinned", [True, False])
+def test_offloaded_tensors_take_no_host_memory(rehearse: Rehearse, pinned: bool) -> None:
+    script = f"""
         import resource, torch
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -287,20 +288,41 @@ def test_offloaded_tensors_take_no_host_memory(rehearse: Rehearse) -> None:
         with torch.device("meta"):
             model = torch.nn.Sequential(*(torch.nn.Linear(8192, 8192, bias=False) for _ in range(8)))
         for layer in [*model, model]:
-            fully_shard(layer, offload_policy=CPUOffloadPolicy())
+            fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory={pinned}))
         model.to_empty(device="cpu")
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
-            model(torch.zeros(1, 8192, device="cuda")).sum().backward()
+            for _ in range(2):
+                model(torch.zeros(1, 8192, device="cuda")).sum().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        print(f"held {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}", flush=True)
+        assert torch.nn.Linear(16384, 32768).to(torch.bfloat16).weight.dtype is torch.bfloat16
+        print("held", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
     """
     answer = rehearse(script, "--ranks", "2")
     assert (answer.status, len(answer.found["steps"])) == (0, 2), answer.printed
     held_kib = int(re.search(r"held (\d+)", answer.printed)[1])  # type: ignore[index]
     # if written, weights, gradients and state would be 4 GiB in addition to torch's memory
     assert held_kib < 2.5 * 2**20
+
+
+def test_recurrent_layers_run_and_nvml_reports_the_card(rehearse: Rehearse) -> None:
+    script = """
+        import ctypes, torch
+
+        layers = torch.nn.LSTM(1024, 1024, num_layers=2, device="cuda")
+        optimizer = torch.optim.SGD(layers.parameters())
+        layers(torch.zeros(64, 32, 1024, device="cuda"))[0].sum().backward()
+        optimizer.step()
+        nvml, card, memory = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), (ctypes.c_uint64 * 3)()
+        assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(card)) == 0
+        assert nvml.nvmlDeviceGetMemoryInfo(card, memory) == 0
+        free, total = torch.cuda.mem_get_info()
+        assert list(memory) == [total, free, total - free]
+    """
+    answer = rehearse(script, json_format=False)
+    assert answer.status == 0, answer.printed
+    assert answer.found.splitlines()[-1].startswith("recurrent layers ran with torch's own kernels")
 
 
 @pytest.mark.smoke

@@ -159,7 +159,34 @@ API int cuCtxGetDevice(int *out) { return *out = device, SUCCESS; }
 API int cuCtxGetLimit(size_t *out, int limit) { return *out = 1 << 20, SUCCESS; }
 API int nvmlInit(void) { return SUCCESS; }
 API int nvmlInit_v2(void) { return SUCCESS; }
+API int nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
 API int nvmlDeviceGetCount_v2(unsigned *out) { return *out = card()->devices, SUCCESS; }
-API int nvmlDeviceGetHandleByPciBusId_v2(const char *at, void **out) { return *out = new_handle(), SUCCESS; }
+API int nvmlDeviceGetCount(unsigned *out) { return nvmlDeviceGetCount_v2(out); }
+API int nvmlShutdown(void) { return SUCCESS; }
+API int nvmlSystemGetDriverVersion(char *out, unsigned bytes) { return snprintf(out, bytes, "580.00"), SUCCESS; }
+API int nvmlDeviceGetHandleByIndex_v2(unsigned which, void **out) { // a handle is the device's number, plus 1
+  if (which >= (unsigned)card()->devices) return 2;
+  return *out = (void *)(intptr_t)(which + 1), SUCCESS;
+}
+API int nvmlDeviceGetHandleByIndex(unsigned which, void **out) { return nvmlDeviceGetHandleByIndex_v2(which, out); }
+API int nvmlDeviceGetHandleByPciBusId_v2(const char *at, void **out) {
+  unsigned bus = 0;
+  sscanf(at, "%*x:%x", &bus);
+  return nvmlDeviceGetHandleByIndex_v2(bus - 1, out);
+}
+API int nvmlDeviceGetIndex(void *which, unsigned *out) { return *out = (intptr_t)which - 1, SUCCESS; }
+API int nvmlDeviceGetName(void *which, char *out, unsigned bytes) { return snprintf(out, bytes, "%s", card()->name), SUCCESS; }
+API int nvmlDeviceGetMemoryInfo(void *which, uint64_t *out) { // total, free, used
+  out[0] = card()->memory, out[2] = null_cuda_used((intptr_t)which - 1), out[1] = out[0] - out[2];
+  return SUCCESS;
+}
+API int nvmlDeviceGetMemoryInfo_v2(void *which, uint64_t *out) { // version, total, reserved, free, used
+  uint64_t found[3];
+  nvmlDeviceGetMemoryInfo(which, found);
+  return out[1] = found[0], out[2] = 0, out[3] = found[1], out[4] = found[2], SUCCESS;
+}
+API int nvmlDeviceGetUtilizationRates(void *which, unsigned *out) { return out[0] = out[1] = 0, SUCCESS; }
+API int nvmlDeviceGetTemperature(void *which, int sensor, unsigned *out) { return *out = 40, SUCCESS; }
+API int nvmlDeviceGetPowerUsage(void *which, unsigned *out) { return *out = 100000, SUCCESS; } // mW
 API int nvmlDeviceGetGpuFabricInfoV(void *which, char *out) { return out[28] = 0, SUCCESS; } // no fabric
 API int nvmlDeviceGetComputeRunningProcesses(void *which, unsigned *count, void *out) { return *count = 0, SUCCESS; }

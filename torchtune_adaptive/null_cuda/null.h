@@ -19,5 +19,6 @@ const Card *card(void);
 int current_device(void);
 int note(int error); // keeps an error for cudaGetLastError
 void *new_handle(void);
+size_t null_cuda_used(int place);
 int allocate(int place, size_t bytes, void **out);
 int release(void *memory);

@@ -21,6 +21,13 @@ _GUESSED = {
     "rows follows from it, training needs more (a fixed number in its place shows how much)",
     MASK: "a mask that the card would have computed selected everything at {places}: training needs less there",
 }
+CONVOLVED, RECURRENT = "convolved", "recurrent"
+_NOTES = {
+    CONVOLVED: "cuDNN's workspaces for convolutions are not counted; torch takes an algorithm with a smaller one where "
+    "memory is short",
+    RECURRENT: "recurrent layers ran with torch's own kernels, which keep more activations than cuDNN's: training "
+    "needs less there",
+}
 _OF_ZERO = re.compile(r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)")
 """Errors of Python that a number of 0 makes."""
 _OF_NO_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
@@ -248,11 +255,7 @@ class Rehearsed:
             )
         if managed := self.rest.get("managed_bytes"):
             lines.append(f"{_size(managed)} of managed memory (a paged optimizer's state) is counted as host memory")
-        if self.rest.get("convolved"):
-            lines.append(
-                "cuDNN's workspaces for convolutions are not counted; torch takes an algorithm with a smaller one "
-                "where memory is short"
-            )
+        lines += [_NOTES[each] for each in self.rest.get("notes", ())]
         if replays := self.rest.get("replays"):
             lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")
         return "\n".join(lines)

@@ -40,6 +40,7 @@ from torchtune_adaptive.rehearse.launchers import (
 )
 from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing, start_here
 from torchtune_adaptive.rehearse.process import RankSettings
+from torchtune_adaptive.rehearse.rehearsed import RECURRENT
 from torchtune_adaptive.rehearse.step_writer import StepWriter, flush, innermost
 from torchtune_adaptive.rehearse.values import LARGE, Values
 from torchtune_adaptive.text import count_of
@@ -66,6 +67,7 @@ def main(record: str, asked: str, *command: str) -> None:
     _take_first_choices()
     _draw_no_weights()
     _leave_what_is_offloaded()
+    _run_recurrent_layers_without_cudnn(writer.notes)
     sys.meta_path.insert(0, ModelsNeedNoWeights())
     values = Values(writer.guessed)
     values.install()
@@ -136,15 +138,15 @@ def _draw_no_weights() -> None:
 
 
 def _leave_what_is_offloaded() -> None:
-    """Large weights and gradients that are offloaded stay zeros that nobody has written, which take no memory of this
-    machine: pinning does not copy them, gradients are neither added up nor scaled, and optimizers skip them."""
+    """Keep large weights and gradients on the host as pages that are never written, which take no memory there: pinning
+    and changes of type do not copy them, gradients are neither added up nor scaled, and optimizers skip them."""
     pin, passed_over = torch.Tensor.pin_memory, []
 
     def is_large(tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.is_floating_point() and tensor.numel() >= LARGE
 
     def is_offloaded(tensor: torch.Tensor) -> bool:
-        return is_large(tensor) and getattr(tensor, "_local_tensor", tensor).is_pinned()
+        return is_large(tensor) and (hasattr(tensor, "_local_tensor") or tensor.is_pinned())
 
     def pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         return torch.empty_like(tensor, pin_memory=True) if is_large(tensor) else pin(tensor, *args)
@@ -153,7 +155,7 @@ def _leave_what_is_offloaded() -> None:
         return lambda tensor, *args, **kwargs: tensor if is_offloaded(tensor) else change(tensor, *args, **kwargs)
 
     def hide(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for weight in (each for group in optimizer.param_groups for each in group["params"] if is_offloaded(each)):
+        for weight in (each for group in optimizer.param_groups for each in group["params"] if is_large(each)):
             passed_over.append((weight, weight.grad))
             weight.grad = None
 
@@ -162,11 +164,39 @@ def _leave_what_is_offloaded() -> None:
             weight.grad = gradient
         passed_over.clear()
 
+    def of_type(change: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(change)
+        def converted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if type(tensor) is torch.nn.Parameter and is_large(tensor):
+                as_asked = change(tensor.data.flatten()[:0], *args, **kwargs)
+                if as_asked.device == tensor.device and as_asked.dtype != tensor.dtype:
+                    return torch.empty_like(tensor, dtype=as_asked.dtype)
+            return change(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return converted
+
+    for name in "to", "float", "half", "bfloat16":
+        setattr(torch.Tensor, name, of_type(getattr(torch.Tensor, name)))
     torch.Tensor.pin_memory = pinned  # type: ignore[method-assign,assignment]
     for name in "mul_", "__imul__", "__iadd__":
         setattr(torch.Tensor, name, in_place(getattr(torch.Tensor, name)))
     register_optimizer_step_pre_hook(hide)
     register_optimizer_step_post_hook(show)
+
+
+def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
+    """A null device does not know how cuDNN lays out the weights of such a layer."""
+    torch.nn.RNNBase.flatten_parameters = lambda _: None  # type: ignore[method-assign,assignment]
+    for layer in torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN:
+        computes = layer.forward
+
+        @functools.wraps(computes)
+        def forward(*args: Any, computes: Any = computes, **kwargs: Any) -> Any:
+            notes.add(RECURRENT)
+            with torch.backends.cudnn.flags(enabled=False):
+                return computes(*args, **kwargs)
+
+        layer.forward = forward  # type: ignore[method-assign]
 
 
 def _take_first_choices() -> None:

@@ -25,6 +25,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.holders import holders
 from torchtune_adaptive.rehearse.launchers import CannotRehearse
+from torchtune_adaptive.rehearse.rehearsed import CONVOLVED
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -48,6 +49,8 @@ class StepWriter:
         self._reading = Usage()
         self._before_update, self._allocated = Usage(), 0
         self._state_bytes = self._most_before_update = 0
+        self.notes = set[str]()
+        """Keys of notes for the end of the report."""
         self._replays = 0
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
@@ -99,7 +102,7 @@ class StepWriter:
             "state_bytes": self._state_bytes,
             "next_bytes": self._most_before_update + self._state_bytes,
             "managed_bytes": used_memory(managed=True),
-            "convolved": used_convolutions(),
+            "notes": [*self.notes, *([CONVOLVED] if used_convolutions() else [])],
         }
         self.write("end", {**after_last_step.figures(), **ended})
 
