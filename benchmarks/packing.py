@@ -156,7 +156,7 @@ class Contender:
         self.recipe.setup()
         self.recipe.run.checkpoints.save = lambda *_: None
         self._run, self.recipe.runner.run = self.recipe.runner.run, self._count
-        self._course = self.recipe.trainer.course
+        self._schedule = self.recipe.trainer.schedule
         self.target_tokens = 0
 
     def _count(self, samples: Any, **options: Any) -> Any:
@@ -170,8 +170,8 @@ class Contender:
         self.target_tokens = 0
         dist.barrier()
         began, cpu_began = time.perf_counter(), time.process_time()
-        self.recipe.trainer.course = replace(
-            self._course, epochs=self._course.epochs[: self.recipe.run.progress.epochs_run + 1]
+        self.recipe.trainer.schedule = replace(
+            self._schedule, epochs=self._schedule.epochs[: self.recipe.run.progress.epochs_run + 1]
         )
         with nullcontext() if limited else self._steps_alone():
             self.recipe.train()
@@ -289,9 +289,9 @@ def balance_of(**runs: Any) -> dict[str, float]:
 
 
 def _balance(recipe: Any) -> float:
-    course, runner = recipe.trainer.course, recipe.runner
+    schedule, runner = recipe.trainer.schedule, recipe.runner
     fullest = mean = 0.0
-    for samples, _ in course.steps(recipe.data.loader, course.epochs[0], recipe.run.progress):
+    for samples, _ in schedule.steps(recipe.data.loader, schedule.epochs[0], recipe.run.progress):
         lengths, padded = runner.kind.lengths(samples), runner.kind.padded
         split = _split(lengths, runner.limit, padded=padded)
         sizes = _everywhere([size_of(rows, lengths, padded=padded).room_tokens for rows in split])

@@ -160,7 +160,7 @@ def have_optimizer_state(model: Any, optimizer: Any) -> None:
 
 
 def save_as_ours(ours: Any, epoch: int) -> None:
-    ours.run.progress = ours.run.progress.after_epoch(replace(ours.trainer.course.epochs[0], epoch=epoch))
+    ours.run.progress = ours.run.progress.after_epoch(replace(ours.trainer.schedule.epochs[0], epoch=epoch))
     ours.trainer.save()
 
 

@@ -163,9 +163,9 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     """Collective: epochs with two limits and with one, in turns, after one of each to warm up."""
     recipe = recipe_of(shape, folder, f"epochs={2 * pairs + 2}")
     recipe.run.checkpoints.save = lambda *_: None
-    course = recipe.trainer.course
-    single = replace(course, limits={POLICY: course.limits[POLICY]} if POLICY in course.limits else {})
-    rounds = [(epoch(recipe, single), epoch(recipe, course)) for _ in range(pairs + 1)][1:]
+    schedule = recipe.trainer.schedule
+    single = replace(schedule, limits={POLICY: schedule.limits[POLICY]} if POLICY in schedule.limits else {})
+    rounds = [(epoch(recipe, single), epoch(recipe, schedule)) for _ in range(pairs + 1)][1:]
     wall = compared([(own.wall_s, one.wall_s) for one, own in rounds])
     cpu = compared([(own.cpu_s, one.cpu_s) for one, own in rounds])
     return {
@@ -175,11 +175,11 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     }
 
 
-def epoch(recipe: Any, course: Any) -> Cost:
-    """Collective: the next epoch of the run, on this course."""
+def epoch(recipe: Any, schedule: Any) -> Cost:
+    """Collective: the next epoch of the run, on this schedule."""
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
-    recipe.trainer.course = replace(course, epochs=course.epochs[: recipe.run.progress.epochs_run + 1])
+    recipe.trainer.schedule = replace(schedule, epochs=schedule.epochs[: recipe.run.progress.epochs_run + 1])
     with mock.patch(MEMORY_WITHIN, return_value=nullcontext()):
         recipe.train()
     everywhere: list[float] = [0.0] * dist.get_world_size()

@@ -15,7 +15,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.tune.data import build_pairs
-from torchtune_adaptive.tune.fit import plan_course
+from torchtune_adaptive.tune.fit import set_batch_sizes
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, drop_nothing
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of
@@ -43,7 +43,7 @@ class AdaptiveFullDPODistributed:
         reference = build_frozen_model(settings, place, load_reference(settings))
         self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device, run.journal.event)
         self.trainer = Trainer(run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn)
-        plan_course(self.trainer)
+        set_batch_sizes(self.trainer)
 
     def train(self) -> None:
         policy = self.stages[POLICY]

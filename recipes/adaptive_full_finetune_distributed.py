@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.tune.data import build_data
 from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner
-from torchtune_adaptive.tune.fit import plan_course
+from torchtune_adaptive.tune.fit import set_batch_sizes
 from torchtune_adaptive.tune.model import build_full_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.trainer import Run, Trainer
@@ -42,7 +42,7 @@ class AdaptiveFullFinetuneDistributed:
         self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place, run.journal.event)
         stages = Stages({"": self.runner})
         self.trainer = Trainer(run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn)
-        plan_course(self.trainer)
+        set_batch_sizes(self.trainer)
 
     def train(self) -> None:
         with self.trainer.training() as steps:

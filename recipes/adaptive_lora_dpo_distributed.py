@@ -14,7 +14,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_lora_dpo_settings
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.tune.data import build_pairs
-from torchtune_adaptive.tune.fit import plan_course
+from torchtune_adaptive.tune.fit import set_batch_sizes
 from torchtune_adaptive.tune.model import build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of
@@ -43,7 +43,7 @@ class AdaptiveLoraDPODistributed:
             self.model, self.model, loss_fn, self.data, settings, place.device, run.journal.event
         )
         self.trainer = Trainer(run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn)
-        plan_course(self.trainer)
+        set_batch_sizes(self.trainer)
 
     def train(self) -> None:
         policy = self.stages[POLICY]

@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.tune.data import build_data
 from torchtune_adaptive.tune.finetuning import build_recovery
-from torchtune_adaptive.tune.fit import plan_course
+from torchtune_adaptive.tune.fit import set_batch_sizes
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
@@ -49,7 +49,7 @@ class Distillation:
             recovery=build_recovery(settings, run.journal.event, self.model, self.teacher),
         )
         self.trainer = Trainer(run, self.model, self.data, self.optimization, Stages({"": self.runner}))
-        plan_course(self.trainer)
+        set_batch_sizes(self.trainer)
 
     def distill(self, samples: Sequence[Sample]) -> Totals:
         """One microbatch. The loss is a sum, so that a token counts the same however the step is split."""

@@ -124,9 +124,9 @@ class Bench:
         if kind == PPO:  # answers are not computed, so they have the maximum length
             self.samples = [worst_rollout(torch.ones(NEW, dtype=torch.long), NEW)] * ROWS
         else:
-            course = trainer.course
-            trainer.stages.use_limits(course.limits_of(trainer.stages, course.epochs[0]))
-            self.samples, _ = next(course.steps(trainer.data.loader, course.epochs[0], self.recipe.run.progress))
+            schedule = trainer.schedule
+            trainer.stages.use_limits(schedule.limits_of(trainer.stages, schedule.epochs[0]))
+            self.samples, _ = next(schedule.steps(trainer.data.loader, schedule.epochs[0], self.recipe.run.progress))
         self.stages = trainer.stages
         self._limits = self.stages.state_dict()
         self.number = 0

@@ -86,6 +86,11 @@ class Progress:
         return self.epochs_run >= self.total_epochs
 
     @property
+    def epochs_begun(self) -> tuple[EpochSizes, ...]:
+        """The epochs so far, with the one in progress."""
+        return self.past if self.begun is None else (*self.past, self.begun)
+
+    @property
     def position(self) -> Position:
         return Position(epochs=self.epochs_run, steps_in_epoch=self.steps_in_epoch, step=self.step)
 

@@ -23,7 +23,7 @@ from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import Course, Run, Trainer
+from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer
 
 
 class Iterations:
@@ -52,9 +52,9 @@ class Iterations:
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began, self._cause = 0, 0.0, NO_CAUSE
-        self._plan_course()
+        self._set_limits()
 
-    def _plan_course(self) -> None:
+    def _set_limits(self) -> None:
         """Collective."""
         run, rl, progress = self.run, self._rl, self.run.progress
         total = rl.iterations(run.place.ranks)
@@ -65,7 +65,7 @@ class Iterations:
             limits = LimitFinder(self.trainer, self.stages, rl).find(memory)
         self.stages.runners.use_limits(limits)
         run.checkpoints.remove_overwritten()
-        self.trainer.course = Course(epochs=epochs, limits=limits)
+        self.trainer.schedule = BatchSchedule(epochs=epochs, limits=limits)
         self.optimization.start_schedule(
             total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
         )
@@ -88,7 +88,7 @@ class Iterations:
             left -= steps - progress.steps_in_epoch
         while left > 0:
             steps = min(per_epoch, left)
-            # as if of one microbatch: the course has the limit of each stage
+            # as if of one microbatch: the schedule has the limit of each stage
             epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
             left -= steps
         answers = f"{rl.answers * ranks} answers, {count_of(rl.updates, 'update')}"

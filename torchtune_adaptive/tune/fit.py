@@ -1,18 +1,19 @@
-"""Before the first step: what fits, and what every epoch of a run will be.
+"""Find batch sizes: search for the largest microbatch if the config asks for it, and size all epochs of the run.
 
-1. The stage that trains is searched for the most rows, where the config asks for that.
-2. All epochs get their sizes; a batch that grows does so up to those rows.
-3. Under a token budget, each stage gets a limit by length, from the config or a profile.
-4. The other stages are searched.
+1. Search the rows of the stage that trains (`use_maximum_batch_size`, or a batch that grows).
+2. Size all epochs (`schedule.py`); the rows found bound the growth of the batch.
+3. Set the limits of the other stages or, under `adaptive.token_budget`, the limits by length of all stages.
 
-What was measured is recorded in `output_dir`, and a later run under the same circumstances takes it from there.
+Results are recorded in `output_dir` and reused by later runs with the same model, settings and memory.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.atomic_files import keep_file, read_json
+from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, on_gpu, value_at
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, TokenLimit, longest_row
@@ -44,20 +46,20 @@ from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.samples import INDEX, Sample
-from torchtune_adaptive.tune.trainer import Course, Run, Trainer, restore_limits
+from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer, restore_limits
 
 logger = logging.getLogger(__name__)
 
 SEARCH_FILE = "batch_search.json"
 FOLDERS = {REFERENCE: "reference"}
-"""Where the record of a stage's search lies in `output_dir`, if not at its top."""
+"""Folder in `output_dir` for the search record of a stage; the record of other stages is at the top."""
 SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 LONGEST_SAMPLE = 2**20
-"""The longest sample that is compared with a limit."""
-LOOKED_AT = 64
-"""Samples, spread over the dataset, that are looked at for the median length."""
+"""Tokens. A limit that admits this length admits every sample."""
+MEDIAN_OF_SAMPLES = 64
+"""Samples, spread over the dataset, that estimate its median length."""
 CUDA_BUDGET_GRAIN = 2**28
-"""Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
+"""Bytes. The free memory of a GPU differs by a few MiB between starts, so budgets are compared in these units."""
 DEPENDS_ON = (
     "model",
     "policy_model",
@@ -83,109 +85,96 @@ DEPENDS_ON = (
     "temperature",
     "top_k",
 )
-"""Keys of the config that change what a microbatch needs."""
+"""Config keys that change the memory of a microbatch."""
 
 Result = TypeVar("Result", SearchResult, Profile)
 
 
-def plan_course(trainer: Trainer) -> None:
-    """Collective: searches where the config asks for it, sizes every epoch, and sets schedules to where the run is."""
-    run, data, stages = trainer.run, trainer.data, trainer.stages
-    settings, ranks = run.settings, run.place.ranks
-    *earlier, training = stages
-    before = replace(run.progress, dataset_samples=len(data.dataset))
-    if before.begun is not None and run.progress.dataset_samples not in (None, before.dataset_samples):
-        raise ConfigError(
-            f"dataset has {before.dataset_samples} samples, but had {run.progress.dataset_samples} when the "
-            "checkpoint was saved in the middle of an epoch, so that epoch cannot be resumed: restore the dataset, "
-            "or resume from an earlier epoch"
-        )
-    run.journal.start(before.step)
+def set_batch_sizes(trainer: Trainer) -> None:
+    """Collective: measure what the config asks for, size all epochs, and set limits and schedules for the next step."""
+    run, loader, stages = trainer.run, trainer.data.loader, trainer.stages
+    settings, ranks, training = run.settings, run.place.ranks, stages.training.stage
+    progress = _with_dataset(run.progress, len(trainer.data.dataset))
+    run.journal.start(progress.step)
     with trainer.memory_of_this_rank() as memory:
-        whole_step_rows = schedule.whole_step_rows(settings, before)
-        rows_that_fit = rows_if_asked_for(trainer, memory, training, whole_step_rows=whole_step_rows)
-        left = data.loader.samples_left_per_rank(before.samples_in_epoch)
-        progress = schedule.end_of_begun_epoch(before, rows_that_fit, left, ranks)
-        increase, samples = schedule.build_increase_function(settings.config), data.loader.samples_per_rank
+        rows_that_fit = _search_training_stage(trainer, memory, schedule.whole_step_rows(settings, progress))
+        increase = schedule.build_increase_function(settings.config)
         with nullcontext() if memory is None else memory.unlimited():
-            # as on rank 0, since a function of the user's may draw, or read a clock
-            epochs = from_rank_0(
-                schedule.size_epochs(settings, progress, samples, rows_that_fit=rows_that_fit, increase=increase)
+            sized = schedule.size_run(
+                settings,
+                progress,
+                ranks=ranks,
+                samples_per_rank=loader.samples_per_rank,
+                samples_left_per_rank=loader.samples_left_per_rank(progress.samples_in_epoch),
+                rows_that_fit=rows_that_fit,
+                increase=increase,
             )
-        most_samples = max(sizes.samples_per_step for sizes in epochs)
-        limits = limits_by_length(trainer, memory, most_samples)
-        if rows_that_fit is not None:
-            searched = {
-                stage: rows_if_asked_for(trainer, memory, stage, most_samples=most_samples) for stage in earlier
-            }
-            limits |= {stage: RowLimit(most) for stage, most in searched.items() if most is not None}
+            # The user's increase function may read a clock or draw random numbers: use what it returned on rank 0.
+            sized = from_rank_0(sized)
+        most_samples = max(sizes.samples_per_step for sizes in sized.epochs)
+        limits = _measure_limits(trainer, memory, rows_that_fit, most_samples)
         limit = limits.get(training)
-        dealer = dealer_of(trainer.model, settings, data, limit)
-        schedule.announce(epochs, settings, before, ranks, limit, samples)
-        for stage in earlier:
-            if stage in limits:
+        dealer = dealer_of(trainer.model, settings, trainer.data, limit)
+        schedule.log_schedule(sized.epochs, settings, progress, ranks, limit, loader.samples_per_rank)
+        for stage in stages:
+            if stage in limits and stage != training:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
         run.checkpoints.remove_overwritten()
     resize = None
-    if schedule.asks_what_was_measured(increase):
-        resize = partial(schedule.size_by_what_was_measured, settings, increase=increase, rows_that_fit=rows_that_fit)
-    trainer.course = Course(
-        epochs=epochs,
+    if schedule.takes_measurements(increase):
+        resize = partial(schedule.size_from_measurements, settings, increase=increase, rows_that_fit=rows_that_fit)
+    trainer.schedule = BatchSchedule(
+        epochs=sized.epochs,
         limits=limits,
         dealer=dealer,
         looks_ahead=limit is not None and limit.by_length,
         resize=resize,
         resize_every=settings.adaptive.increase_every,
     )
-    # torchtune's own checkpoints do not count steps
-    step = schedule.total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
-    latest = progress.begun or (progress.past[-1] if progress.past else None)
-    whole, done, factor = schedule.total_steps(epochs), float(step), latest.lr_factor if latest else 1.0
-    if resize is not None:
-        # how many steps there will be is not known: the schedule counts them as configured
-        of_an_epoch = min(samples // settings.samples_per_step, progress.max_steps_per_epoch or samples)
-        whole, done = progress.total_epochs * of_an_epoch, progress.samples / (settings.samples_per_step * ranks)
     trainer.optimization.start_schedule(
-        total_steps=whole, steps_done=done, lr_factor=factor, strides=resize is not None
+        total_steps=sized.lr_steps,
+        steps_done=sized.lr_steps_done,
+        lr_factor=sized.lr_factor,
+        strides=resize is not None,
     )
-    stages.use_limits(trainer.course.limits_of(stages, epochs[progress.epochs_run]))
-    if progress.limit is not None:
-        restore_limits(stages, progress.limit)
-    run.progress = replace(progress, step=step, ranks=ranks)
+    run.progress = sized.progress
+    stages.use_limits(trainer.schedule.limits_of(stages, sized.epochs[run.progress.epochs_run]))
+    if run.progress.limit is not None:
+        restore_limits(stages, run.progress.limit)
 
 
-def rows_if_asked_for(
-    trainer: Trainer,
-    memory: MemorySource | None,
-    stage: str,
-    *,
-    most_samples: int | None = None,
-    whole_step_rows: int | None = None,
-) -> int | None:
-    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them.
+def _with_dataset(progress: Progress, samples: int) -> Progress:
+    """Record the size of the dataset; within an epoch it must be that of the checkpoint."""
+    if progress.begun is not None and progress.dataset_samples not in (None, samples):
+        raise ConfigError(
+            f"dataset has {samples} samples, but had {progress.dataset_samples} when the "
+            "checkpoint was saved in the middle of an epoch, so that epoch cannot be resumed: restore the dataset, "
+            "or resume from an earlier epoch"
+        )
+    return replace(progress, dataset_samples=samples)
 
-    Rows are searched up to `most_samples`, by default a rank's samples of an epoch. `whole_step_rows` is as in
-    `find_max_batch_size`."""
-    settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
+
+def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_step_rows: int | None) -> int | None:
+    """Collective: return the most rows of the stage that trains; None if the config does not ask for a search."""
+    settings, adaptive, data = trainer.run.settings, trainer.run.settings.adaptive, trainer.data
     grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
         return None
     if memory is None:
         say(f"batch search · {SKIPPED}")
         return None
-    most = most_samples or trainer.data.loader.samples_per_rank
-    step = _worst_step(trainer, stage)
-    most, folder = min(most, adaptive.max_batch_size or most), FOLDERS.get(stage, "")
-    found = search_rows(trainer, step, memory, most_rows=most, whole_step_rows=whole_step_rows, folder=folder)
-    if found.rows < settings.samples_per_step and stage == trainer.stages.training.stage:
-        _tell_of_short_samples(trainer.data, step.length)
-    return found.rows
+    step = _worst_step(trainer, trainer.stages.training.stage)
+    most_rows = min(data.loader.samples_per_rank, adaptive.max_batch_size or sys.maxsize)
+    rows = search_rows(trainer, step, memory, most_rows=most_rows, whole_step_rows=whole_step_rows).rows
+    if rows < settings.samples_per_step:
+        _recommend_token_budget(data, step.length)
+    return rows
 
 
-def _tell_of_short_samples(data: Data, measured: int) -> None:
+def _recommend_token_budget(data: Data, measured: int) -> None:
     dataset = data.dataset
-    lengths = [data.kind.length_of(dataset[at]) for at in range(0, len(dataset), -(-len(dataset) // LOOKED_AT))]
-    median = statistics.median_low(lengths)
+    sampled = range(0, len(dataset), math.ceil(len(dataset) / MEDIAN_OF_SAMPLES))
+    median = statistics.median_low(data.kind.length_of(dataset[index]) for index in sampled)
     if not data.packed and 2 * median <= measured:
         say(
             f"the median sample has {median} tokens{data.kind.length_suffix}, but rows were measured with {measured}: "
@@ -193,23 +182,35 @@ def _tell_of_short_samples(data: Data, measured: int) -> None:
         )
 
 
-def limits_by_length(trainer: Trainer, memory: MemorySource | None, most_rows: int) -> dict[str, Limit]:
-    """Collective: for each stage the token budget of the config, or what was measured for it, for steps of up to
-    `most_rows` samples; none without a budget, or where nothing can be measured."""
-    data, stages, budget = trainer.data, trainer.stages, trainer.run.settings.adaptive.token_budget
+def _measure_limits(
+    trainer: Trainer, memory: MemorySource | None, rows_that_fit: int | None, most_samples: int
+) -> dict[str, Limit]:
+    """Collective: return the limits that hold for the whole run, by stage, for steps of up to `most_samples` samples.
+
+    Under a token budget these are the limits of all stages. After a search (`rows_that_fit`), they are the limits of
+    the stages that do not train. Otherwise there are none.
+    """
+    data, stages, adaptive = trainer.data, trainer.stages, trainer.run.settings.adaptive
+    *earlier, _ = stages
     limits: dict[str, Limit] = {}
-    if isinstance(budget, int):
-        limits = dict.fromkeys(stages, TokenLimit(budget, data.kind.padded_rows))
-    elif budget is not None and memory is None:
+    if memory is not None and rows_that_fit is not None:
+        most_rows = min(most_samples, adaptive.max_batch_size or sys.maxsize)
+        for stage in earlier:
+            step = _worst_step(trainer, stage)
+            limits[stage] = RowLimit(search_rows(trainer, step, memory, most_rows=most_rows).rows)
+    if adaptive.token_budget is None:
+        return limits
+    if isinstance(adaptive.token_budget, int):
+        limits = dict.fromkeys(stages, TokenLimit(adaptive.token_budget, data.kind.padded_rows))
+    elif memory is None:
         say(f"token budget · {SKIPPED}, or the budget to a number")
-    elif budget is not None and memory is not None:
+    else:
         for stage in reversed(stages):
-            step, folder = _worst_step(trainer, stage), FOLDERS.get(stage, "")
+            step = _worst_step(trainer, stage)
             if data.packed:
-                found = search_rows(trainer, step, memory, most_rows=most_rows, folder=folder)
-                limits[stage] = RowLimit(found.rows)
+                limits[stage] = RowLimit(search_rows(trainer, step, memory, most_rows=most_samples).rows)
             else:
-                limits[stage] = profile_lengths(trainer, step, memory, most_rows=most_rows, folder=folder).limit
+                limits[stage] = profile_lengths(trainer, step, memory, most_rows=most_samples).limit
     if data.packed:
         return {stage: _rows_of_packs(limit, data.kind.length_of(data.dataset[0])) for stage, limit in limits.items()}
     if limits:
@@ -218,7 +219,7 @@ def limits_by_length(trainer: Trainer, memory: MemorySource | None, most_rows: i
 
 
 def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
-    """Packed rows, all of one length: as many as fit, in the order of the data, with nothing to gain from sorting."""
+    """Return the rows that fit of a packed dataset, whose rows all have this length."""
     rows = limit.rows_at(length)
     if rows == 0:
         raise ConfigError(
@@ -230,8 +231,11 @@ def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
 
 
 def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | None = None) -> None:
-    """Collective: refuses samples for which a microbatch has no room: before training if the tokenizer does not cut
-    samples to that length, and whenever one is read. `remedy`: by default the ways to make room."""
+    """Collective: raise a SampleTooLargeError for samples longer than a microbatch can hold.
+
+    Samples are checked when they are read. If the tokenizer does not truncate them to that length, they are also
+    checked now. `remedy` ends the message; by default it lists ways to make room.
+    """
     kind = data.kind
     if remedy is None:
         shortest, configured = kind.longest_at(longest), value_at(settings.config, "tokenizer.max_seq_len")
@@ -245,16 +249,19 @@ def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | No
 
 
 def ways_to_make_room(settings: Settings, shorter: str) -> str:
+    """Return the remedies for a sample that does not fit; `shorter` is the one that shortens samples."""
     if settings.adaptive.token_budget != "auto":
         return f"raise adaptive.token_budget, or {shorter}"
-    # then it is memory that says how many tokens fit
     checkpointing = f"{KEYS[Remedy.CHECKPOINT_ACTIVATIONS]}, " * (not settings.enable_activation_checkpointing)
     return f"{shorter}, {checkpointing}{KEYS[Remedy.MORE_RANKS]}, or {KEYS[Remedy.LARGER_BUDGET]}"
 
 
 def worst_sample(data: Data, sequence_length: int | None) -> Sample:
-    """Collective: a sample of targets only, as long as samples get: of the configured length and the tokenizer's the
-    shorter, else as long as the longest there is. Never longer than the model takes."""
+    """Collective: return a sample in which every token is a target, with the length of the longest sample.
+
+    The length is the smallest of `sequence_length`, the tokenizer's and the model's limit. Without the first two, it is
+    that of the longest sample in the dataset.
+    """
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
         raise ConfigError(
@@ -278,7 +285,7 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
 
 
 def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
-    """Collective: the step that a search of this stage measures."""
+    """Collective: return the step that probes of this stage run."""
     runner, last = trainer.stages[stage], trainer.stages.training
     sample = worst_sample(trainer.data, trainer.run.settings.adaptive.sequence_length)
     if last.stage == POLICY:
@@ -306,37 +313,39 @@ def search_rows(
     whole_step_rows: int | None = None,
     folder: str = "",
 ) -> SearchResult:
-    """Collective: the most rows, up to `most_rows`, that every rank can train with, recorded in this folder of
-    `output_dir`."""
+    """Collective: search the most rows, up to `most_rows`, that every rank can run. The record is kept in `folder`."""
     adaptive, samples = trainer.run.settings.adaptive, trainer.run.settings.samples_per_step
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to}
     options |= {"max_rows": most_rows, "whole_step_rows": whole_step_rows}
     search = partial(find_max_batch_size, step, memory=memory, samples_per_step=samples, **options)
-    result, reused = _measured(trainer, step, memory, folder, options, search, SearchResult)
+    result, reused = _reuse_or_measure(trainer, step, memory, folder, options, search, SearchResult)
     found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason}){reused}"
-    _tell(trainer.run, step, "batch search", found, result, unit="rows", after=result.rows, peak_bytes=peak_of(result))
+    figures = {"unit": "rows", "after": result.rows, "peak_bytes": peak_of(result)}
+    _record(trainer.run, step, "batch search", found, result, **figures)
     return result
 
 
 def peak_of(result: SearchResult) -> int | None:
+    """Return the peak memory of the rows that were found."""
     return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
 def profile_lengths(
     trainer: Trainer, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int, folder: str = ""
 ) -> Profile:
-    """Collective: what microbatches of up to `most_rows` rows need over rows and length, recorded as a search is."""
+    """Collective: measure the memory of microbatches of up to `most_rows` rows, over rows and length."""
     measure = partial(profile_memory, step, memory=memory, most_rows=most_rows)
     options = {"most_rows": most_rows, "padded": step.runner.kind.padded}
-    result, reused = _measured(trainer, step, memory, folder, options, measure, Profile)
+    result, reused = _reuse_or_measure(trainer, step, memory, folder, options, measure, Profile)
     found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow{reused}"
-    _tell(trainer.run, step, "token budget", found, result, unit="bytes", after=result.limit_bytes)
+    _record(trainer.run, step, "token budget", found, result, unit="bytes", after=result.limit_bytes)
     return result
 
 
-def _tell(
+def _record(
     run: Run, step: TrainingStep[Any], what: str, found: str, result: SearchResult | Profile, **figures: Any
 ) -> None:
+    """Add the result to the journal."""
     stage, done, budget_bytes = step.runner.stage, run.progress.step, result.budget_bytes
     reason = f"{what}{' · ' * bool(stage)}{stage}: {found}"
     run.journal.event(
@@ -344,21 +353,22 @@ def _tell(
     )
 
 
-def _measured(
+def _reuse_or_measure(
     trainer: Trainer,
     step: TrainingStep[Any],
     memory: MemorySource,
     folder: str,
     options: Mapping[str, object],
     measure: Callable[..., Result],
-    taken: type[Result],
+    kind_of_result: type[Result],
 ) -> tuple[Result, str]:
-    """Collective: what an earlier run has found under the same circumstances, with a remark that says so, or what
-    `measure` finds now, shown and recorded; an error says of which stage, length and sample a row does not fit."""
+    """Collective: return the recorded result and a remark on its reuse, or measure, log and record a new one."""
     settings, kind, stage = trainer.run.settings, trainer.data.kind, step.runner.stage
-    directory, fingerprint = Path(settings.output_dir) / folder, fingerprint_of(settings.config, step, memory, options)
-    with memory.unlimited():  # a rank that has no room for a message says so where a row is tried
-        result = from_rank_0(read_record(directory, fingerprint, taken) if dist.get_rank() == 0 else None)
+    directory = Path(settings.output_dir) / (folder or FOLDERS.get(stage, ""))
+    fingerprint = fingerprint_of(settings.config, step, memory, options)
+    # A rank that is out of memory here gets a better error from the first probe.
+    with memory.unlimited():
+        result = from_rank_0(read_record(directory, fingerprint, kind_of_result) if dist.get_rank() == 0 else None)
     if result is not None:
         return result, ", reused from an earlier run"
     with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
@@ -386,8 +396,8 @@ def _measured(
 def fingerprint_of(
     cfg: DictConfig, step: TrainingStep[Any], memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
-    """Collective: everything that the result of a search depends on."""
-    # an Agreement allocates nothing, and a rank may have no memory left
+    """Collective: return everything that the result of a search depends on."""
+    # An Agreement allocates no memory, of which a rank may have none left.
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     given = OmegaConf.create({key: cfg.get(key) for key in DEPENDS_ON})
     return {
@@ -403,23 +413,24 @@ def fingerprint_of(
 
 
 def write_record(directory: Path, fingerprint: Mapping[str, Any], length: int, result: SearchResult | Profile) -> None:
+    """Write the result of a search with its fingerprint."""
     record = {"fingerprint": fingerprint, "sequence_length": length, "result": asdict(result)}
     keep_file(directory / SEARCH_FILE, f"{json.dumps(record, indent=2)}\n".encode(), "the next run will search again")
 
 
-def read_record(directory: Path, fingerprint: Mapping[str, Any], taken: type[Result]) -> Result | None:
-    """The result of an earlier search with this fingerprint."""
+def read_record(directory: Path, fingerprint: Mapping[str, Any], kind_of_result: type[Result]) -> Result | None:
+    """Return the recorded result of a search with this fingerprint."""
     path = directory / SEARCH_FILE
     try:
         record = read_json(path)
-        # The fingerprint first: it says whether the rest is of this kind.
+        # An equal fingerprint implies that the result is of this kind.
         if record is None or record["fingerprint"] != json.loads(json.dumps(fingerprint)):
             return None
         result = record["result"]
-        probes, surfaces = ("probes", "lines") if taken is SearchResult else ("points", "surfaces")
+        probes, surfaces = ("probes", "lines") if kind_of_result is SearchResult else ("points", "surfaces")
         result[probes] = tuple(Probe(**{**each, "peak": Peak(**each["peak"])}) for each in result[probes])
         result[surfaces] = {name: Surface(**each) for name, each in result[surfaces].items()}
-        found = taken(**result)
+        found = kind_of_result(**result)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         flaw = f"missing key {error}" if isinstance(error, KeyError) else error
         logger.warning("%s is not a valid search record (%s); searching again", path, flaw)

@@ -46,12 +46,12 @@ def record_epoch(
     journal: Journal, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int
 ) -> None:
     """Records each stage's limit as an epoch begins, or goes on, and whether its steps have other sizes."""
-    step, epoch, past = progress.step, f"epoch {sizes.epoch}", progress.past
+    step, epoch = progress.step, f"epoch {sizes.epoch}"
     for stage, limit in limits.items():
         reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
         event = Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
         journal.event(event)
-    earlier = progress.begun or (past[-1] if past else sizes)
+    earlier = (progress.epochs_begun or (sizes,))[-1]
     if earlier.samples_per_step != sizes.samples_per_step:
         before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
         reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"

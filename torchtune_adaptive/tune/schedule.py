@@ -1,8 +1,9 @@
-"""Batch sizes over a run: how they grow from epoch to epoch, how rows trade against accumulation, what the log says.
+"""The batch size of every epoch: how it grows, how it is split into microbatches, and what the log shows of it.
 
-An increase function is asked before the first step of every epoch, for the rows to add. The whole run is simulated
-before training starts, so that the learning-rate schedule knows the number of steps and a mistake shows at once. One
-that takes `measured` is asked in training; until then nothing is taken to grow, and the learning rate goes by samples.
+The recipe calls the increase function before each epoch; it returns the number of rows to add. The whole run is
+simulated before training starts, so the learning-rate schedule knows the number of steps, and mistakes show at once.
+A function that takes `measured` can only be called during training. The simulation then assumes that the batch does not
+grow, and the learning-rate schedule counts samples.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ Increase = Callable[..., int]
 
 
 class Measured(NamedTuple):
-    """What a function of three arguments is told."""
+    """Measurements that an increase function with a third argument gets."""
 
     noise: Interval | None
-    """The noise scale in samples; None while too few steps have measured it."""
+    """The noise scale in samples; None until enough steps are measured."""
     samples_per_step: int
     """On all ranks."""
     target_tokens: int
-    """Seen by the run, on all ranks."""
+    """Trained so far, on all ranks."""
     loss: float | None
-    """The loss of late, a mean in which each step counts a tenth; None before the first."""
+    """Moving average in which the latest step counts a tenth; None before the first step."""
 
 
 def _check(name: str, value: object, rule: Rule) -> None:
@@ -52,19 +53,19 @@ def _check(name: str, value: object, rule: Rule) -> None:
 
 
 def double_every(epochs: int) -> Increase:
-    """Twice the batch size after every `epochs` epochs."""
+    """Double the batch size every `epochs` epochs."""
     _check("epochs", epochs, COUNT)
     return lambda epoch, current: current if epoch > 0 and epoch % epochs == 0 else 0
 
 
 def add_every(epochs: int, amount: int) -> Increase:
-    """`amount` more after every `epochs` epochs."""
+    """Add `amount` rows every `epochs` epochs."""
     _check("epochs", epochs, COUNT)
     return lambda epoch, current: amount if epoch > 0 and epoch % epochs == 0 else 0
 
 
 def milestones(batch_sizes: Mapping[int, int]) -> Increase:
-    """The batch size to have from each of these epochs on."""
+    """Set the batch size from given epochs on: `{epoch: batch size}`."""
     targets = dict(batch_sizes)
 
     def increase(epoch: int, current: int) -> int:
@@ -75,7 +76,7 @@ def milestones(batch_sizes: Mapping[int, int]) -> Increase:
 
 
 def follow_noise(fraction: float = 0.5, at_most: int | None = None) -> Increase:
-    """Twice the batch size where the samples of such a step are still below this fraction of the noise scale."""
+    """Double the batch size while the doubled step has at most `fraction` times the samples of the noise scale."""
     _check("fraction", fraction, ABOVE_ZERO)
     _check("at_most", at_most, COUNT | NULL)
 
@@ -88,12 +89,13 @@ def follow_noise(fraction: float = 0.5, at_most: int | None = None) -> Increase:
     return increase
 
 
-def asks_what_was_measured(increase: Increase | None) -> TypeGuard[Increase]:
+def takes_measurements(increase: Increase | None) -> TypeGuard[Increase]:
+    """Return True for an increase function that has an argument for `Measured`."""
     return increase is not None and _parameter_for_measured(increase) is not None
 
 
 def _parameter_for_measured(increase: Increase) -> inspect.Parameter | None:
-    """The one called `measured`, or else a third by position that has no default."""
+    """Return the parameter called `measured`, else the third positional one if it has no default."""
     try:
         parameters = inspect.signature(increase).parameters
     except (TypeError, ValueError):  # a builtin
@@ -103,7 +105,7 @@ def _parameter_for_measured(increase: Increase) -> inspect.Parameter | None:
 
 
 def build_increase_function(cfg: DictConfig) -> Increase | None:
-    """`batch_increase_function`: a section with a _component_, or the dotted path of a function."""
+    """Build `batch_increase_function`: a section with a _component_, or the dotted path of a function."""
     section, within = cfg.get(KEY), value_at(cfg, WITHIN) is not None
     if section is None:
         if within:
@@ -121,17 +123,69 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
             ) from error
     if not callable(function):
         raise ConfigError(f"{KEY} is {section!r}; it must be a callable (epoch, batch_size) -> int")
-    if within and not asks_what_was_measured(function):
+    if within and not takes_measurements(function):
         raise ConfigError(
-            f"{WITHIN} is set, but {KEY} does not take `{MEASURED}`, so it would be told nothing new within an epoch: "
+            f"{WITHIN} is set, but {KEY} does not take `{MEASURED}`, so it has no new information within an epoch: "
             f"use one that does, such as follow_noise, or remove {WITHIN}"
         )
-    if asks_what_was_measured(function) and value_at(cfg, "adaptive.measure_noise") is None:
+    if takes_measurements(function) and value_at(cfg, "adaptive.measure_noise") is None:
         raise ConfigError(
             f"{KEY} takes a third argument, `{MEASURED}`, but adaptive.measure_noise is null: set it, for example to "
             "10 (steps)"
         )
     return function  # type: ignore[no-any-return]
+
+
+class SizedRun(NamedTuple):
+    """The sizes of all epochs, and the position of the run in them and in the learning-rate schedule."""
+
+    progress: Progress
+    epochs: tuple[EpochSizes, ...]
+    lr_steps: int
+    """Length of the learning-rate schedule."""
+    lr_steps_done: float
+    lr_factor: float
+    """Factor of the epoch in progress or, between epochs, of the last one."""
+
+
+def size_run(
+    settings: Settings,
+    progress: Progress,
+    *,
+    ranks: int,
+    samples_per_rank: int,
+    samples_left_per_rank: int,
+    rows_that_fit: int | None = None,
+    increase: Increase | None = None,
+) -> SizedRun:
+    """Size a run that has come to `progress` and continues on `ranks` ranks.
+
+    `samples_left_per_rank` are left of the epoch in progress, and `rows_that_fit` is the result of the search.
+    """
+    if progress.begun is not None:
+        begun = _rest_of_epoch(progress, progress.begun, rows_that_fit, samples_left_per_rank, ranks)
+        progress = replace(progress, begun=begun)
+    epochs = size_epochs(settings, progress, samples_per_rank, rows_that_fit=rows_that_fit, increase=increase)
+    # Count the steps here, because checkpoints of torchtune's own recipes do not.
+    step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
+    lr_steps, lr_steps_done = total_steps(epochs), float(step)
+    if takes_measurements(increase):  # The number of steps is unknown: count steps of the configured size.
+        steps = min(samples_per_rank // settings.samples_per_step, progress.max_steps_per_epoch or samples_per_rank)
+        lr_steps, lr_steps_done = progress.total_epochs * steps, progress.samples / (settings.samples_per_step * ranks)
+    lr_factor = progress.epochs_begun[-1].lr_factor if progress.epochs_begun else 1.0
+    return SizedRun(replace(progress, step=step, ranks=ranks), epochs, lr_steps, lr_steps_done, lr_factor)
+
+
+def _rest_of_epoch(
+    progress: Progress, begun: EpochSizes, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
+) -> EpochSizes:
+    """Return the sizes of the epoch in progress; it keeps its samples per step."""
+    steps = begun.steps
+    if ranks != progress.ranks:
+        steps = progress.steps_in_epoch + samples_left_per_rank // begun.samples_per_step
+        steps = min(steps, progress.max_steps_per_epoch or steps)
+    rows = min(begun.microbatch_rows, rows_that_fit or begun.microbatch_rows)
+    return replace(begun, steps=steps, microbatch_rows=rows, microbatches=math.ceil(begun.samples_per_step / rows))
 
 
 def size_epochs(
@@ -142,30 +196,34 @@ def size_epochs(
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
 ) -> tuple[EpochSizes, ...]:
-    """Every epoch of the run, in order; those that a resumed run has begun are as they were. With a function the
-    configured size is the start, and what fits the bound. A function that takes `measured` is not asked yet."""
-    epochs, by_measured = _begun(progress)[: progress.total_epochs], asks_what_was_measured(increase)
+    """Size all epochs in order; epochs that have begun keep their sizes.
+
+    With an increase function, the batch starts at the configured size and grows up to `rows_that_fit`.
+    """
+    epochs, by_measured = [*progress.epochs_begun][: progress.total_epochs], takes_measurements(increase)
     for epoch in range(len(epochs), progress.total_epochs):
         current = epochs[-1].batch_size if epochs else settings.batch_size
         if increase is None:
             sizes = steady_sizes(settings, epoch, rows_that_fit)
         else:
-            wanted = current if by_measured else _wanted(increase, epoch, current)
-            sizes = grown_sizes(settings, epoch, current, wanted, rows_that_fit)
+            requested = current if by_measured else _requested_size(increase, epoch, current)
+            sizes = grown_sizes(settings, epoch, current, requested, rows_that_fit)
         samples = samples_per_rank
         if progress.max_steps_per_epoch:
             counted = settings.samples_per_step if by_measured else sizes.samples_per_step
             samples = min(samples, progress.max_steps_per_epoch * counted)
-        epochs.append(_filled(sizes, samples))
+        epochs.append(_with_steps(sizes, samples))
     return tuple(epochs)
 
 
-def size_by_what_was_measured(
+def size_from_measurements(
     settings: Settings, progress: Progress, samples_left: int, *, increase: Increase, rows_that_fit: int | None = None
 ) -> EpochSizes:
-    """The epoch that begins, or the rest of one, of which a rank has so many samples left. Its `max_steps_per_epoch`
-    are steps as configured, as the learning-rate schedule counts them."""
-    current = _begun(progress)[-1].batch_size if _begun(progress) else settings.batch_size
+    """Size the next epoch, or the rest of the one in progress, with `samples_left` samples per rank.
+
+    `max_steps_per_epoch` counts steps of the configured size, like the learning-rate schedule.
+    """
+    current = progress.epochs_begun[-1].batch_size if progress.epochs_begun else settings.batch_size
     if progress.max_steps_per_epoch:
         done = progress.samples_in_epoch // progress.ranks
         samples_left = min(samples_left, progress.max_steps_per_epoch * settings.samples_per_step - done)
@@ -173,29 +231,32 @@ def size_by_what_was_measured(
     samples_per_step = current * accumulation * progress.ranks
     noise = NoiseScale(progress.noise).interval()
     measured = Measured(noise, samples_per_step, progress.target_tokens, progress.loss)
-    wanted = _wanted(increase, progress.epochs_run, current, measured)
+    requested = _requested_size(increase, progress.epochs_run, current, measured)
     at_most = samples_left // accumulation
-    sizes = grown_sizes(settings, progress.epochs_run, current, wanted, rows_that_fit, at_most)
+    sizes = grown_sizes(settings, progress.epochs_run, current, requested, rows_that_fit, at_most)
     if progress.begun is not None and sizes.samples_per_step > samples_left:
-        return progress.begun  # it ends as it was to
-    return _filled(sizes, samples_left, progress.steps_in_epoch)
+        return progress.begun  # too few samples are left for a step of the new size
+    return _with_steps(sizes, samples_left, progress.steps_in_epoch)
 
 
 def grown_sizes(
-    settings: Settings, epoch: int, current: int, wanted: int, rows_that_fit: int | None, at_most: int = sys.maxsize
+    settings: Settings, epoch: int, current: int, requested: int, rows_that_fit: int | None, at_most: int = sys.maxsize
 ) -> EpochSizes:
-    """Steps of the batch size wanted, or of the current one where that is more than fits or than `at_most`."""
+    """Return steps of the requested batch size, or of the current one if the requested one exceeds a bound."""
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
-    # shrinking towards what fits is never refused
-    batch_size = wanted if wanted <= max(current, min(most, at_most)) else current
+    # A batch may always shrink, even to a size above the bound.
+    batch_size = requested if requested <= max(current, min(most, at_most)) else current
     sizes = _sizes(settings, epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
-    return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == wanted else wanted)
+    return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == requested else requested)
 
 
 def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> EpochSizes:
-    """Steps that do not grow. `rebalance` keeps the configured samples per step, in as few microbatches as hold them,
-    unless one microbatch holds more. `fixed` leaves `gradient_accumulation_steps` alone, so the step follows the rows.
-    `keep` never changes the samples per step."""
+    """Return steps that do not grow, by `adaptive.accumulation`.
+
+    - `rebalance` keeps the configured samples per step, unless one microbatch holds more.
+    - `fixed` keeps `gradient_accumulation_steps`, so the samples per step follow the rows.
+    - `keep` never changes the samples per step.
+    """
     samples, rows = settings.samples_per_step, rows_that_fit or settings.batch_size
     if settings.adaptive.accumulation == "fixed":
         samples = rows * settings.gradient_accumulation_steps
@@ -205,7 +266,7 @@ def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> E
 
 
 def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> EpochSizes:
-    """Steps of so many samples, in the fewest microbatches, as even as can be; not yet how many steps."""
+    """Split a step evenly into the fewest microbatches; the number of steps is set later."""
     microbatches = math.ceil(samples / most_rows)
     rows, growth = math.ceil(samples / microbatches), samples / settings.samples_per_step
     lr_factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling]
@@ -220,8 +281,8 @@ def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> Epoc
     )
 
 
-def _filled(sizes: EpochSizes, samples: int, steps_done: int = 0) -> EpochSizes:
-    """An epoch of which a rank has so many samples left; those that fill no step are dropped, as in torchtune."""
+def _with_steps(sizes: EpochSizes, samples: int, steps_done: int = 0) -> EpochSizes:
+    """Add the steps that `samples` per rank fill; like torchtune, drop the samples that do not fill a step."""
     steps = steps_done + samples // sizes.samples_per_step
     if steps == 0:
         raise ConfigError(
@@ -231,10 +292,10 @@ def _filled(sizes: EpochSizes, samples: int, steps_done: int = 0) -> EpochSizes:
     return replace(sizes, steps=steps)
 
 
-def _wanted(increase: Increase, epoch: int, current: int, *measured: Measured) -> int:
-    """The batch size that the function wants for this epoch; whatever it does wrong is a ConfigError."""
+def _requested_size(increase: Increase, epoch: int, current: int, *measured: Measured) -> int:
+    """Call the increase function and return the new batch size; turn its failures into a ConfigError."""
     named = increase if hasattr(increase, "__qualname__") else type(increase)
-    name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # a built-in's, not its closure's
+    name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # the factory of a closure
     fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
     third = _parameter_for_measured(increase) if measured else None
     try:
@@ -252,22 +313,23 @@ def _wanted(increase: Increase, epoch: int, current: int, *measured: Measured) -
 
 
 def check_growth(settings: Settings) -> None:
-    """Refuses a `batch_increase_function` that no run could ask, whatever its dataset."""
+    """Raise a ConfigError if the `batch_increase_function` fails for any dataset."""
     increase = build_increase_function(settings.config)
     if increase is None:
         return
     progress = Progress(seed=0, epochs_run=0, total_epochs=settings.epochs, max_steps_per_epoch=1, ranks=1)
     size_epochs(settings, progress, sys.maxsize, increase=increase)
-    if asks_what_was_measured(increase):
-        size_by_what_was_measured(settings, progress, sys.maxsize, increase=increase)
+    if takes_measurements(increase):
+        size_from_measurements(settings, progress, sys.maxsize, increase=increase)
 
 
 def total_steps(epochs: Sequence[EpochSizes]) -> int:
+    """Return the number of steps in these epochs."""
     return sum(sizes.steps for sizes in epochs)
 
 
 def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
-    """Rows from which on a step of every epoch is one microbatch; None: it may have several whatever the rows."""
+    """Return the rows from which every step is one microbatch; None if a step always may have several."""
     adaptive, rows = settings.adaptive, settings.samples_per_step
     grows = settings.config.get(KEY) is not None
     if grows or adaptive.accumulation == "fixed":
@@ -277,35 +339,15 @@ def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
     return rows if progress.begun is None else max(rows, progress.begun.samples_per_step)
 
 
-def end_of_begun_epoch(
-    progress: Progress, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
-) -> Progress:
-    """The epoch that a resumed run is in, as it ends: with the samples per step that it began with."""
-    begun = progress.begun
-    if begun is None:
-        return progress
-    steps = begun.steps
-    if ranks != progress.ranks:
-        steps = progress.steps_in_epoch + samples_left_per_rank // begun.samples_per_step
-        steps = min(steps, progress.max_steps_per_epoch or steps)
-    rows = min(begun.microbatch_rows, rows_that_fit or begun.microbatch_rows)
-    microbatches = math.ceil(begun.samples_per_step / rows)
-    return replace(progress, begun=replace(begun, steps=steps, microbatch_rows=rows, microbatches=microbatches))
-
-
-def _begun(progress: Progress) -> list[EpochSizes]:
-    return [*progress.past, *([progress.begun] if progress.begun else [])]
-
-
-def announce(
+def log_schedule(
     epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None, samples: int
 ) -> None:
-    """Logs the arithmetic of the run before it starts, and what differs from the run that it resumes."""
-    sizes, before = epochs[-1], _begun(progress)
+    """Log the sizes before training starts, and how they differ from the checkpoint's."""
+    sizes, before = epochs[-1], progress.epochs_begun
     per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
-    begun_elsewhere = bool(before) and progress.ranks != ranks
-    if begun_elsewhere:
+    ranks_changed = bool(before) and progress.ranks != ranks
+    if ranks_changed:
         was = before[-1].samples_per_step * progress.ranks
         on = f"{count_of(ranks, kind_of_rank)} (before: {progress.ranks})"
         say(f"resumed on {on}: {per_step} samples a step (before: {was})")
@@ -321,24 +363,24 @@ def announce(
     if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
         why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
         keep = "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured)
-        known = progress.dataset_samples or samples * ranks  # less where one comes twice
+        known = progress.dataset_samples or samples * ranks  # smaller if the sampler repeats one
         of_all = f"{left_out * ranks + known - samples * ranks} of {known} samples"
-        each = "each epoch that begins on so many ranks" if begun_elsewhere else "each epoch"
+        each = "each epoch that begins on this number of ranks" if ranks_changed else "each epoch"
         say(f"{of_all} do not fill a step and are left out of {each} ({why}){keep}")
 
 
-def announce_end(sizes: EpochSizes, settings: Settings, progress: Progress, loader: StepLoader[Any]) -> None:
-    """Logs the samples that no step of an epoch had, where the run grows; any other run has said so at its start."""
+def log_left_out(sizes: EpochSizes, settings: Settings, progress: Progress, loader: StepLoader[Any]) -> None:
+    """Log the samples that an epoch left out, for runs that grow; `log_schedule` logs it for all others."""
     left_out = progress.ranks * loader.samples_left_per_rank(progress.samples_in_epoch)
     if left_out and settings.config.get(KEY) is not None and settings.max_steps_per_epoch is None:
         read = progress.ranks * loader.samples_per_rank
-        samples = progress.dataset_samples or read  # less where one comes twice
+        samples = progress.dataset_samples or read  # smaller if the sampler repeats one
         left_out += samples - read
         say(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 
 def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str = "rank") -> str:
-    """The arithmetic of one optimizer step, compared with the configured samples of a rank."""
+    """Return the arithmetic of one optimizer step, compared with the configured samples of a rank."""
     even = sizes.microbatch_rows * sizes.microbatches == sizes.samples_per_step
     rows = "at most " * (not even) + count_of(sizes.microbatch_rows, "row")
     product = f"{rows} × {count_of(sizes.microbatches, 'microbatch', 'microbatches')} × {count_of(ranks, kind_of_rank)}"
@@ -347,7 +389,7 @@ def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str 
 
 
 def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
-    """The epochs of a run before it starts; equal consecutive epochs share a line."""
+    """Return a table of the epochs; consecutive epochs with equal sizes share a line."""
     lines = [("epoch", "batch size", "rows × microbatches", "samples a step", "steps", "learning rate", "")]
     for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None}):
         sizes, *others = alike

@@ -35,7 +35,7 @@ from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics,
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.place import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.schedule import announce_end
+from torchtune_adaptive.tune.schedule import log_left_out
 
 Samples = tuple[list[Sample], list[Sample] | None]
 
@@ -76,7 +76,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class BatchSchedule:
     """A run as it will be: its epochs, and what happens to their samples before a step."""
 
     epochs: tuple[EpochSizes, ...]
@@ -121,9 +121,9 @@ class Step(NamedTuple):
 
 
 class Trainer:
-    """Takes a run through the epochs of its `course`: what is watched, logged and saved around its steps."""
+    """Takes a run through the epochs of its `schedule`: what is watched, logged and saved around its steps."""
 
-    course: Course
+    schedule: BatchSchedule
 
     def __init__(
         self,
@@ -177,23 +177,23 @@ class Trainer:
 
     def _steps(self, called: str) -> Generator[Step]:
         run = self.run
-        while run.progress.epochs_run < len(self.course.epochs):
+        while run.progress.epochs_run < len(self.schedule.epochs):
             self._resize_where_due()
-            sizes = self._sizes = self.course.epochs[run.progress.epochs_run]
-            self.stages.use_limits(self.course.limits_of(self.stages, sizes))
+            sizes = self._sizes = self.schedule.epochs[run.progress.epochs_run]
+            self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
             record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.place.ranks)
             growth = sizes.samples_per_step / run.settings.samples_per_step
-            self.optimization.use_lr_factor(sizes.lr_factor, stride=1 if self.course.resize is None else growth)
+            self.optimization.use_lr_factor(sizes.lr_factor, stride=1 if self.schedule.resize is None else growth)
             with run.checkpoints.going_on_to_draw(run.progress):
-                steps = self.course.steps(self.data.loader, sizes, run.progress)
+                steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
                 done = run.progress.samples_in_epoch
-                resizes = self.course.resizes_between(done, done + sizes.samples_per_step * run.place.ranks)
+                resizes = self.schedule.resizes_between(done, done + sizes.samples_per_step * run.place.ranks)
                 yield Step(run.progress.step + 1, samples, None if resizes else upcoming)
                 if resizes and run.progress.steps_in_epoch < sizes.steps:
                     break
             else:
-                announce_end(sizes, run.settings, run.progress, self.data.loader)
+                log_left_out(sizes, run.settings, run.progress, self.data.loader)
                 run.progress = run.progress.after_epoch(sizes)
                 self._losses.worth_saving(run.progress.step, ends_epoch=True)
                 self.save()
@@ -201,17 +201,17 @@ class Trainer:
 
     def _resize_where_due(self) -> None:
         """Collective: sizes what follows by what was measured."""
-        if self.course.resize is None:
+        if self.schedule.resize is None:
             return
-        progress, epochs = replace(self.run.progress, noise=self._noise.state()), list(self.course.epochs)
+        progress, epochs = replace(self.run.progress, noise=self._noise.state()), list(self.schedule.epochs)
         ranks, done, now = progress.ranks, progress.samples_in_epoch, progress.epochs_run
-        before = progress.begun or (progress.past[-1] if progress.past else epochs[now])
-        if done and not self.course.resizes_between(done - before.samples_per_step * ranks, done):
+        before = (progress.epochs_begun or (epochs[now],))[-1]
+        if done and not self.schedule.resizes_between(done - before.samples_per_step * ranks, done):
             return
         left = self.data.loader.samples_left_per_rank(done)
         # as on rank 0, since a function of the user's may draw, or read a clock
-        following = epochs[now] = from_rank_0(self.course.resize(progress, left))
-        self.course = replace(self.course, epochs=tuple(epochs))
+        following = epochs[now] = from_rank_0(self.schedule.resize(progress, left))
+        self.schedule = replace(self.schedule, epochs=tuple(epochs))
         where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
         if following.samples_per_step != before.samples_per_step:
             after = following.samples_per_step

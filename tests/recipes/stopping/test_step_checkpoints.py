@@ -198,7 +198,7 @@ def base_weights_while_saving(folder: Path) -> list[str]:
         if parameter.requires_grad:
             torch.nn.init.constant_(parameter, 0.5)
     trained = {name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad}
-    recipe.run.progress = recipe.run.progress.after_epoch(recipe.trainer.course.epochs[0])
+    recipe.run.progress = recipe.run.progress.after_epoch(recipe.trainer.schedule.epochs[0])
     recipe.trainer.save()
     after = dict(recipe.model.named_parameters())
     changed = [name for name in before if name not in trained and not _same(before[name], after[name])]

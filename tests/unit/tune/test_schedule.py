@@ -20,17 +20,18 @@ from torchtune_adaptive.tune.schedule import (
     Increase,
     Measured,
     add_every,
-    announce,
-    announce_end,
-    asks_what_was_measured,
     build_increase_function,
     double_every,
     follow_noise,
+    log_left_out,
+    log_schedule,
     milestones,
     schedule_table,
-    size_by_what_was_measured,
     size_epochs,
+    size_from_measurements,
+    size_run,
     step_line,
+    takes_measurements,
     total_steps,
 )
 
@@ -74,7 +75,7 @@ def test_batch_follows_the_noise_once_in_the_starting_epoch(noise: tuple[float, 
         scale.record(StepNoise(signal=noise[0], noise=1.6 * noise[1]))
     progress = progress_of(epochs_run=2, total_epochs=4, past=plans_of(None, epochs=2), noise=scale.state())
     settings, follows = settings_of(2, 2, measure_noise=1), follow_noise(0.5)
-    assert size_by_what_was_measured(settings, progress, 100_000, increase=follows).batch_size == expected
+    assert size_from_measurements(settings, progress, 100_000, increase=follows).batch_size == expected
     assert [sizes.batch_size for sizes in size_epochs(settings, progress, 100_000, increase=follows)] == [2, 2, 2, 2]
 
 
@@ -95,7 +96,7 @@ def test_rest_of_an_epoch_is_resized_unless_no_step_of_that_size_remains(
     settings = settings_of(2, 2, measure_noise=1)
     assert size_epochs(settings, progress, 100, increase=increase)[0] == begun
     assert not asked
-    sizes = size_by_what_was_measured(settings, progress, left, increase=increase)
+    sizes = size_from_measurements(settings, progress, left, increase=increase)
     assert (sizes.batch_size, sizes.steps) == expected
     assert asked == [(0, 2, Measured(None, 4, 70, 1.5))]
 
@@ -112,11 +113,36 @@ def test_batch_that_follows_measurements_never_outgrows_its_epoch(samples: int) 
         return current
 
     settings = settings_of(1, 2, measure_noise=1)
-    sizes = size_by_what_was_measured(settings, progress, samples, increase=double)
+    sizes = size_from_measurements(settings, progress, samples, increase=double)
     assert (sizes.batch_size, sizes.samples_per_step, sizes.steps) == (16, 32, 1)
     begun = replace(progress, begun=sizes)
-    again = size_by_what_was_measured(settings, begun, 40, increase=double)
+    again = size_from_measurements(settings, begun, 40, increase=double)
     assert (again.batch_size, again.refused_batch_size) == (16, 32)
+
+
+def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with_less_memory() -> None:
+    begun = plans_of(None, epochs=1, batch_size=4, times=2, samples=80)[0]
+    progress = progress_of(begun=begun, steps_in_epoch=4, samples_in_epoch=64, ranks=2)
+    sized = size_run(
+        settings_of(4, 2), progress, ranks=1, samples_per_rank=160, samples_left_per_rank=96, rows_that_fit=3
+    )
+    rest, following = sized.epochs
+    assert (begun.steps, begun.microbatches, begun.microbatch_rows) == (10, 2, 4)
+    assert (rest.samples_per_step, rest.steps, rest.microbatches, rest.microbatch_rows) == (8, 4 + 96 // 8, 3, 3)
+    assert following.steps == 160 // 8
+    assert (sized.progress.step, sized.progress.ranks) == (4, 1)
+    assert (sized.lr_steps, sized.lr_steps_done) == (16 + 20, 4)
+
+
+def test_the_learning_rate_schedule_counts_steps_of_the_configured_size_if_the_batch_follows_measurements() -> None:
+    grown = replace(plans_of(None, epochs=1, samples=100)[0], samples_per_step=8, steps=12, lr_factor=1.4)
+    progress = progress_of(epochs_run=1, total_epochs=3, past=(grown,), samples=96)
+    settings = settings_of(2, 2, measure_noise=1)
+    sized = size_run(
+        settings, progress, ranks=1, samples_per_rank=100, samples_left_per_rank=100, increase=follow_noise()
+    )
+    assert (sized.lr_steps, sized.lr_steps_done, sized.lr_factor) == (3 * 25, 96 / 4, 1.4)
+    assert sized.progress.step == 12
 
 
 def third(epoch: int, current: int, m: Measured) -> int:
@@ -135,10 +161,10 @@ def by_default(epoch: int, current: int, measured: Measured | None = None) -> in
 def test_third_or_measured_argument_receives_measurements() -> None:
     progress = progress_of()
     for function in (third, named, by_default):
-        assert asks_what_was_measured(function)
+        assert takes_measurements(function)
         settings = settings_of(2, 2, measure_noise=1)
-        assert size_by_what_was_measured(settings, progress, 100, increase=function).batch_size == 2 + 4
-    assert not asks_what_was_measured(lambda epoch, current, factor=2: factor)
+        assert size_from_measurements(settings, progress, 100, increase=function).batch_size == 2 + 4
+    assert not takes_measurements(lambda epoch, current, factor=2: factor)
 
 
 def section_of(function: str, **keys: Any) -> dict[str, Any]:
@@ -172,7 +198,7 @@ def test_section_without_a_callable_function_is_refused(section: Any, adaptive: 
 def test_function_of_measurements_is_built_if_they_are_measured() -> None:
     assert build_increase_function(OmegaConf.create({})) is None
     cfg = {"batch_increase_function": section_of("follow_noise"), "adaptive": {"measure_noise": 10}}
-    assert asks_what_was_measured(build_increase_function(OmegaConf.create(cfg)))
+    assert takes_measurements(build_increase_function(OmegaConf.create(cfg)))
 
 
 @given(sizes_up_to_200, sizes_up_to_200, sizes_up_to_200, st.sampled_from(["rebalance", "fixed", "keep"]))
@@ -329,7 +355,7 @@ def announce_second_epoch(
     """Announce the second epoch of a run with one row and two microbatches."""
     past = plans_of(None, 1, 1, 2, samples=samples)
     progress = progress_of(epochs_run=1, past=past, ranks=before, dataset_samples=dataset_samples)
-    announce(plans_of(None, 2, 1, 2, fits, samples)[1:], settings_of(1, 2), progress, ranks, None, samples)
+    log_schedule(plans_of(None, 2, 1, 2, fits, samples)[1:], settings_of(1, 2), progress, ranks, None, samples)
 
 
 @pytest.mark.parametrize(("ranks", "before", "line"), [(1, 2, "1 rank (before: 2)"), (2, 1, "2 ranks (before: 1)")])
@@ -378,6 +404,6 @@ def test_samples_left_out_by_a_growing_run_are_logged_at_the_end_of_an_epoch(
     settings = replace(settings_of(1, 2), config=cfg, max_steps_per_epoch=most_steps)
     progress = progress_of(total_epochs=1, ranks=2, samples_in_epoch=16)
     loader = StepLoader([0] * 21, rank=0, world_size=2, shuffle=False)  # type: ignore[arg-type]
-    announce_end(plans_of(None, 1)[0], settings, progress, loader)
+    log_left_out(plans_of(None, 1)[0], settings, progress, loader)
     line = "6 of 22 samples do not fill a step and are left out of epoch 0"
     assert logged.messages == [line] * (function is not None and most_steps is None)
