@@ -24,7 +24,7 @@ from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import deal, plan_step, spread
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.dealing import READ_AHEAD, Dealer
 
 RANKS = (2, 8, 64, 512)
@@ -88,7 +88,7 @@ def exchange(lengths: Lengths) -> dict[str, float]:
 def time_exchange(lengths: Lengths) -> tuple[float, float, float]:
     """Collective: of a step, the wall time and the CPU time in ms, and the kB that this rank sends."""
     count, ranks, rank = lengths.samples_per_step, dist.get_world_size(), dist.get_rank()
-    dataset = NamedSamples(RandomTokens(lengths, STEPS * count * ranks, seed=0))
+    dataset = CheckedDataset(RandomTokens(lengths, STEPS * count * ranks, seed=0))
     steps = [[dataset[(step * count + at) * ranks + rank] for at in range(count)] for step in range(STEPS)]
     dealer = Dealer(dataset.kind, cost=float)
     # what is timed is not counted, and what is counted is not timed

@@ -20,7 +20,7 @@ from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES, History
-from torchtune_adaptive.tune import fit
+from torchtune_adaptive.tune import batch_size
 
 RANKS = 2
 BRUTE_FORCE = "brute force"
@@ -41,7 +41,7 @@ def one_more(history: History) -> int | None:
 def search(kind: str, folder: Path, name: str) -> float:
     """Collective: what a run does before it would train; the seconds that the search took."""
     seconds = 0.0
-    wanted = fit.search_rows
+    wanted = batch_size.search_rows
 
     def timed(*args: Any, **options: Any) -> Any:
         nonlocal seconds
@@ -51,7 +51,7 @@ def search(kind: str, folder: Path, name: str) -> float:
         return rows
 
     stand_in, strategy = ({"binary": one_more}, "binary") if name == BRUTE_FORCE else ({}, name)
-    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(fit, "search_rows", timed):
+    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(batch_size, "search_rows", timed):
         recipe = load_ours(kind)(demo_config(kind, folder, *SEARCHING, f"adaptive.search={strategy}"))
         recipe.setup()
     recipe.cleanup()

@@ -14,8 +14,8 @@ from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.life import launch
+from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_pairs
-from torchtune_adaptive.tune.fit import set_batch_sizes
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, drop_nothing
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of

@@ -14,9 +14,9 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life import launch
+from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_data
 from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner
-from torchtune_adaptive.tune.fit import set_batch_sizes
 from torchtune_adaptive.tune.model import build_full_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.trainer import Run, Trainer

@@ -34,12 +34,12 @@ from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.null_cuda.build import LIBRARY
 from torchtune_adaptive.text import MemorySize
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
+from torchtune_adaptive.tune.distributed import Place, mesh_of, start_clean
 from torchtune_adaptive.tune.finetuning import ForwardBackward, build_loss
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
-from torchtune_adaptive.tune.place import Place, mesh_of, start_clean
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 Memory: TypeAlias = CudaMemory | MemoryMeter
@@ -103,7 +103,7 @@ class RealStep:
 
     @cached_property
     def forward_backward(self):
-        data = Data(NamedSamples([]), packed=False, collate=self.collate, loader=None, max_seq_len=None)
+        data = Data(CheckedDataset([]), packed=False, collate=self.collate, loader=None, max_seq_len=None)
         return ForwardBackward(self.model, self.loss_fn, data, self.settings, self.device)
 
     def runner(self, rows: int, on_change: Callable[[Change], object] = lambda _: None) -> StepRunner[Sample]:

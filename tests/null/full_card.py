@@ -20,7 +20,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import set_memory, used_memory
 from torchtune_adaptive.rl.rollouts import worst_rollout
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 PPO = "full_ppo"
 CARD = 80 * 2**30
@@ -111,7 +111,7 @@ class Bench:
         os.environ["LOCAL_RANK"] = "0"  # the only card of each process is number 0
         torch.cuda.set_device(0)
         rows = "device=cuda", f"batch_size={ROWS}", "gradient_accumulation_steps=1"
-        with mock.patch.object(place, "join_on") if dist.is_initialized() else nullcontext():
+        with mock.patch.object(distributed, "join_on") if dist.is_initialized() else nullcontext():
             if kind == PPO:
                 # no value is computed that decides whether a cache has room
                 self._answers = torch.library.Library("aten", "IMPL")

@@ -10,7 +10,7 @@ from torchtune.training.checkpointing import _checkpointer
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.checkpoints.saving import BackgroundSave
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 
 class _Stopped(Exception):
@@ -50,7 +50,7 @@ def stopped_before_epoch(epoch: int) -> Iterator[None]:
         try:
             yield
         except _Stopped:
-            place.leave()
+            distributed.leave()
         else:
             raise AssertionError(f"the run ended before epoch {epoch}")
 
@@ -70,7 +70,7 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         recipe.cleanup()
     except _Stopped:
         recipe.run.checkpoints.wait()
-        place.leave()
+        distributed.leave()
     else:
         assert stop_before is None
 

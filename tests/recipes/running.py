@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import PATIENCE, use_next_port
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {
@@ -115,7 +115,7 @@ def start_in_process(kind: str, *arguments: str, train: bool = False) -> None:
             recipe.train()
             recipe.cleanup()
     finally:
-        place.leave()
+        distributed.leave()
 
 
 def run_stock(kind: str, cfg: DictConfig) -> None:

@@ -38,7 +38,7 @@ from torchtune_adaptive.rl.ppo import build_ppo_loss
 from torchtune_adaptive.rl.rewards import functions_of
 from torchtune_adaptive.rl.settings import REWARD_SECTION, VALUE_SECTION
 from torchtune_adaptive.text import size_for_rank
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
 from torchtune_adaptive.tune.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.finetuning import check_cuts, check_sequence_length, checked_loss, obstacle_to_recovery
@@ -203,7 +203,7 @@ def _check_together(
     check(obstacle_to_recovery, settings)
     check(check_growth, settings)
     check(start_progress, settings, ranks=1)
-    device = check(place.device_named, settings)
+    device = check(distributed.device_named, settings)
     if model is not None:
         check(check_sequence_length, model, adaptive)
         check(check_replicas_of, model, settings)
@@ -223,7 +223,7 @@ def _check_together(
         if None not in models:
             check(check_room, models, adaptive, own.max_generated_tokens)
     if ranks is not None:
-        check(place.mesh_shape, settings, ranks)
+        check(distributed.mesh_shape, settings, ranks)
         if adaptive.memory_limit is not None:
             check(size_for_rank, adaptive.memory_limit, 0, ranks, "adaptive.memory_limit")
 
@@ -231,7 +231,7 @@ def _check_together(
 def _check_folders(settings: Settings, recipe: Recipe, findings: Findings) -> None:
     """The device and the weights that a run would find here, and what it would find in its output directory."""
     try:
-        place.dtype_of(settings, place.device_of(settings))
+        distributed.dtype_of(settings, distributed.device_of(settings))
     except ConfigError as error:
         findings.missing(str(error))
     section = components.require(settings.config, "checkpointer")

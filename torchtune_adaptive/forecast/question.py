@@ -25,7 +25,7 @@ from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
 from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
 from torchtune_adaptive.text import did_you_mean, format_bytes, parse_amount
-from torchtune_adaptive.tune.bad_samples import longest_taken
+from torchtune_adaptive.tune.checked_dataset import longest_taken
 from torchtune_adaptive.tune.data import build_dataset
 from torchtune_adaptive.tune.samples import PAIR, TEXT
 

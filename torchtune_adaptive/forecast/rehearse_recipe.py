@@ -26,7 +26,7 @@ from torchtune_adaptive.forecast.which_recipe import trains_on_rollouts
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.process import rehearse
 from torchtune_adaptive.rehearse.rehearsed import Rehearsed
-from torchtune_adaptive.tune.fit import SEARCH_FILE
+from torchtune_adaptive.tune.batch_size import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
 ERASE = "\r\x1b[K"

@@ -44,9 +44,9 @@ from torchtune_adaptive.rl.stages import (
     generating,
 )
 from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.metrics import Cause
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, drop_nothing
-from torchtune_adaptive.tune.place import Place
 from torchtune_adaptive.tune.preference import without_adapters
 
 logger = logging.getLogger(__name__)

@@ -32,9 +32,17 @@ from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 from torchtune_adaptive.text import format_bytes, in_columns
-from torchtune_adaptive.tune import fit
-from torchtune_adaptive.tune.bad_samples import longest_taken
-from torchtune_adaptive.tune.fit import LONGEST_SAMPLE, SKIPPED, check_lengths, ways_to_make_room, worst_sample
+from torchtune_adaptive.tune.batch_size import (
+    LONGEST_SAMPLE,
+    SKIPPED,
+    check_lengths,
+    peak_of,
+    profile_lengths,
+    search_rows,
+    ways_to_make_room,
+    worst_sample,
+)
+from torchtune_adaptive.tune.checked_dataset import longest_taken
 from torchtune_adaptive.tune.trainer import Trainer
 
 Result = TypeVar("Result", SearchResult, Profile)
@@ -80,15 +88,15 @@ class LimitFinder:
             return self._with_room(configured)
         with self._as_in_training(memory):
             if budget is not None:
-                profiles = {stage: self._measured(memory, stage, fit.profile_lengths) for stage in configured}
+                profiles = {stage: self._measured(memory, stage, profile_lengths) for stage in configured}
                 return self._with_room({stage: profile.limit for stage, profile in profiles.items()})
             results: dict[str, SearchResult] = {}
             for stage in configured:
                 whole = self._stages.by_name[stage].samples
-                results[stage] = self._measured(memory, stage, partial(fit.search_rows, whole_step_rows=whole))
+                results[stage] = self._measured(memory, stage, partial(search_rows, whole_step_rows=whole))
         lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
         for stage, result in results.items():
-            peak = fit.peak_of(result) or 0
+            peak = peak_of(result) or 0
             lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
         say(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
         return self._with_room({stage: RowLimit(result.rows) for stage, result in results.items()})

@@ -26,9 +26,9 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl import settings as keys
-from torchtune_adaptive.tune.bad_samples import vocabulary_of
+from torchtune_adaptive.tune.checked_dataset import vocabulary_of
+from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.model import META, Unfilled, build_frozen_model, build_full_model, built_on, drop_nothing
-from torchtune_adaptive.tune.place import Place
 
 HEAD = "output.weight"
 VALUE_MODEL = "value_model"

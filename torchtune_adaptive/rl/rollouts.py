@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, check_samples, data_of
-from torchtune_adaptive.tune.place import Meshes
+from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
@@ -170,7 +170,7 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
         raise NotImplementedError("rollouts make their own batches")
 
     dataset, packed = build_dataset(settings.config, tokenizer)
-    samples = NamedSamples(dataset, TEXT, labelled=False)
+    samples = CheckedDataset(dataset, TEXT, labelled=False)
     check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
     data = data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
     samples.cut_at = data.max_seq_len  # not every dataset has its tokenizer do so

@@ -24,8 +24,8 @@ from torchtune_adaptive.life.console import say
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.passes import Generate, RolloutPass
 from torchtune_adaptive.rl.rollouts import Rollout
+from torchtune_adaptive.tune.distributed import dtype_of
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
-from torchtune_adaptive.tune.place import dtype_of
 from torchtune_adaptive.tune.trainer import restore_limits
 
 GENERATE, FIND_REWARDS = "generate", "rewards"

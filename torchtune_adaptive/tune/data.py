@@ -36,9 +36,9 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
+from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
-from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.unpadded import Batch, joined
 
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 class Data:
     """The dataset of a run, and what stands between it and a microbatch."""
 
-    dataset: NamedSamples
+    dataset: CheckedDataset
     packed: bool
     """All rows are of one length: several samples in each."""
     collate: Collate
@@ -82,7 +82,7 @@ def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mes
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
-    return data_of(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
+    return data_of(CheckedDataset(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
 
 
 def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
@@ -91,21 +91,21 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
     needed = [key for fields in PAIR.sequences for key in (fields.tokens, fields.labels)]
-    samples = NamedSamples(dataset, PAIR)
+    samples = CheckedDataset(dataset, PAIR)
     check_samples(samples, needed, settings.config, "pairs", "preference_dataset")
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
     return data_of(samples, collate, settings, tokenizer, mesh, packed=False)
 
 
 def data_of(
-    samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
+    samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
     """Collective: with a loader that reads the samples."""
     loader, max_seq_len = build_step_loader(samples, settings, mesh), getattr(tokenizer, "max_seq_len", None)
     return Data(samples, packed, collate, loader, max_seq_len, fingerprint_of(samples, max_seq_len))
 
 
-def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:
+def check_samples(samples: CheckedDataset, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:
     """Refuses a dataset of another kind, by its first sample."""
     if len(samples) == 0:
         return  # build_step_loader reports an empty dataset
@@ -202,7 +202,7 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
     return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
 
 
-def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
+def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
     """Collective: this data-parallel rank's loader. Ranks must have one dataset, with samples for a step of all."""
     ranks, samples = mesh["dp"].size(), len(dataset)
     first, *others = from_all_ranks(samples)

@@ -30,7 +30,7 @@ from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.tune.bad_samples import NamedSamples, name_of
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset, name_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.samples import INDEX, Cost, Kind, Sample, cost_of
 
@@ -162,7 +162,7 @@ class Dealer:
 class FullestRank:
     """A rehearsal runs one rank: in each step, the share of the one with the longest samples, dealt as in training."""
 
-    def __init__(self, dataset: NamedSamples, cost: Cost | None) -> None:
+    def __init__(self, dataset: CheckedDataset, cost: Cost | None) -> None:
         """`cost`: of a sequence, by which steps are dealt; None where each rank keeps what it reads."""
         self._dataset, self._cost = dataset, cost
 

@@ -27,9 +27,9 @@ from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN
-from torchtune_adaptive.tune.bad_samples import longest_taken
+from torchtune_adaptive.tune.checked_dataset import longest_taken
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.place import Place
+from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import batch_to_device, is_padded, taking_long_rows, targets_of
 

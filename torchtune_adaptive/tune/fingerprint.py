@@ -20,7 +20,7 @@ from torch import Tensor
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Fingerprint = Mapping[str, Any]
 """Plain JSON: `samples` of the dataset, `max_seq_len` of its tokenizer, and `crc32` by place."""
 
 
-def fingerprint_of(samples: NamedSamples, max_seq_len: int | None) -> Fingerprint | None:
+def fingerprint_of(samples: CheckedDataset, max_seq_len: int | None) -> Fingerprint | None:
     """Collective: the fingerprint, or None if samples are drawn at random. Raises on all ranks if theirs differ."""
     if REHEARSAL.on or not len(samples):
         return None
@@ -54,7 +54,7 @@ def fingerprint_of(samples: NamedSamples, max_seq_len: int | None) -> Fingerprin
     return {"samples": len(samples), "max_seq_len": max_seq_len, "crc32": [checksums[0] for checksums in by_place]}
 
 
-def check_same_data(samples: NamedSamples, now: Fingerprint | None, saved: Fingerprint | None) -> None:
+def check_same_data(samples: CheckedDataset, now: Fingerprint | None, saved: Fingerprint | None) -> None:
     """Collective: raises if the data differ from those of the checkpoint's run. `plan_course` checks the number of
     samples. After a change of max_seq_len, samples of the same data differ, so they are not compared."""
     if now is None or saved is None or any(now[key] != saved[key] for key in ("samples", "max_seq_len")):
@@ -73,7 +73,7 @@ def _places(samples: int) -> Sequence[int]:
     return sorted({(samples - 1) * at // (PLACES - 1) for at in range(PLACES)})
 
 
-def _is_drawn(samples: NamedSamples, place: int) -> bool:
+def _is_drawn(samples: CheckedDataset, place: int) -> bool:
     """Collective: whether a sample changes from reading to reading on any rank."""
     checksums = {_checksum_at(samples, place, seed) for seed in range(AGAIN)}
     drawn = any(from_all_ranks(len(checksums) > 1))
@@ -82,7 +82,7 @@ def _is_drawn(samples: NamedSamples, place: int) -> bool:
     return drawn
 
 
-def _checksum_at(samples: NamedSamples, place: int, seed: int = 0) -> int | None:
+def _checksum_at(samples: CheckedDataset, place: int, seed: int = 0) -> int | None:
     with seeded(seed):
         try:
             return zlib.crc32(b"".join(_content(samples.read(place))))

@@ -28,7 +28,7 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.place import SHARDING, Meshes, Place, dtype_of
+from torchtune_adaptive.tune.distributed import SHARDING, Meshes, Place, dtype_of
 from torchtune_adaptive.tune.unpadded import take_documents
 
 META = torch.device("meta")

@@ -27,13 +27,13 @@ from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.text import count_of, size_for_rank
-from torchtune_adaptive.tune.bad_samples import longest_taken, vocabulary_of
+from torchtune_adaptive.tune.checked_dataset import longest_taken, vocabulary_of
 from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
+from torchtune_adaptive.tune.distributed import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.fingerprint import check_same_data
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
-from torchtune_adaptive.tune.place import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.schedule import log_left_out
 

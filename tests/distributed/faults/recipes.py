@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE, figures_of
 
 SAMPLES, STEP = 4, 1
@@ -104,7 +104,7 @@ def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[
     with tempfile.TemporaryDirectory(prefix="faults-") as own:  # only rank 0's folder is used
         folder = [own]
         dist.broadcast_object_list(folder)
-        with mock.patch.object(place, "join_on"):  # the process group exists already
+        with mock.patch.object(distributed, "join_on"):  # the process group exists already
             recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
         recipe.setup()
         dist.barrier()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.count_collectives import CountCollectives
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.samples import INDEX, TEXT
 
@@ -37,7 +37,7 @@ class Numbered:
         return {"tokens": [index] * length, "labels": torch.full((length,), index), "number": index, **more}
 
 
-def steps_here(dataset: NamedSamples) -> Iterator[list[Any]]:
+def steps_here(dataset: CheckedDataset) -> Iterator[list[Any]]:
     """Yield the samples of each step as the loader deals them: ranks take turns."""
     ranks = dist.get_world_size()
     for step in range(STEPS):
@@ -59,7 +59,7 @@ def deal() -> Epoch:
     """Collective."""
     numbered = Numbered()
     with CountCollectives() as counted:
-        steps = list(Dealer(TEXT, cost=float).deal(steps_here(NamedSamples(numbered))))
+        steps = list(Dealer(TEXT, cost=float).deal(steps_here(CheckedDataset(numbered))))
     assert all(sample[INDEX] == sample["number"] for step in steps for sample in step)
     dealt = [[(s["number"], len(s["tokens"]), int(s["labels"][0])) for s in step] for step in steps]
     return Epoch(dealt, numbered.read, [*counted.seen.values()])
@@ -106,7 +106,7 @@ def test_dealing_costs_one_reduction_and_one_exchange_per_step(epochs: list[Epoc
 
 def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int]:
     """Return the number of samples in each dealt step, and the number of steps read."""
-    dataset, read = NamedSamples(Numbered()), 0
+    dataset, read = CheckedDataset(Numbered()), 0
 
     def reading() -> Iterator[list[Any]]:
         nonlocal read
@@ -127,7 +127,7 @@ def test_stop_request_on_one_rank_stops_reading_on_all(before_step: int) -> None
 
 
 def deal_with(numbered: Numbered) -> None:
-    dataset = NamedSamples(numbered)
+    dataset = CheckedDataset(numbered)
     list(Dealer(TEXT, cost=float).deal(steps_here(dataset)))
 
 

@@ -19,7 +19,7 @@ from torchtune_adaptive.demo.dataset import DemoDataset
 from torchtune_adaptive.demo.digits import digits_at_random
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 from torchtune_adaptive.rl.rollouts import Rollout
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 pytest.importorskip("trl")
 
@@ -204,7 +204,7 @@ def compare(folder: Path, loss_type: str) -> int:
     torch.save(reference, folder / "weights" / "reference.pt")
     torch.save(policy, folder / "weights" / "policy.pt")
     updates, answers = ours(folder, LOSSES[loss_type])
-    place.leave()
+    distributed.leave()
     for mine, its in zip(updates, theirs(folder, loss_type, answers), strict=True):
         assert mine.loss == pytest.approx(its.loss, rel=1e-5, abs=1e-6)
         assert mine.gradients.keys() == its.gradients.keys()

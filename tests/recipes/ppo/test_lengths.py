@@ -19,7 +19,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.rl.stages import FORWARD, STAGES
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 NEW = 12
 VARIED = (
@@ -165,7 +165,7 @@ def run_too_long(folder: Path) -> dict[str, str]:
             train(recipe)
         except AdaptiveError as error:
             message[case] = str(error)
-            place.leave()
+            distributed.leave()
     return message
 
 

@@ -10,7 +10,7 @@ from tests.recipes.recorders import events_of
 from tests.recipes.running import load_ours, run_ours
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 FORWARD_BATCH_SIZE = 4
 LARGE_CRITIC = (
@@ -58,7 +58,7 @@ def refused_for_want_of_memory(folder: Path, limits: str) -> str:
     recipe = load_ours("full_ppo")(ppo_config(folder, *adam, *searched, "batch_size=4"))
     with pytest.raises(OneRowDoesNotFitError) as error:
         recipe.setup()
-    place.leave()
+    distributed.leave()
     return str(error.value)
 
 

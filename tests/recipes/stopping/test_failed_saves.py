@@ -15,7 +15,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 ASYNC = ("enable_async_checkpointing=True",)
@@ -85,7 +85,7 @@ def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
         recipe.cleanup()
     except AdaptiveError as error:
         message = str(error)
-        place.leave()
+        distributed.leave()
     found = store.find_checkpoints(folder / "out")
     return message, sorted(each.name for each in found if each.manifest)
 

@@ -16,7 +16,7 @@ from torchtune_adaptive.checkpoints import loading
 from torchtune_adaptive.demo import dataset
 from torchtune_adaptive.demo.dataset import demo_row
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune import place
+from torchtune_adaptive.tune import distributed
 
 ANOTHER_FILE = "sample 0 of the dataset on rank 1 differs from that on rank 0"
 WEIGHT = "layers.0.attn.q_proj.weight"
@@ -49,7 +49,7 @@ def set_up(kind: str, folder: Path) -> str:
         differs = other_weights() if kind == "lora" else other_rows()
     with differs, pytest.raises(ConfigError) as error:
         load_ours(kind)(demo_config(kind, folder, *CASES[kind][0])).setup()
-    place.leave()
+    distributed.leave()
     return str(error.value)
 
 

@@ -11,7 +11,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.rl.limits import LimitFinder, check_room
 from torchtune_adaptive.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.bad_samples import Longest, NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset, Longest
 from torchtune_adaptive.tune.samples import TEXT
 
 UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len": 20}, {"max_seq_len": 99}))
@@ -38,7 +38,7 @@ def test_prompt_without_space_for_an_answer_is_named_before_training_with_row_li
     cut_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, _ = read_ppo_settings(config(PPO_DEMO, "use_maximum_batch_size=False"))
-    dataset = NamedSamples([{"tokens": [1] * length, "labels": [1] * length} for length in (8, 3, 9)])
+    dataset = CheckedDataset([{"tokens": [1] * length, "labels": [1] * length} for length in (8, 3, 9)])
     trainer: Any = SimpleNamespace(
         run=SimpleNamespace(settings=settings),
         data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=cut_at),
@@ -48,7 +48,7 @@ def test_prompt_without_space_for_an_answer_is_named_before_training_with_row_li
     stages: Any = SimpleNamespace(by_name=asked, runners=SimpleNamespace(limits={"generate": RowLimit(1)}))
     rl: Any = SimpleNamespace(max_generated_tokens=12, answers=1)
     finder, dataset.cut_at = LimitFinder(trainer, stages, rl), cut_at
-    monkeypatch.setattr(NamedSamples, "longest", lambda self: Longest(2, len(self[2]["tokens"])))
+    monkeypatch.setattr(CheckedDataset, "longest", lambda self: Longest(2, len(self[2]["tokens"])))
     if cut_at == 8:
         finder.find(memory=None)
         assert [len(dataset[at]["tokens"]) for at in range(3)] == [8, 3, 8]

@@ -17,7 +17,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.finetuning import ForwardBackward
 from torchtune_adaptive.tune.unpadded import joined, take_documents
@@ -91,7 +91,7 @@ def totals_and_gradients(
     loss_fn: nn.Module | None = None,
 ) -> tuple[Totals, dict[str, Tensor]]:
     """Return totals and gradients, summed over these microbatches."""
-    data: Any = Data(NamedSamples([]), packed=False, collate=collate, loader=None, max_seq_len=None)
+    data: Any = Data(CheckedDataset([]), packed=False, collate=collate, loader=None, max_seq_len=None)
     settings = Settings(**NEEDED, adaptive=AdaptiveConfig(token_budget=1))
     step = ForwardBackward(model, loss_fn or CEWithChunkedOutputLoss(), data, settings, device)
     model.zero_grad()

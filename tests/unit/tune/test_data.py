@@ -15,7 +15,7 @@ from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import data
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import StepLoader, build_dataset, build_step_loader
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
@@ -25,7 +25,7 @@ SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
 def load(samples: int, ranks: int, **keys: int) -> StepLoader[Any]:
     mesh: Any = {"dp": SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)}
     return build_step_loader(
-        NamedSamples([{"tokens": [1], "labels": [1]}] * samples), Settings(**{**KEYS, **keys}), mesh
+        CheckedDataset([{"tokens": [1], "labels": [1]}] * samples), Settings(**{**KEYS, **keys}), mesh
     )
 
 

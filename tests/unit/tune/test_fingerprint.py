@@ -10,7 +10,7 @@ import torch
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import fingerprint
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.fingerprint import PLACES, check_same_data, fingerprint_of
 
 LINES = [{"tokens": [at, at + 1], "labels": torch.tensor([at]), "answer": f"line {at}"} for at in range(64)]
@@ -45,7 +45,7 @@ def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def from_both(mine: Any) -> list[Any]:
         if isinstance(mine, bool):
             return [mine, mine]
-        return [mine, [fingerprint._checksum_at(NamedSamples(others[0]), at) for at in fingerprint._places(64)]]
+        return [mine, [fingerprint._checksum_at(CheckedDataset(others[0]), at) for at in fingerprint._places(64)]]
 
     monkeypatch.setattr(fingerprint, "from_all_ranks", from_both)
     return others
@@ -64,14 +64,14 @@ def test_different_samples_on_two_ranks_are_an_error(other: str, other_rank: lis
     with pytest.raises(
         ConfigError, match=r"^sample \d+ of the dataset on rank 1 differs from that on rank 0, .*order:"
     ):
-        fingerprint_of(NamedSamples(LINES), None)
+        fingerprint_of(CheckedDataset(LINES), None)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_randomly_drawn_samples_are_not_an_error(draw: str, other_rank: list[Any]) -> None:
     other_rank.append(Drawn(DRAWS[draw]))
     for _ in range(10):
-        found = fingerprint_of(NamedSamples(Drawn(DRAWS[draw])), None)
+        found = fingerprint_of(CheckedDataset(Drawn(DRAWS[draw])), None)
         assert (found is None) == (draw == "own")
 
 
@@ -84,9 +84,9 @@ def test_unreadable_sample_is_not_compared(other_rank: list[Any]) -> None:
                 raise OSError("bad sector")
             return LINES[index]
 
-    found = fingerprint_of(NamedSamples(Broken(random.random)), None)
+    found = fingerprint_of(CheckedDataset(Broken(random.random)), None)
     assert found is not None
-    assert found["crc32"][-2:] == [fingerprint._checksum_at(NamedSamples(LINES), fingerprint._places(64)[-2]), None]
+    assert found["crc32"][-2:] == [fingerprint._checksum_at(CheckedDataset(LINES), fingerprint._places(64)[-2]), None]
 
 
 def test_fingerprint_reads_a_few_samples_and_restores_the_random_state(other_rank: list[Any]) -> None:
@@ -98,25 +98,25 @@ def test_fingerprint_reads_a_few_samples_and_restores_the_random_state(other_ran
 
     other_rank.append(Drawn(draw))
     states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]]
-    fingerprint_of(NamedSamples(Drawn(draw)), None)
+    fingerprint_of(CheckedDataset(Drawn(draw)), None)
     assert len(reads) == 2 * PLACES
     for before, after in zip(states, [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]], strict=True):
         assert np.array_equal(np.asarray(before, dtype=object), np.asarray(after, dtype=object))
 
 
 def test_resume_on_changed_data_is_an_error_that_names_the_sample() -> None:
-    saved, changed = fingerprint_of(NamedSamples(LINES), 8), NamedSamples(OTHERS["other labels"])
+    saved, changed = fingerprint_of(CheckedDataset(LINES), 8), CheckedDataset(OTHERS["other labels"])
     with pytest.raises(ConfigError, match=r"^cannot resume: sample 21 of the dataset has changed .* restore"):
         check_same_data(changed, fingerprint_of(changed, 8), saved)
 
 
 def test_resume_may_change_max_seq_len() -> None:
-    cut = NamedSamples([{**line, "tokens": line["tokens"][:1]} for line in LINES])
-    check_same_data(cut, fingerprint_of(cut, 1), fingerprint_of(NamedSamples(LINES), 2))
+    cut = CheckedDataset([{**line, "tokens": line["tokens"][:1]} for line in LINES])
+    check_same_data(cut, fingerprint_of(cut, 1), fingerprint_of(CheckedDataset(LINES), 2))
 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_resume_may_draw_samples_at_random(draw: str) -> None:
-    samples = NamedSamples(Drawn(DRAWS[draw]))
+    samples = CheckedDataset(Drawn(DRAWS[draw]))
     saved = {"samples": 64, "max_seq_len": None, "crc32": [1] * PLACES}
     check_same_data(samples, fingerprint_of(samples, None), saved)

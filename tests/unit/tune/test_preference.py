@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs
-from torchtune_adaptive.tune.bad_samples import NamedSamples
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import check_samples
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE, build_preference_loss, figures_of, sums_of_rows
 from torchtune_adaptive.tune.samples import PAIR
@@ -44,7 +44,7 @@ def test_unsupported_option_is_refused(key: str, value: object) -> None:
 
 def test_finetuning_dataset_is_refused() -> None:
     cfg = OmegaConf.create({"dataset": {"_component_": "some.dataset"}})
-    samples = NamedSamples([{"tokens": [1], "labels": [1]}], PAIR)
+    samples = CheckedDataset([{"tokens": [1], "labels": [1]}], PAIR)
     with pytest.raises(
         ConfigError, match=r"dataset is some.dataset, which does not return pairs: its first sample has tokens, labels"
     ):

@@ -17,9 +17,9 @@ from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleTooLargeError
 from torchtune_adaptive.report.journal import Event
-from torchtune_adaptive.tune import fit
-from torchtune_adaptive.tune.bad_samples import NamedSamples
-from torchtune_adaptive.tune.fit import SEARCH_FILE, check_lengths, read_record, write_record
+from torchtune_adaptive.tune import batch_size
+from torchtune_adaptive.tune.batch_size import SEARCH_FILE, check_lengths, read_record, write_record
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.samples import PAIR
 
 FINGERPRINT = {"model": "llama3_1.llama3_1_8b", "world_size": 8, "shape": (1, 2), "budget": 75.2}
@@ -30,8 +30,8 @@ KIND = dataclasses.replace(PAIR, padded=False)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    monkeypatch.setattr(fit, "from_rank_0", lambda value: value)
-    monkeypatch.setattr(fit, "fingerprint_of", lambda *_: FINGERPRINT)
+    monkeypatch.setattr(batch_size, "from_rank_0", lambda value: value)
+    monkeypatch.setattr(batch_size, "fingerprint_of", lambda *_: FINGERPRINT)
 
 
 def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings:
@@ -74,8 +74,11 @@ def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any)
     run, trainer.data.kind = trainer.run, KIND
     run.progress.step = 0
     run.settings = settings({"output_dir": str(folder)}, **adaptive)
-    with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
-        search: Any = fit.profile_lengths if adaptive.get("token_budget") else fit.search_rows
+    with (
+        mock.patch.object(batch_size, "find_max_batch_size", measure),
+        mock.patch.object(batch_size, "profile_memory", measure),
+    ):
+        search: Any = batch_size.profile_lengths if adaptive.get("token_budget") else batch_size.search_rows
         search(trainer, step, mock.MagicMock(), most_rows=64)
     (event,) = run.journal.event.call_args.args
     assert isinstance(event, Event)
@@ -105,7 +108,7 @@ def test_row_that_does_not_fit_is_reported_with_its_stage(tmp_path: Path) -> Non
 
 def too_long(budget: int | str, length: int, max_seq_len: int | None = None, **changed: Any) -> str:
     """Return the error of a microbatch that can hold 887 tokens of a longer pair."""
-    data: Any = SimpleNamespace(dataset=NamedSamples([KIND.uniform(1, length)], KIND), kind=KIND, max_seq_len=None)
+    data: Any = SimpleNamespace(dataset=CheckedDataset([KIND.uniform(1, length)], KIND), kind=KIND, max_seq_len=None)
     cfg = OmegaConf.create({"tokenizer": {"max_seq_len": max_seq_len}})
     with pytest.raises(SampleTooLargeError) as error:
         check_lengths(settings({**changed, "config": cfg}, token_budget=budget), data, 887)

@@ -37,7 +37,7 @@ class Longest(NamedTuple):
     length: int
 
 
-class NamedSamples(Dataset[Sample]):
+class CheckedDataset(Dataset[Sample]):
     """A dataset whose samples carry their index, and whose errors say which sample they are about."""
 
     def __init__(self, dataset: Any, kind: Kind = TEXT, *, labelled: bool = True) -> None:

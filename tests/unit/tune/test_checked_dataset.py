@@ -15,7 +15,7 @@ from torchtune_adaptive.errors import (
     SampleTooLongError,
     UnrecoverableError,
 )
-from torchtune_adaptive.tune.bad_samples import NamedSamples, vocabulary_of
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset, vocabulary_of
 from torchtune_adaptive.tune.samples import INDEX, PAIR
 
 JOINED = replace(PAIR, padded=False)
@@ -39,7 +39,7 @@ WRONG: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("wrong", "expected"), WRONG, ids=str)
 def test_invalid_sample_is_named_when_it_is_read(wrong: Any, expected: str) -> None:
-    samples = NamedSamples([{"tokens": [1] * 4, "labels": [1] * 4}, wrong])
+    samples = CheckedDataset([{"tokens": [1] * 4, "labels": [1] * 4}, wrong])
     samples.vocabulary = samples.most_tokens = 4
     assert samples[0] == {"tokens": [1] * 4, "labels": [1] * 4, INDEX: 0}
     with pytest.raises(
@@ -50,7 +50,7 @@ def test_invalid_sample_is_named_when_it_is_read(wrong: Any, expected: str) -> N
 
 def test_both_answers_of_a_pair_are_checked() -> None:
     pair = {key: [1, 2] for fields in PAIR.sequences for key in fields[:2]}
-    samples = NamedSamples([pair, {**pair, "rejected_labels": [1]}], PAIR)
+    samples = CheckedDataset([pair, {**pair, "rejected_labels": [1]}], PAIR)
     assert samples[0] == {**pair, INDEX: 0}
     with pytest.raises(SampleError, match=r"^sample 1 .* has 2 rejected_input_ids and 1 rejected_labels"):
         samples[1]
@@ -67,7 +67,7 @@ def test_both_answers_of_a_pair_are_checked() -> None:
     ids=["ignored", "before all tokens", "empty", "tensors"],
 )
 def test_samples_accepted_by_stock_are_valid(sample: dict[str, Any]) -> None:
-    samples = NamedSamples([sample])
+    samples = CheckedDataset([sample])
     samples.vocabulary = 4
     assert samples[0][INDEX] == 0
 
@@ -93,9 +93,9 @@ def test_dataset_without_a_length_is_reported_by_its_key(error: type[BaseExcepti
     with pytest.raises(
         ConfigError, match=rf"^dataset has no usable length \({error.__name__}: the index is gone\): use"
     ):
-        len(NamedSamples(Broken(error)))
+        len(CheckedDataset(Broken(error)))
     with pytest.raises(ConfigError, match=r"^dataset has no usable length .* has no len\(\)\): use"):
-        len(NamedSamples(iter([1])))
+        len(CheckedDataset(iter([1])))
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_dataset_that_exits_or_exhausts_host_memory_is_reported(
     error: type[BaseException], told_as: type[Exception], message: str
 ) -> None:
     with pytest.raises(told_as, match=f"^{message}"):
-        NamedSamples(Broken(error))[0]
+        CheckedDataset(Broken(error))[0]
 
 
 def test_pair_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
     pairs = [JOINED.uniform(1, length) for length in (886, 984)]
-    samples = NamedSamples(pairs, JOINED)
+    samples = CheckedDataset(pairs, JOINED)
     samples.room = 887, "; raise it"
     assert samples[0][INDEX] == 0
     with pytest.raises(
