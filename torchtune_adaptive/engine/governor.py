@@ -1,6 +1,6 @@
-"""Moves the limit of a run: down when memory runs out or thrashes, up again when that has passed.
+"""Adjust the microbatch limit during a run: lower it after OOM errors or allocator thrashing, raise it again later.
 
-Pure: every rank feeds it what all ranks know of a step, and so comes to the same limit.
+The governor is deterministic and communicates nothing: all ranks pass it the same facts and get the same limit.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ THRASHING = "thrashing"
 TRIAL = "trial"
 GROWTH = "growth"
 EXHAUSTED = "exhausted"
-"""Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back. An
-exhausted limit stays as it is: memory ran out, and there is no smaller one, so the run ends."""
+"""Kinds of change. RECOVERY lowers the limit. THRASHING lowers it on trial, and TRIAL decides. GROWTH raises it by one
+step. EXHAUSTED leaves it: memory ran out at the smallest limit, so the run ends."""
 
 
 def in_step(step: int, stage: str = "") -> str:
-    """Where a line of the log begins: `step 3, policy`."""
+    """Return the beginning of a log line: `step 3, policy`."""
     return f"step {step}, {stage}" if stage else f"step {step}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One decision about the limit, the same on all ranks."""
+    """A decision about the limit, identical on all ranks."""
 
     kind: str
     step: int
-    """The step in which it happened, or after which."""
+    """The step during or after which it happened."""
     stage: str | None = None
-    """The stage of the step; None where steps have only one."""
+    """The stage of the step; None if steps have only one stage."""
     reason: str
-    """The line of the log."""
+    """The log line."""
     unit: str
     before: int
-    """The size of the limit, in `unit`."""
+    """Size of the limit in `unit`."""
     after: int
     ranks: tuple[int, ...] | None = None
     """The ranks that caused it."""
     rows: int | None = None
     """Rows of the largest microbatch that caused it."""
     length: int | None = None
-    """Tokens of its longest sample."""
+    """Tokens of the longest sample in it."""
     lost_seconds: float | None = None
-    """What the attempt at the step took that did not count, on this rank."""
+    """Duration of the failed attempt on this rank."""
     peak_bytes: int | None = None
-    """The peak of the rank that came closest to its own budget."""
+    """Peak memory of the rank that came closest to its budget."""
     budget_bytes: int | None = None
     """The budget of that rank."""
 
 
 TRIAL_STEPS = 4
-"""Steps whose speed decides between two limits; the first after a change is not one of them."""
+"""Steps whose speed decides between two limits, not counting the first step after a change."""
 
 
 class LimitState(TypedDict):
-    """What a checkpoint keeps of a limit: numbers, and the unit that they count."""
+    """State of a governor in a checkpoint."""
 
     unit: str
     size: int | None
@@ -74,7 +74,7 @@ class LimitState(TypedDict):
 
 @dataclass
 class _Trial:
-    """A smaller limit, in use until its speed is known."""
+    """A smaller limit in use until its speed is known."""
 
     larger: Limit
     rate_before: float
@@ -82,10 +82,11 @@ class _Trial:
 
 
 class Governor:
-    """The limit in use, which is never above the allowed one.
+    """Holds the current limit, which never exceeds the allowed one.
 
-    `regrow_after` steps without trouble are followed by one step up, on probation for as long: if that fails, it is
-    taken back, and the next try waits for twice as many. 0: never.
+    After `regrow_after` steps without OOM or thrashing the limit grows by one step. The larger limit is on probation
+    for another `regrow_after` steps. If it fails, it is revoked and the next attempt waits twice as long. 0 disables
+    growth.
     """
 
     def __init__(self, allowed: Limit, *, regrow_after: int, stage: str = "") -> None:
@@ -95,13 +96,13 @@ class Governor:
         self._allowed = allowed
         self._size: int | None = None  # None: as allowed
         self._regrow_after = regrow_after
-        self._failed_tries = 0  # of more, in a row: each doubles the wait for the next
+        self._failed_tries = 0  # consecutive failed growth attempts; each doubles the wait
         self._quiet_steps = 0
-        self._before_growth: int | None = None  # the size to go back to while on probation
+        self._before_growth: int | None = None  # size to return to if probation fails
         self._trial: _Trial | None = None
         self._thrashing_rates: list[float] = []
         self._thrashed_before = False
-        self._tolerated: set[int] = set()  # sizes that are best in spite of the retries
+        self._tolerated: set[int] = set()  # sizes kept in spite of allocator retries
         self._row_retried_in: int | None = None  # the last step in which a single row failed
 
     @property
@@ -109,7 +110,7 @@ class Governor:
         return self._regrow_after << self._failed_tries
 
     def allow(self, limit: Limit) -> None:
-        """Allows no more than this limit from now on, and less where the run has come down to less of the same unit."""
+        """Set the allowed limit; a smaller current size in the same unit is kept."""
         if limit.unit != self._allowed.unit:
             self._tolerated, self._failed_tries = set(), 0
             self._change(None)
@@ -117,24 +118,23 @@ class Governor:
         self._use(self._size)
 
     def start_over(self) -> None:
-        """Uses all that is allowed: microbatches need less from now on."""
+        """Return to the allowed limit, for example because microbatches need less memory from now on."""
         self._row_retried_in = None
         self._change(None)
 
     def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
-        """Takes the next smaller limit, after these microbatches failed, by rank; the limit is EXHAUSTED if there is
-        none.
+        """Lower the limit after these microbatches (by rank) ran out of memory; return EXHAUSTED at the smallest limit.
 
-        A single row may have met what larger microbatches have left behind, or a process that shares the device: the
-        first time in a step that only single rows fail, the limit stays as it is, or as it was before it was last
-        raised if that has yet to prove itself.
+        A single row may fail because of memory that larger microbatches fragmented, or because of another process on
+        the device. So the first time in a step that only single rows fail, the limit is kept (or, on probation,
+        revoked).
         """
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
         what = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
         if self._row_retried_in != step and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._row_retried_in = step
-            remark = self._step_down(self._size)  # the size it has, unless on probation
+            remark = self._step_down(self._size)  # keeps the current size, unless on probation
             change = f"a single row failed and is retried once, other rows in microbatches of at most {self.limit}"
         elif after is None:
             what += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
@@ -147,9 +147,9 @@ class Governor:
         return self._note(RECOVERY, step, f"{what}: {change}, step repeated{remark}", before, failed)
 
     def completed(self, step: int, rate: float, retrying: Mapping[int, Microbatch]) -> Change | None:
-        """Records a completed step, and changes the limit if that is due.
+        """Record a completed step and change the limit if that is due.
 
-        `rate` is its target tokens a second; `retrying` are the ranks whose allocator flushed its cache, each with its
+        `rate` is in target tokens per second. `retrying` maps the ranks whose allocator flushed its cache to their
         largest microbatch.
         """
         thrashing = bool(retrying) and self._thrashed_before
@@ -164,7 +164,7 @@ class Governor:
         return self._grow_if_due(step)
 
     def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
-        """Takes a smaller limit. The step is complete, so it is not repeated."""
+        """Lower the limit on trial; the step is complete and not repeated."""
         what = f"the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
         before, after, rates = self.limit, _shrunk(self.limit, retrying), self._thrashing_rates
         if after is None:
@@ -179,7 +179,7 @@ class Governor:
         return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
 
     def _judge(self, trial: _Trial, step: int, rate: float) -> Change | None:
-        """Keeps the faster of the two limits, once enough steps have run."""
+        """Keep the faster of the two limits after enough steps."""
         trial.rates.append(rate)
         if len(trial.rates) <= TRIAL_STEPS:
             return None
@@ -195,7 +195,7 @@ class Governor:
         due = self._regrow_after if self._before_growth is not None else self._wait
         if not self._regrow_after or self._quiet_steps < due:
             return None
-        if self._before_growth is not None:  # probation has passed
+        if self._before_growth is not None:  # probation passed
             self._before_growth, self._failed_tries = None, 0
         before, quiet = self.limit, self._quiet_steps
         self._quiet_steps = 0
@@ -208,7 +208,7 @@ class Governor:
         return self._note(GROWTH, step, reason, before)
 
     def state(self) -> LimitState:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "unit": self.limit.unit,
             "size": self._size,
@@ -220,9 +220,9 @@ class Governor:
         }
 
     def restore(self, state: LimitState) -> None:
-        """Restores a saved state. If the kind of limit has changed, only the count of recoveries carries over."""
+        """Restore a saved state; if the unit of the limit has changed, only the number of recoveries is restored."""
         if missing := LimitState.__annotations__.keys() - state.keys():
-            raise ValueError(f"not the state of a limit, since it has no {', '.join(sorted(missing))}")
+            raise ValueError(f"not the state of a limit: missing {', '.join(sorted(missing))}")
         self.recoveries = state["recoveries"]
         if state["unit"] != self.limit.unit:
             return
@@ -237,9 +237,8 @@ class Governor:
         self.limit = self._allowed if size is None or size >= self._allowed.size else self._allowed.resized(size)
 
     def _change(self, size: int | None) -> None:
-        """Starts anew under another limit."""
+        """Switch to another size and forget what was observed under the previous one."""
         self._use(size)
-        # All of this was observed under the previous limit.
         self._quiet_steps = 0
         self._before_growth = None
         self._trial = None
@@ -247,7 +246,7 @@ class Governor:
         self._thrashed_before = False
 
     def _step_down(self, size: int | None) -> str:
-        """Takes this size or, on probation, the one before if that is smaller; returns what to add to the log line."""
+        """Switch to this size or, on probation, to the previous one if that is smaller; return a remark for the log."""
         if self._before_growth is None:
             self._change(size)
             return ""
@@ -274,7 +273,7 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
-    """The next smaller limit, one that none of these fits in, unless it is a single row; None if there is none."""
+    """Return the next smaller limit that excludes all these microbatches except single rows; None if there is none."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

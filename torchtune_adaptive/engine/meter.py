@@ -1,8 +1,8 @@
-"""Device memory where there is no device: counts what training on a CPU keeps alive, and can run out of it.
-`memory_within` is the memory of a rank, on CUDA or here.
+"""Memory accounting on a CPU: count live tensors and raise an OOM error above a limit.
 
-A CPU has no allocator that reports a peak or enforces a limit. The meter watches every operation instead, so that
-searching and recovering work, and can be tested, on a laptop.
+A CPU has no allocator that reports a peak or enforces a limit. The meter observes every operation instead, so that
+search and recovery work, and can be tested, without a GPU. `memory_within` chooses between CUDA's allocator and the
+meter.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of all storages that were allocated inside of it, or given to it, and still live.
+    """Count the bytes of all live storages that were allocated inside it or passed to `count`.
 
-    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. The
-    operation has run by then, but what it was refused does not count: the peak is what was had, as on a device.
+    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. The operation
+    has already run then, but its allocation is not part of the peak, as on a device.
 
-    Memory that a kernel uses only inside of itself is not seen. And autograd, under any dispatch mode, adds
-    to gradients out of place: accumulating without FSDP, the peak is one parameter higher than it would be.
+    Temporary memory inside a kernel is not counted. Under any dispatch mode autograd accumulates gradients out of
+    place, so without FSDP the peak is one parameter higher than without the meter.
     """
 
     counts_fakes = False
-    """Whether tensors without data count as if they had some. DTensor makes some to find out about shapes."""
+    """Whether fake tensors are counted. DTensor creates some to infer shapes."""
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         super().__init__()
@@ -52,32 +52,35 @@ class MemoryMeter(TorchDispatchMode):
         self._resize: Callable[[UntypedStorage, int], object] | None = None
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Adds tensors that exist already, such as parameters and optimizer state. Never runs out of memory."""
+        """Add existing tensors, such as parameters and optimizer state; never raises an OOM error."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 self._update(plain.untyped_storage(), may_be_new=True)
 
     def reset_peak(self) -> None:
+        """Set the peak to the memory in use."""
         self.peak_bytes = self.live_bytes
 
     @property
     def budget_bytes(self) -> int:
+        """The cap; raises ConfigError without one."""
         if self.cap_bytes is None:
             raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         return self.cap_bytes
 
     @property
     def retries(self) -> int:
-        """None: there is no cache that could be flushed."""
+        """Always 0: a CPU's allocator flushes no cache."""
         return 0
 
     @property
     def fullness(self) -> float:
+        """Always 0, for the same reason."""
         return 0.0
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Suspends the cap, so that a need above it is measured."""
+        """Suspend the cap, to measure a peak above it."""
         cap_bytes, self.cap_bytes = self.cap_bytes, None
         try:
             yield
@@ -87,7 +90,7 @@ class MemoryMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and similar types dispatch their inner operations
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         effect = _effect_of(func)
@@ -102,13 +105,13 @@ class MemoryMeter(TorchDispatchMode):
                 self._check(0, str(func))
             except torch.OutOfMemoryError:
                 self.peak_bytes = peak_before
-                del result, tensor  # or the traceback would keep them for as long as it lives
+                del result, tensor  # otherwise the traceback keeps them alive
                 raise
         return result
 
     def __enter__(self) -> MemoryMeter:
         if self._resize is not None:
-            raise RuntimeError("this MemoryMeter is in force already: enter it once")
+            raise RuntimeError("this MemoryMeter is already active: enter it only once")
         # FSDP allocates parameters by growing their storages, which is not an operation.
         resize = self._resize = UntypedStorage.resize_
 
@@ -136,7 +139,7 @@ class MemoryMeter(TorchDispatchMode):
             )
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
-        """Takes note of a storage that is new or has changed its size."""
+        """Record a storage that is new or was resized."""
         key, size = storage._cdata, storage.size()
         known = self._storages.get(key)
         if known is not None:
@@ -152,13 +155,13 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class _Effect(Enum):
-    """What an operation may do to the storages of the tensors that it returns."""
+    """Possible effects of an operation on the storages of its results."""
 
     NONE = auto()
     CHANGES_SIZE = auto()
     ALLOCATES = auto()
     MATCHED = auto()
-    """Allocates, and peers have taken part by the time it has run, so it must not fail."""
+    """Allocates in a collective that peers have already matched, so it must not fail."""
 
 
 @cache
@@ -168,7 +171,7 @@ def _effect_of(func: OpOverload) -> _Effect:
     if func.namespace == "_c10d_functional":
         return _Effect.MATCHED
     if func is torch.ops.aten.lift_fresh.default:
-        # torch.tensor() allocates where no mode sees it, and then hands over what it made.
+        # torch.tensor() allocates outside dispatch modes and then passes its result to lift_fresh.
         return _Effect.ALLOCATES
     aliases = [returned.alias_info for returned in func._schema.returns]
     if any(alias is None for alias in aliases):
@@ -180,10 +183,9 @@ def _effect_of(func: OpOverload) -> _Effect:
 def memory_within(
     limit: MemorySize | None, device: torch.device, resident: Iterable[Tensor]
 ) -> Iterator[MemorySource | None]:
-    """Enforces this rank's limit while it is open: on CUDA through the allocator, on a CPU through a meter.
+    """Enforce this rank's limit while open, through the allocator on CUDA and through a meter on a CPU.
 
-    `resident` is what lives on the device already. None where nothing limits memory and nothing measures it: on a CPU
-    without a limit.
+    `resident` are the tensors already on the device. Yields None on a CPU without a limit.
     """
     if device.type == "cuda":
         yield CudaMemory(limit, device)
@@ -191,7 +193,7 @@ def memory_within(
         yield None
     else:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # Under a dispatch mode nothing is compiled, and what insists on it fails: torchao's optimizers, for example.
+        # Dispatch modes prevent compilation, and code that requires it fails, for example torchao's optimizers.
         eagerly = torch.compiler.set_stance("force_eager")
         with eagerly, MemoryMeter(limit.bytes_of(machine_bytes)) as meter:
             meter.count(resident)
@@ -199,6 +201,6 @@ def memory_within(
 
 
 def resident_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """What lives on the device between two steps."""
+    """Return the tensors that stay on the device between steps."""
     states = [leaf for optimizer in optimizers for leaf in tree_iter(dict(optimizer.state))]
     return [*model.parameters(), *model.buffers(), *(leaf for leaf in states if isinstance(leaf, Tensor))]

@@ -235,7 +235,7 @@ def test_state_of_another_kind_of_limit_restores_only_counters():
 
 
 def test_invalid_state_is_refused():
-    with pytest.raises(ValueError, match=r"not the state of a limit, since it has no before_growth, .*, unit"):
+    with pytest.raises(ValueError, match=r"not the state of a limit: missing before_growth, .*, unit"):
         Run().governor.restore({})
 
 

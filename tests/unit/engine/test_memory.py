@@ -80,7 +80,7 @@ def test_existing_tensors_are_counted_on_request():
 
 def test_meter_cannot_be_entered_twice_at_a_time():
     resize = torch.UntypedStorage.resize_
-    with MemoryMeter() as meter, pytest.raises(RuntimeError, match="in force already"), meter:
+    with MemoryMeter() as meter, pytest.raises(RuntimeError, match="already active"), meter:
         pass
     assert torch.UntypedStorage.resize_ is resize
     with meter:
