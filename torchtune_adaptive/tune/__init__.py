@@ -1,1 +1,1 @@
-"""What a recipe is made of: place, model, data, a size that fits, a schedule, steps and what they log."""
+"""The parts of a recipe: devices and ranks, model, data, batch sizes, optimizer, steps and logging."""

@@ -1,4 +1,4 @@
-"""Where a process works, and with whom: its device and the memory it may use, its group, and the meshes in it."""
+"""The device of a process, its process group and its device meshes."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ from torchtune_adaptive.text import ranks_named, shown
 logger = logging.getLogger(__name__)
 
 Meshes = Mapping[str, DeviceMesh]
-"""`dp`: the ranks that have data of their own; `tp`: those that share theirs; `sharding`: what the model is sharded
-over, and replicated."""
+"""`dp`: ranks with different data; `tp`: ranks that share data; `sharding`: the mesh that shards and replicates the
+model."""
 SHARDING = "sharding"
 WHATEVER_IS_LEFT = -1
 GREETS_EVERY_S = 0.02
 OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
-"""What nodes may have of their own, besides paths."""
+"""Keys that may differ between nodes, besides paths."""
 A_PATH = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
-"""Keys of paths; another value is one if it begins like one."""
+"""Keys of paths. Values of other keys are paths if they begin like one."""
 MOST_NAMED = 3
 
 
 class Place(NamedTuple):
+    """The device of this rank, and its device meshes."""
+
     device: torch.device
     mesh: Meshes
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks: each trains on samples of its own."""
+        """Number of data-parallel ranks, which train on different samples."""
         return self.mesh["dp"].size()
 
 
 def join(settings: Settings) -> Place:
-    """Collective: takes the place in the run that torchrun and the config give this process."""
+    """Collective: join the process group, compare the configs of all ranks, and create the meshes."""
     device = device_of(settings)
     join_on(device)
     check_same_config(settings.config)
@@ -61,11 +63,11 @@ def join(settings: Settings) -> Place:
 
 
 def join_on(device: torch.device) -> None:
-    """Collective: joins the group that torchrun describes, or makes a group of this one process."""
+    """Collective: join torchrun's process group; without torchrun, create a group of one process."""
     backends = dist.Backend.default_device_backend_map
     if device.type not in backends:
         raise ConfigError(f"device is {device.type!r}: torch.distributed has no backend for it, use cuda or cpu")
-    # the accelerator's own backend for its tensors, and gloo for what stays on the host
+    # gloo for tensors on the host
     backend = "gloo" if device.type == "cpu" else f"{device.type}:{backends[device.type]},cpu:gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, **store_of_this_start())
@@ -74,15 +76,19 @@ def join_on(device: torch.device) -> None:
 
 
 def leave() -> None:
+    """Destroy the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def store_of_this_start() -> dict[str, Any]:
-    """Where a launcher may restart its ranks, a part of its store that holds nothing of those that died, whose
-    addresses they would call. Launchers count restarts each for itself, so each rank says that it is there under a new
-    name, and rank 0 answers those names until all have heard it: what the dead have said gets an answer nobody
-    reads."""
+    """Return the arguments for a store without keys of earlier starts; empty without torchrun.
+
+    After a restart, the launcher's store still contains the addresses of ranks that died. So all ranks use a prefix
+    that rank 0 draws. Launchers count restarts independently, so their count cannot be the prefix. Each rank
+    announces itself under a random name, and rank 0 answers every name until all ranks confirm the prefix. Answers to
+    dead ranks are never read.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ or REHEARSAL.on:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
@@ -112,8 +118,7 @@ def _greeted(store: Any, world_size: int) -> str:
 
 
 def check_same_config(cfg: DictConfig) -> None:
-    """Collective: refuses ranks with different values, which would train different models, or wait. Paths may
-    differ."""
+    """Collective: raise a ConfigError if ranks have different configs; paths may differ."""
     first, *others = from_all_ranks(dict(_values("", OmegaConf.to_container(cfg))))
     other = next((rank for rank, theirs in enumerate(others, start=1) if theirs != first), None)
     if other is None:
@@ -129,7 +134,7 @@ def check_same_config(cfg: DictConfig) -> None:
 
 
 def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """What has to be the same, by dotted keys, as an error shows it. Nulls are left out, as keys may be."""
+    """Yield the dotted keys and values that must be equal on all ranks; null counts like a missing key."""
     if value is None or key in OF_A_NODE:
         return
     if isinstance(value, Mapping):
@@ -145,7 +150,7 @@ def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def mesh_shape(settings: Settings, ranks: int) -> tuple[int, int, int]:
-    """Replicas, shards and tensor-parallel ranks of a mesh of so many ranks; refuses what does not come out even."""
+    """Return the numbers of replicas, shards and tensor-parallel ranks, whose product must be `ranks`."""
     replicas, tensor_parallel = settings.data_parallel_replicate_dim, settings.tensor_parallel_dim
     given = None if settings.data_parallel_shard_dim == WHATEVER_IS_LEFT else settings.data_parallel_shard_dim
     shards = ranks // (replicas * tensor_parallel) if given is None else given
@@ -165,31 +170,32 @@ def mesh_shape(settings: Settings, ranks: int) -> tuple[int, int, int]:
 
 
 def mesh_of(device: torch.device, settings: Settings) -> Meshes:
+    """Collective: create the device meshes."""
     replicas, shards, tensor_parallel = mesh_shape(settings, dist.get_world_size())
     if replicas == 1:
         whole = init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))
         return {"dp": whole["dp"], "tp": whole["tp"], SHARDING: whole["dp"]}
-    # the ranks of a replica follow one another
+    # The ranks of a replica are consecutive.
     whole = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
     return {"dp": whole._flatten("dp"), SHARDING: whole}
 
 
 def device_of(settings: Settings) -> torch.device:
-    """The device of this process; under torchrun, the one of its local rank."""
+    """Return the device of this process; under torchrun, that of its local rank."""
     try:
         device: torch.device = utils.get_device(device=settings.device)
     except (RuntimeError, AttributeError) as error:
-        # torchtune compares the local rank with what it counts, of CPUs too
+        # torchtune also fails on a CPU if the local rank is not below the number of devices.
         lacking = "local rank" in str(error) and not torch.accelerator.is_available()
         raise _not_offered(settings, "torch found only cpu" if lacking else str(error)) from error
-    # without an accelerator torchtune takes the CPU for whatever was asked for
+    # Without an accelerator, torchtune silently returns the CPU.
     if device.type != torch.device(settings.device).type:
         raise _not_offered(settings, f"torch found only {device.type}")
     return device
 
 
 def device_named(settings: Settings) -> torch.device:
-    """What the config says, whether it is here or not."""
+    """Return the configured device, which need not be available."""
     try:
         return torch.device(settings.device)
     except RuntimeError as error:
@@ -204,6 +210,7 @@ def _not_offered(settings: Settings, reason: str) -> ConfigError:
 
 
 def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:
+    """Return the configured dtype if the device supports it."""
     try:
         dtype: torch.dtype = training.get_dtype(settings.dtype, device=device)
     except RuntimeError as error:
@@ -212,7 +219,7 @@ def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:
 
 
 def prepare(settings: Settings) -> None:
-    """Call before anything is built: an optimizer on the CPU wants more than torchrun's one thread."""
+    """Set the number of threads for an optimizer on the CPU. Call it before anything is built."""
     if settings.fsdp_cpu_offload:
         training.set_torch_num_threads()
     limited_on_cpu = settings.adaptive.memory_limit is not None and not on_gpu(settings)
@@ -221,7 +228,7 @@ def prepare(settings: Settings) -> None:
 
 
 def start_clean(device: torch.device) -> None:
-    """Call after everything is built: what building left behind must not count as training's peak."""
+    """Free memory that setup left behind, so it does not count in the peak of training."""
     if device.type == "cpu":
         gc.collect()
     else:

@@ -1,4 +1,4 @@
-"""What a run shows and records: progress bar, metric logger, journal and profiler; and whether it learns at all."""
+"""Output of a run: progress bar, metric logger, journal and profiler. Also detects runs that do not learn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 CONFIG = "torchtune_config.yaml"
-"""Name that torchtune gives to the config it logs."""
+"""The name that torchtune uses for the logged config."""
 NOISE, NOISE_LOW, NOISE_HIGH = "gradient_noise_scale", "gradient_noise_scale_low", "gradient_noise_scale_high"
 PROFILER = "torchtune.training.setup_torch_profiler"
 
@@ -45,7 +45,7 @@ PROFILER = "torchtune.training.setup_torch_profiler"
 def record_epoch(
     journal: Journal, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int
 ) -> None:
-    """Records each stage's limit as an epoch begins, or goes on, and whether its steps have other sizes."""
+    """Record the limit of each stage when an epoch begins or resumes, and changes of the samples per step."""
     step, epoch = progress.step, f"epoch {sizes.epoch}"
     for stage, limit in limits.items():
         reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
@@ -59,7 +59,7 @@ def record_epoch(
 
 
 class Metrics:
-    """Logs each step under torchtune's names and keeps the progress bar of the epoch. Only rank 0 shows anything."""
+    """Logs each step under torchtune's names and updates the progress bar. Only rank 0 has output."""
 
     def __init__(self, settings: Settings, device: torch.device, journal: Journal) -> None:
         self._shown = dist.get_rank() == 0
@@ -71,21 +71,22 @@ class Metrics:
         self._logger_failed = False
         if self._shown:
             self._logger = components.build("metric_logger", settings.config)
-            # the whole config as it runs, where torchtune's own loggers put it; others would not
+            # Write the resolved config where torchtune's loggers put it; other loggers do not write it.
             path, text = Path(settings.output_dir) / CONFIG, OmegaConf.to_yaml(settings.config, resolve=True)
-            if path.exists() and not path.is_file():  # which torchtune's loggers would wait for
+            if path.exists() and not path.is_file():  # torchtune's loggers would block on a pipe
                 raise ConfigError(f"{str(path)!r} is not a file: remove it, or change output_dir")
             self._logger.log_config(settings.config)
             if keep_file(path, text.encode(), "the config of this run is not saved"):
                 logger.info("config: %s", path)
 
     def watch(self, memory: MemorySource | None) -> None:
-        """Logs the peak of this memory, which starts anew at every logged step."""
+        """Log the peak of this memory; it is reset at every logged step."""
         self._memory = memory
 
     def epoch(
         self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, called: str = "steps"
     ) -> Iterator[Item]:
+        """Yield the steps of an epoch and show their progress."""
         self._samples_per_step = sizes.samples_per_step
         what = f"epoch {sizes.epoch}"
         with progress_bar(what, sizes.steps, called, done=steps_done, shown=self._shown, at_once=True) as self._bar:
@@ -95,7 +96,7 @@ class Metrics:
     def log_step(
         self, step: int, result: StepResult, grad_norm: float | None, samples: float | None, more: Mapping[str, float]
     ) -> float:
-        """Logs a step and returns its loss: the mean over target tokens, or over so many samples. Waits for the GPU."""
+        """Log a step and return its loss, a mean over target tokens or over `samples`. Synchronizes with the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
@@ -113,7 +114,7 @@ class Metrics:
             **({} if grad_norm is None else {"grad_norm": grad_norm}),
             "skipped_updates": self._skipped,
         }
-        # ranks that share a model run the same samples, so sums over ranks count each sample that often
+        # Tensor-parallel ranks run the same samples, so sums over ranks count each sample several times.
         sharing = self._settings.tensor_parallel_dim
         run = {
             "samples": self._samples_per_step * ranks // sharing,
@@ -125,7 +126,7 @@ class Metrics:
         return loss
 
     def log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
-        """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
+        """Log figures to the configured metric logger and to the journal; `run` only to the journal."""
         self._skipped = int(figures["skipped_updates"])
         if self._shown:
             self._first = self._first if self._first[0] else (step, headline)
@@ -139,7 +140,7 @@ class Metrics:
             peaks = training.get_memory_stats(device=self._device) if on_device else {}
             try:
                 self._logger.log_dict({**figures, **peaks}, step=step)
-            except OSError as error:  # a full disk must not end the run here: the next checkpoint says it better
+            except OSError as error:  # a full disk: the next checkpoint has a better error
                 if not self._logger_failed:
                     logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
                 self._logger_failed = True
@@ -148,7 +149,7 @@ class Metrics:
             self._memory.reset_peak()
 
     def close(self) -> None:
-        """Says how far the loss has come, and draws the picture of the run."""
+        """Log the first and the last loss, and draw the picture of the run."""
         if not self._shown:
             return
         step, first = self._first
@@ -163,7 +164,7 @@ class Metrics:
 
 
 class NoiseWatch:
-    """The noise of the gradient over the steps that measure it: how many samples a step are worth having."""
+    """Tracks the gradient noise scale, which estimates the largest useful batch."""
 
     def __init__(self, state: Sequence[float], every: int | None) -> None:
         self._scale, self._every = NoiseScale(state), every
@@ -171,10 +172,11 @@ class NoiseWatch:
         self._warned = False
 
     def state(self) -> Sequence[float]:
+        """Return the state that a checkpoint keeps."""
         return self._scale.state()
 
     def figures(self, result: StepResult, grad_norm: float | None, samples: float | None) -> dict[str, float]:
-        """What a step adds to the log, once enough are measured."""
+        """Record a step, and return the noise scale for the log once enough steps are measured."""
         if result.squares is None or grad_norm is None or not math.isfinite(grad_norm):
             return {}
         weight = result.target_tokens if samples is None else samples
@@ -194,6 +196,7 @@ class NoiseWatch:
         return {name: value for name, value in names.items() if math.isfinite(value)}
 
     def close(self) -> None:
+        """Log the noise scale of the run and compare it with the batch."""
         interval, step = self._scale.interval(), self._samples
         if not step:
             return
@@ -214,7 +217,7 @@ class NoiseWatch:
 
 
 class Cause(NamedTuple):
-    """The cause of a NaN or infinite loss or gradient, as far as it is known."""
+    """The cause of a NaN or infinite loss or gradient; empty if unknown."""
 
     where: str = ""
     """Follows the number in a message: " in stage train policy"."""
@@ -225,8 +228,10 @@ NO_CAUSE = Cause()
 
 
 class LossWatch:
-    """Tells a run that learns from one that merely goes on: with NaN losses, or with nothing to learn. The losses are
-    those of all ranks together, already on the host, so every rank comes to the same verdict."""
+    """Raises NotLearningError if losses or gradients stay NaN, or if the samples have no target tokens.
+
+    Its inputs are sums over all ranks, so all ranks raise the same error.
+    """
 
     def __init__(self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files") -> None:
         self._max_skipped, self._files = max_skipped_steps, files
@@ -237,8 +242,10 @@ class LossWatch:
     def record(
         self, step: int, loss: float, target_tokens: int, grad_norm: float | None, cause: Cause = NO_CAUSE
     ) -> None:
-        """Warns of the first of several steps whose loss or gradient norm is NaN or infinite; too many are an error.
-        Without a norm, an optimizer in the backward has updated the weights."""
+        """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not.
+
+        `grad_norm` is None if the optimizer runs in the backward and has already updated the weights.
+        """
         self._steps += 1
         self._learning_steps += target_tokens > 0
         self._nan_steps += not math.isfinite(loss)
@@ -262,8 +269,7 @@ class LossWatch:
             logger.warning("step %d: the %s; %s%s", step, what, effect, remedy)
 
     def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
-        """Whether something was learned that a checkpoint could keep, else whoever resumes would take it for progress.
-        At the end of an epoch, NotLearningError says why nothing was."""
+        """Return False if no step so far has trained the weights; at the end of an epoch, raise NotLearningError."""
         nothing = self._learning_steps == 0
         if not nothing and self._nan_steps < self._steps:
             return True
@@ -284,7 +290,7 @@ class LossWatch:
 
 
 class StepProfiler:
-    """Steps the profiler of the config, if it has one, and records CUDA's memory history over its active steps."""
+    """Steps the configured profiler, and records CUDA's memory history during its active steps."""
 
     def __init__(self, cfg: DictConfig, device: torch.device) -> None:
         section = cfg.get("profiler")
@@ -292,7 +298,7 @@ class StepProfiler:
         self._profiler: Any = training.DummyProfiler()
         if section is None or not profiler_is_enabled(section):
             return
-        # resolved here: apart from the whole config, ${output_dir} would be the section's own key
+        # Resolve before the section is separated from the config, which contains ${output_dir}.
         values = OmegaConf.to_container(section, resolve=True)
         self._profiler, chosen = components.build_section("profiler", OmegaConf.merge(values, {COMPONENT: PROFILER}))
         if device.type == "cuda" and dist.get_rank() == 0 and chosen.get("profile_memory"):
@@ -300,15 +306,18 @@ class StepProfiler:
             self._recorded = range(first, first + chosen["active_steps"])
 
     def start(self) -> None:
+        """Start the profiler."""
         self._profiler.start()
         self._switch_record()
 
     def step(self) -> None:
+        """Count a step."""
         self._steps += 1
         self._switch_record()
         self._profiler.step()
 
     def stop(self) -> None:
+        """Stop the profiler."""
         self._profiler.stop()
 
     def _switch_record(self) -> None:
@@ -319,7 +328,7 @@ class StepProfiler:
 
 
 def profiler_is_enabled(section: object) -> bool:
-    """Checks what decides, also of a profiler that is off: it would be found out only when it is needed."""
+    """Check the `profiler` section, even if it is disabled, and return its `enabled`."""
     if not isinstance(section, DictConfig):
         raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")
     # on a command line, profiler=5 sets the component, and profiler=null removes it

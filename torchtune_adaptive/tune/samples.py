@@ -1,7 +1,7 @@
-"""Kinds of sample: a dataset returns them, and nothing splits them. Everything that looks into a sample asks its kind.
+"""Kinds of sample. Only `Kind` reads the fields of a sample.
 
-In finetuning a sample is one sequence of tokens with a label for each. In preference training it is a pair: two
-sequences, the chosen and the rejected answer, each with its prompt.
+In finetuning, a sample is one sequence of tokens and labels. In preference training, it is a pair of sequences: the
+chosen and the rejected answer, with their prompts. A sample is never split.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Sample = dict[str, Any]
 Cost: TypeAlias = Callable[[int], float]
 
 INDEX = "index in the dataset"
-"""The key under which a sample carries its index; no collate function sees it."""
+"""Key for the index of a sample; collate functions do not see it."""
 FILLER = "filler"
-"""A key of samples that stand where a rank has none: a loss may not be zero where there is no label."""
+"""Key that marks fillers, whose loss must not count: it may be nonzero even without labels."""
 
 
 class Fields(NamedTuple):
@@ -32,35 +32,39 @@ class Fields(NamedTuple):
     tokens: str
     labels: str
     others: tuple[str, ...] = ()
-    """Further keys that have a value for each token."""
+    """Further keys with one value per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A microbatch of n samples is n rows for each of their sequences: limits count samples, and one that counts tokens
-    is told how many rows a sample has. The length of a sample is that of its longest sequence, to which all rows of its
-    microbatch are padded; where nothing is padded, the sum of its sequences."""
+    """The sequences of a sample, and how they become rows of a microbatch.
+
+    A microbatch of n samples has n rows per sequence; limits count samples. With padding, the length of a sample is the
+    length of its longest sequence; without padding, the sum of all its sequences.
+    """
 
     sequences: tuple[Fields, ...]
     ignored_label: int = CROSS_ENTROPY_IGNORE_IDX
     padded: bool = True
-    """Whether the rows of a microbatch are padded to the longest, or its sequences follow each other in one row."""
+    """True: rows are padded to the longest. False: all sequences of a microbatch are concatenated in one row."""
 
     @property
     def rows(self) -> int:
+        """Return the rows of a sample."""
         return len(self.sequences)
 
     @property
     def noun(self) -> str:
-        """What a table calls a sample."""
+        """Return the word for a sample in tables."""
         return "row" if self.rows == 1 else "pair"
 
     @property
     def padded_rows(self) -> int:
-        """Rows as long as the sample; without padding, all of its tokens are its length."""
+        """Return the number of rows that are padded to the length of the sample."""
         return self.rows if self.padded else 1
 
     def for_steps(self, model: nn.Module) -> SampleKind[Sample]:
+        """Return this kind for the engine, with the costs of this model."""
         return SampleKind(
             length_of=self.length_of,
             row_lengths_of=self.lengths_of if self.rows > 1 else None,
@@ -71,44 +75,48 @@ class Kind:
         )
 
     def lengths_of(self, sample: Sample) -> tuple[int, ...]:
+        """Return the tokens of each sequence."""
         return tuple(len(sample[fields.tokens]) for fields in self.sequences)
 
     def length_of(self, sample: Sample) -> int:
+        """Return the length that limits compare."""
         lengths = self.lengths_of(sample)
         return max(lengths) if self.padded else sum(lengths)
 
     def length_at(self, longest: int) -> int:
-        """The length of a sample whose sequences are all that long."""
+        """Return the length of a sample whose sequences all have `longest` tokens."""
         return longest if self.padded else longest * self.rows
 
     def longest_at(self, length: int) -> int:
-        """The longest sequences of which a sample may have all, so that its length is no more than this."""
+        """Return the tokens per sequence with which a sample has at most this length."""
         return length if self.padded else length // self.rows
 
     @property
     def length_suffix(self) -> str:
-        """Ends a length that is that of several sequences."""
+        """Return the text that follows a length which adds up several sequences."""
         return "" if self.padded or self.rows == 1 else " in both answers together"
 
     def uniform(self, token: int, length: int) -> Sample:
-        """A sample of this length: sequences of like length in which every token is a target."""
+        """Return a sample of this length: equal sequences in which every token is a target."""
         each = max(1, self.longest_at(length))
         return {key: [token] * each for fields in self.sequences for key in fields[:2]}
 
     def cut(self, sample: Sample, length: int) -> Sample:
-        """A uniform sample as one of this length."""
+        """Shorten a uniform sample to this length."""
         return self._beginnings(sample, max(1, self.longest_at(length)))
 
     def stand_in(self, sample: Sample) -> Sample:
-        """The first two tokens of each sequence: the least that goes through the model like the whole. Samples with
-        images stay whole: their masks tie every token to the images."""
+        """Return the first two tokens of each sequence, the fewest that pass through the model like the whole sample.
+
+        Samples with images are returned whole, since their masks connect every token with the images.
+        """
         if "encoder_input" in sample:
             return sample
         short = self._beginnings(sample, 2)
         return {**short, "seq_lens": torch.tensor([2])} if "seq_lens" in sample else short
 
     def filler(self, sample: Sample) -> Sample:
-        """A stand-in without any label: it goes through the model and counts nothing."""
+        """Return a stand-in without labels, which passes through the model but adds no loss."""
         short = {**self.stand_in(sample), FILLER: True}
         for key in (fields.labels for fields in self.sequences):
             labels, ignored = short[key], self.ignored_label
@@ -116,8 +124,10 @@ class Kind:
         return short
 
     def rows_of(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The rows of a microbatch: the first sequences of all samples, then the second. A sequence without tokens,
-        which no model can run alone, is one token that is not learned."""
+        """Return the rows of a microbatch: the first sequences of all samples, then the second ones.
+
+        Models cannot run an empty sequence, so it becomes one token without a label.
+        """
         rows: list[Sample] = []
         for tokens, labels, _ in self.sequences:
             for sample in samples:
@@ -135,19 +145,19 @@ class Kind:
 
 
 TEXT = Kind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))
-"""One sequence; the samples of torchtune's finetuning datasets."""
+"""One sequence, as in torchtune's finetuning datasets."""
 
 PAIR = Kind(sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("rejected_input_ids", "rejected_labels")))
-"""A better and a worse answer; the samples of torchtune's preference datasets."""
+"""A chosen and a rejected answer, as in torchtune's preference datasets."""
 
 
 def cost_of(model: nn.Module) -> Cost:
-    """The cost of a sequence in tokens: the products of the layers, and of the attention if it is torchtune's."""
+    """Return a function from length to cost in tokens; it counts attention only in torchtune's decoder."""
     layer = next(iter(model.layers), None) if isinstance(model, TransformerDecoder) else None
     attention = getattr(layer, "attn", None)
     if layer is None or not isinstance(attention, MultiHeadAttention):
         return float
-    # a token meets each parameter once; and, on average, half of the tokens of its sample in two products
+    # Each token is multiplied with every parameter and, in two products, with half of its sample on average.
     width = attention.num_heads * attention.head_dim
     per_pair = width / sum(parameter.numel() for parameter in layer.parameters())
     return lambda length: length * (1 + per_pair * length)

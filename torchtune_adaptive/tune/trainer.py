@@ -1,4 +1,4 @@
-"""What all recipes do around a step: where a run begins, its epochs, what is logged and saved, and its end."""
+"""The part of a run that all recipes share: start and resume, the loop over epochs, logging, saving and the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Samples = tuple[list[Sample], list[Sample] | None]
 
 
 class Run:
-    """A run before it has a model: its place among the ranks, where it starts, its checkpoints and its record."""
+    """The parts of a run that exist before its model: ranks, start position, checkpoints, journal and metrics."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
         steps: StepsOnRanks | None = None,
         build: Callable[[DictConfig, Path, Files | None], Checkpointer] = build_checkpointer,
     ) -> None:
-        """Collective: joins the other ranks, and finds where to start."""
+        """Collective: join the process group and find the checkpoint to start from."""
         self.settings = settings
         self.place = join(settings)
         self._start = find_start(settings, contents.recipe, steps=steps)
@@ -64,42 +64,43 @@ class Run:
     def resume(
         self, checkpoint: State, model: nn.Module, optimization: Optimization, told: Mapping[str, str] = GIVEN
     ) -> None:
-        """Collective: continues what a checkpoint has begun; a fresh run has nothing to continue."""
+        """Collective: restore progress, model and optimizer if the run resumes from a checkpoint."""
         if self._start.resumes:
             state = self.checkpoints.resume(checkpoint, model, optimization.checkpointed)
             self.progress = self.progress.resumed(state, told)
 
     def close(self) -> None:
-        """Lets other runs into the output directory, and leaves the group."""
+        """Unlock the output directory and leave the process group."""
         self._start.release()
         leave()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
-    """A run as it will be: its epochs, and what happens to their samples before a step."""
+    """The sizes of all epochs, the limits of microbatches, and how samples reach the ranks."""
 
     epochs: tuple[EpochSizes, ...]
     limits: Mapping[str, Limit] = field(default_factory=dict)
-    """The limits of stages that have one for the whole run; the others take the rows of each epoch."""
+    """Limits that hold for the whole run, by stage; the limit of other stages is the microbatch of the epoch."""
     dealer: Dealer | FullestRank | None = None
-    """Deals the samples of each step to the ranks; None: they stay where they were read."""
+    """Distributes the samples of each step over the ranks; None: each rank trains on the samples it reads."""
     looks_ahead: bool = False
-    """Whether a step is told the samples of the next one."""
+    """If True, a step gets the samples of the next one, to plan ahead."""
     resize: Callable[[Progress, int], EpochSizes] | None = None
-    """Returns the size of the coming epoch, or of the rest of this one, for the samples left; None: all as planned."""
+    """Returns the sizes of the next epoch, or of the rest of this one; None: `epochs` is final."""
     resize_every: int | None = None
-    """Samples of an epoch, on all ranks, after which that happens; None: only where an epoch begins."""
+    """Number of samples, on all ranks, between calls of `resize` within an epoch; None: only before an epoch."""
 
     def resizes_between(self, before: int, after: int) -> bool:
-        """Whether that is due within an epoch, after the step between these samples."""
+        """Return True if `resize` is due after the step that trains the samples from `before` to `after`."""
         return self.resize_every is not None and after // self.resize_every > before // self.resize_every
 
     def limits_of(self, stages: Stages[Any], sizes: EpochSizes) -> dict[str, Limit]:
+        """Return the limit of every stage in an epoch of these sizes."""
         return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
 
     def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Iterator[Samples]:
-        """Collective: the samples of the steps that are left of an epoch."""
+        """Collective: yield the samples of each remaining step of an epoch, and those of the next if it looks ahead."""
         samples: Iterator[list[Sample]] = loader.epoch(
             sizes.epoch,
             samples_per_step=sizes.samples_per_step,
@@ -114,14 +115,16 @@ class BatchSchedule:
 
 
 class Step(NamedTuple):
+    """The number of a step and its samples on this rank."""
+
     number: int
     samples: list[Sample]
     upcoming: list[Sample] | None
-    """This rank's samples of the next step, where they are planned ahead."""
+    """Samples of the next step on this rank, if the schedule looks ahead."""
 
 
 class Trainer:
-    """Takes a run through the epochs of its `schedule`: what is watched, logged and saved around its steps."""
+    """Runs the epochs of `schedule`, and logs and saves between steps."""
 
     schedule: BatchSchedule
 
@@ -137,8 +140,11 @@ class Trainer:
         limits: Callable[[], SavedLimits] | None = None,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
-        """A search tells the phases of a step apart by `loss_fn`. A checkpoint keeps the stages' limits as `limits`
-        returns them. An error about NaN weights names the files of the key `weights`."""
+        """Initialize before the batch sizes are known.
+
+        `loss_fn` marks a phase of a step for the search, `limits` returns the limits that a checkpoint keeps, and
+        `weights` is the config key that an error about NaN weights names.
+        """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn = loss_fn
         # weights alone may continue on other data, where the config names them and no epoch is under way
@@ -155,7 +161,7 @@ class Trainer:
         self._stopping = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
-        """The memory that this rank may use, which the models of all stages and the optimizers live in."""
+        """Limit and measure the memory of this rank, with all models and optimizers in it."""
         models = nn.ModuleList(self.stages.training.recovery.models)
         resident = resident_tensors(models, self.optimization.optimizers)
         limit, limits = None, self.run.settings.adaptive.memory_limit
@@ -165,13 +171,13 @@ class Trainer:
 
     @contextmanager
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
-        """Collective: yields the steps that are left of the run; while it is open, memory is limited and measured."""
+        """Collective: yield the remaining steps of the run; memory is limited and measured while it is open."""
         start_clean(self.run.place.device)
         self._profiler.start()
         with self.memory_of_this_rank() as memory:
             self.stages.watch(memory)
             self.run.metrics.watch(memory)
-            with closing(self._steps(called)) as steps:  # the progress bar too: its last line is not to follow an error
+            with closing(self._steps(called)) as steps:  # closes the progress bar before an error
                 yield steps
         self._profiler.stop()
 
@@ -200,7 +206,7 @@ class Trainer:
                 run.checkpoints.end_if_asked(run.progress, self._stopping)
 
     def _resize_where_due(self) -> None:
-        """Collective: sizes what follows by what was measured."""
+        """Collective: size the next epoch, or the rest of this one, from measurements."""
         if self.schedule.resize is None:
             return
         progress, epochs = replace(self.run.progress, noise=self._noise.state()), list(self.schedule.epochs)
@@ -209,7 +215,7 @@ class Trainer:
         if done and not self.schedule.resizes_between(done - before.samples_per_step * ranks, done):
             return
         left = self.data.loader.samples_left_per_rank(done)
-        # as on rank 0, since a function of the user's may draw, or read a clock
+        # The user's increase function may read a clock or draw random numbers: use what it returned on rank 0.
         following = epochs[now] = from_rank_0(self.schedule.resize(progress, left))
         self.schedule = replace(self.schedule, epochs=tuple(epochs))
         where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
@@ -231,7 +237,7 @@ class Trainer:
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Collective: logs a step and does what is due. The loss is a mean over target tokens, or over `samples`."""
+        """Collective: log a step, then save if it is due. The loss is a mean over target tokens, or over `samples`."""
         figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
         figures |= self._noise.figures(result, grad_norm, samples)
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
@@ -246,7 +252,7 @@ class Trainer:
         asked_to_stop: bool,
         cause: Cause = NO_CAUSE,
     ) -> None:
-        """Collective: after a step that is in the log. Counts it, saves where that is due, and may end the run."""
+        """Collective: count a logged step, save a checkpoint if it is due, and end the run if a signal arrived."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.place.ranks, target_tokens, loss)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
@@ -258,13 +264,13 @@ class Trainer:
             run.checkpoints.end_if_asked(run.progress, asked_to_stop)
 
     def save(self) -> None:
-        """Collective: all that is needed to go on from here."""
+        """Collective: save a checkpoint of the current position."""
         progress = replace(self.run.progress, limit=self._limits(), noise=self._noise.state())
         loader_state = self.data.loader.state_dict()
         self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
 
     def close(self) -> None:
-        """Collective: finishes what is being written, draws the picture of the run, and leaves."""
+        """Collective: finish pending saves, draw the picture of the run, and leave the process group."""
         self.run.checkpoints.close()
         self.stages.training.close()
         self._noise.close()
@@ -273,7 +279,7 @@ class Trainer:
 
 
 def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
-    """Restores a checkpoint's limits, by stage; says so where one differs from what was just found or configured."""
+    """Restore the limits of a checkpoint, by stage, and log those that differ from the current ones."""
     for stage in (name for name in saved if name in stages):
         runner, found = stages[stage], stages[stage].limit
         runner.load_state_dict(saved[stage])
