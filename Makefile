@@ -13,7 +13,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 # pip under the pinned versions; prints what it downloads, since the environments take several gigabytes
 PIP_INSTALL := -m pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt
-SHOW := | sed -un 's/^ *\(Downloading\|Using cached\) \([^ ]*\).*(\(.*[MG]B\))$$/  \2 (\3)/p; s/^Installing collected.*/  unpacking/p'
+SHOW := | sed -un 's/^ *\(Downloading\|Using cached\) \([^ ]*\).*(\(.*[MG]B\))$$/  \2 (\3)/p; s/^Installing collected.*/  unpacking 6 GB: minutes without output/p'
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
@@ -25,7 +25,7 @@ VERSIONS ?= 2.13.0 2.14.1
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
-	@echo 'What happened: runs/demo/full/adaptive_report.png. To go on: . $(BIN)/activate, then README, "Run your config"'
+	@echo 'What happened: runs/demo/full/adaptive_report.png. Next: . $(BIN)/activate, then README, section 1'
 
 # preference training: full, with a reference model, then adapters, whose reference is the policy without them
 demo-dpo: $(READY)
