@@ -764,6 +764,10 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
         "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
         "allowed_bytes": 10 * GIB,
     }  # fmt: skip
+    more = {**end, "next_bytes": 9 * GIB, "state_bytes": GIB}
+    assert "the only step" in Rehearsed(**about, status=0, steps=steps[:1], rest=more).as_text()
+    ran_out = Rehearsed(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], rest=more)
+    assert "the only step" not in ran_out.as_text()
     limited = Rehearsed(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
     assert "8.00 GiB of the 8.00 GiB allocated that the script allows itself" in limited.verdict()
     assert "in one piece" not in limited.as_text()

@@ -121,7 +121,7 @@ class Rehearsed:
     @property
     def next_bytes(self) -> int:
         """Bytes that a second step would allocate; 0 if there was one, or if it needs no more than the first."""
-        first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 else 0
+        first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unfinished else 0
         needs = int(self.rest.get("next_bytes", 0))
         return needs if first and needs > RISES * first else 0
 
