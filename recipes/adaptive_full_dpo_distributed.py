@@ -32,6 +32,7 @@ class AdaptiveFullDPODistributed:
         self.run = Run(read_full_dpo_settings(cfg), Contents("full_dpo"))
 
     def setup(self) -> None:
+        """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, place = self.run, self.run.settings, self.run.place
         weights = run.checkpoints.load()
         self.model = build_full_model(settings, place, weights)
@@ -46,10 +47,11 @@ class AdaptiveFullDPODistributed:
         set_batch_sizes(self.trainer)
 
     def train(self) -> None:
+        """Collective: run the remaining steps and save checkpoints."""
         policy = self.stages[POLICY]
         with self.trainer.training() as steps:
             for step in steps:
-                pairs = [dict(pair) for pair in step.samples]  # the reference's stage keeps in them what it finds
+                pairs = [dict(pair) for pair in step.samples]  # the reference stage stores its results in them
                 results = self.stages.run(pairs, step=step.number, upcoming=step.upcoming)
                 count = results[POLICY].sums[PAIRS]
                 with policy.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
@@ -57,6 +59,7 @@ class AdaptiveFullDPODistributed:
                 self.trainer.done(results[POLICY], grad_norm, samples=float(count), more=figures_of(results))
 
     def cleanup(self) -> None:
+        """Collective: finish saves and leave the process group."""
         self.trainer.close()
 
 

@@ -32,6 +32,7 @@ class AdaptiveFullFinetuneDistributed:
         self.run = Run(read_full_settings(cfg), Contents())
 
     def setup(self) -> None:
+        """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, place = self.run, self.run.settings, self.run.place
         weights = run.checkpoints.load()
         self.model = build_full_model(settings, place, weights)
@@ -45,6 +46,7 @@ class AdaptiveFullFinetuneDistributed:
         set_batch_sizes(self.trainer)
 
     def train(self) -> None:
+        """Collective: run the remaining steps and save checkpoints."""
         with self.trainer.training() as steps:
             for step in steps:
                 result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
@@ -53,6 +55,7 @@ class AdaptiveFullFinetuneDistributed:
                 self.trainer.done(result, grad_norm)
 
     def cleanup(self) -> None:
+        """Collective: finish saves and leave the process group."""
         self.trainer.close()
 
 

@@ -43,9 +43,11 @@ class AdaptiveGRPOFullFinetuneDistributed:
         self.begin(*read_grpo_settings(cfg))
 
     def begin(self, settings: Settings, grpo: GRPOSettings) -> None:
+        """Collective: create the run."""
         self.run, self._grpo = Run(settings, contents_of(settings, grpo), steps=grpo.iterations), grpo
 
     def setup(self) -> None:
+        """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, grpo, place = self.run, self.run.settings, self._grpo, self.run.place
         weights = run.checkpoints.load()
         policy = build_policy(settings, grpo, place, weights)
@@ -58,13 +60,14 @@ class AdaptiveGRPOFullFinetuneDistributed:
         self.signal = SignalWatch()
 
     def train(self) -> None:
+        """Collective: run the remaining steps and save checkpoints."""
         with self.trainer.training("iterations") as steps:
             for step in steps:
                 self.iterations.done(step.number, self.iterate(step.samples, step.number))
         self.signal.warn()
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> Mapping[str, float]:
-        """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
+        """Collective: generate and score answers, update the models, and return the figures to log."""
         everyone = self.iterations.answered(prompts, number)
         batch = prepared(everyone, self._grpo)
         self.signal.record(batch)
@@ -75,6 +78,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
         return batch.figures
 
     def cleanup(self) -> None:
+        """Collective: finish saves and leave the process group."""
         self.trainer.close()
 
 

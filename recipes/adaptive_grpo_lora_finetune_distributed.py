@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AdaptiveGRPOLoraFinetuneDistributed(AdaptiveGRPOFullFinetuneDistributed):
-    """One run: as of all weights, with LoRA's settings."""
+    """One run, like that of full weights but with LoRA's settings."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.begin(*read_grpo_lora_settings(cfg))

@@ -33,6 +33,7 @@ class AdaptiveLoraFinetuneDistributed:
         self.run = Run(settings, Contents("lora", lora, settings.save_adapter_weights_only))
 
     def setup(self) -> None:
+        """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, place = self.run, self.run.settings, self.run.place
         weights = run.checkpoints.load()
         self.model = build_lora_model(settings, place, weights)
@@ -46,6 +47,7 @@ class AdaptiveLoraFinetuneDistributed:
         set_batch_sizes(self.trainer)
 
     def train(self) -> None:
+        """Collective: run the remaining steps and save checkpoints."""
         with self.trainer.training() as steps:
             for step in steps:
                 result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
@@ -54,6 +56,7 @@ class AdaptiveLoraFinetuneDistributed:
                 self.trainer.done(result, grad_norm)
 
     def cleanup(self) -> None:
+        """Collective: finish saves and leave the process group."""
         self.trainer.close()
 
 

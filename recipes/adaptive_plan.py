@@ -1,4 +1,4 @@
-"""What will fit, found without a GPU, weights or data: the recipe itself, rehearsed on a card that is not there.
+"""Predict the memory of a run without a GPU, weights or data, by rehearsing its recipe on fake tensors.
 
     tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
+    """Print the predicted peak memory; raise an AdaptiveError if the config does not fit."""
     started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
     if started > 1:
         raise ConfigError(

@@ -36,6 +36,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self.run = Run(settings, PPO_CONTENTS, steps=self._ppo.iterations, build=build_checkpointers)
 
     def setup(self) -> None:
+        """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, ppo, place = self.run, self.run.settings, self._ppo, self.run.place
         weights = run.checkpoints.load()
         self.models = build_models(settings, place, weights, run.progress.seed)
@@ -48,12 +49,13 @@ class AdaptivePPOFullFinetuneDistributed:
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
 
     def train(self) -> None:
+        """Collective: run the remaining steps and save checkpoints."""
         with self.trainer.training("iterations") as steps:
             for step in steps:
                 self.iterations.done(step.number, self.iterate(step.samples, step.number))
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
-        """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
+        """Collective: generate and score answers, update the models, and return the figures to log."""
         ppo, everyone = self._ppo, self.iterations.answered(prompts, number)
         figures = keep_advantages(everyone, ppo)
         for share in updates_of(everyone, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
@@ -65,6 +67,7 @@ class AdaptivePPOFullFinetuneDistributed:
         return figures
 
     def cleanup(self) -> None:
+        """Collective: finish saves and leave the process group."""
         self.trainer.close()
 
 

@@ -1,5 +1,7 @@
-"""Samples that the model cannot take: each is looked at once, where it is read, and named in the error. A CPU would say
-of an unknown token "index out of range", a GPU that some assertion failed, in whatever comes next."""
+"""A dataset that checks every sample when it is read, so errors name the sample.
+
+Without the check, an unknown token raises "index out of range" on a CPU, and on a GPU an assertion in a later kernel.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +33,28 @@ SEE_THE_DATASET = "check that the dataset's columns and transform match the data
 
 
 class Longest(NamedTuple):
-    """The longest sample of a dataset, the first of those that are alike."""
+    """The first of the longest samples of a dataset."""
 
     at: int
     length: int
 
 
 class CheckedDataset(Dataset[Sample]):
-    """A dataset whose samples carry their index, and whose errors say which sample they are about."""
+    """A dataset whose samples contain their index, and whose errors name the sample."""
 
     def __init__(self, dataset: Any, kind: Kind = TEXT, *, labelled: bool = True) -> None:
         self.kind = kind
-        """As this run plans them: padded or not."""
+        """The kind of the samples, padded or not."""
         self.labelled = labelled
         self.vocabulary: int | None = None
-        """Tokens that the model knows; None: not known."""
+        """Size of the model's vocabulary; None: unknown."""
         self.most_tokens: int | None = None
-        """The longest sequence that the model takes; None: not known."""
+        """The model's max_seq_len; None: unknown."""
         self.cut_at: int | None = None
-        """The length at which prompts are cut, as the tokenizer cuts other samples; None: nowhere."""
+        """Prompts are truncated to this length, like the tokenizer truncates other samples; None: never."""
         self._dataset = dataset
         self.room: tuple[int, str] | None = None
-        """Tokens for which a microbatch has room, and what ends the error about a sample that has more."""
+        """Tokens that a microbatch can hold, and the end of the message about longer samples."""
         self._longest: Longest | None = None
 
     def __len__(self) -> int:
@@ -64,9 +66,10 @@ class CheckedDataset(Dataset[Sample]):
             ) from error
 
     def read(self, index: int) -> Any:
+        """Return a sample without checks; errors name it."""
         try:
             return self._dataset[index]
-        except (Exception, SystemExit) as error:  # whose status would be that of the run
+        except (Exception, SystemExit) as error:  # SystemExit would set the exit status of the run
             if is_oom(error):
                 raise UnrecoverableError(
                     f"out of memory on rank {rank()} while sample {index} of the dataset was read "
@@ -77,7 +80,7 @@ class CheckedDataset(Dataset[Sample]):
             ) from error
 
     def __getitem__(self, index: int) -> Sample:
-        index = int(index)  # in the rest of an epoch it is one of numpy's
+        index = int(index)  # numpy's, in the rest of an epoch
         sample = self.read(index)
         for tokens, labels, _ in self.kind.sequences:
             keys = (tokens, labels) if self.labelled else (tokens,)
@@ -100,6 +103,7 @@ class CheckedDataset(Dataset[Sample]):
         return sample
 
     def check_room(self, index: int, length: int) -> None:
+        """Raise a SampleTooLargeError if a microbatch cannot hold this sample."""
         if self.room is not None and length > self.room[0]:
             raise SampleTooLargeError(
                 f"sample {index} of the dataset has {length} tokens{self.kind.length_suffix}, but a microbatch has "
@@ -107,7 +111,7 @@ class CheckedDataset(Dataset[Sample]):
             )
 
     def longest(self) -> Longest:
-        """Collective: the longest sample. Each rank reads its share of them all, once in a run."""
+        """Collective: return the longest sample. On the first call, each rank reads its share of the dataset."""
         if self._longest is None:
             own, ranks = Longest(0, 0), dist.get_world_size()
             with progress_bar("longest sample", len(self), "samples", shown=rank() == 0) as bar:
@@ -132,17 +136,17 @@ def _remedy(error: BaseException) -> str:
 
 
 def _flaw(sample: object, keys: Sequence[str], known: int | None, ignored: int) -> str | None:
-    """What is wrong with the tokens of a sequence, or its labels, for a model that knows so many tokens."""
+    """Describe invalid tokens or labels of a sequence; `known` is the size of the vocabulary."""
     if not isinstance(sample, Mapping) or not {*keys} <= sample.keys():
         return f"{' or '.join(f'no {key}' for key in keys)}: {SEE_THE_DATASET}"
     for key in keys:
         try:
             values = np.asarray(sample[key])
-        except (TypeError, ValueError, RuntimeError):  # lists of other lengths in it, or a tensor on another device
+        except (TypeError, ValueError, RuntimeError):  # nested lists, or a tensor on another device
             values = np.asarray(None)
         if values.ndim != 1 or (values.dtype.kind not in "iu" and len(values)):
             return f"{key} that are not a list of integers ({shown(sample[key])}): {SEE_THE_DATASET}"
-        # torchtune would pad the labels, or cut them, and train on what is left
+        # torchtune would silently pad or truncate the labels.
         if len(values) != len(sample[keys[0]]):
             return (
                 f"{len(sample[keys[0]])} {keys[0]} and {len(values)} {key}: every token needs a label, or the one that "
@@ -163,17 +167,17 @@ def _flaw(sample: object, keys: Sequence[str], known: int | None, ignored: int) 
 
 
 def name_of(sample: Sample) -> str:
-    """The sample by its index; a search makes samples that have none."""
+    """Return the name of a sample in messages; samples made by a search have no index."""
     return f"sample {sample[INDEX]} of the dataset (on rank {rank()})" if INDEX in sample else "a sample"
 
 
 def longest_taken(models: Iterable[nn.Module]) -> int | None:
-    """The longest sequence that all of the models take; None where none of them says."""
+    """Return the smallest max_seq_len of the models; None if unknown."""
     lengths: list[int] = [model.max_seq_len for model in models if hasattr(model, "max_seq_len")]  # type: ignore[misc]
     return min(lengths, default=None)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """The tokens that a model knows; None where it has no table of them."""
+    """Return the size of a model's vocabulary; None without an embedding of tokens."""
     embedding = getattr(getattr(model, "decoder", model), "tok_embeddings", None)
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None

@@ -1,7 +1,7 @@
-"""The dataset, the collate function and the loader that the config names.
+"""Build the configured dataset, collate function and loader.
 
-The plan cuts a step into microbatches, so nothing is collated on the way. The order is that of torchtune's loaders: a
-step holds exactly the samples that `gradient_accumulation_steps` batches of `batch_size` would hold, and an incomplete
+The loader returns the samples of whole steps; they are collated later, by microbatch. Samples come in the order of
+torchtune's loaders: a step has the samples of `gradient_accumulation_steps` batches of `batch_size`, and an incomplete
 last step is dropped.
 """
 
@@ -48,31 +48,32 @@ PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set 
 
 
 class Tokenizer(Protocol):
-    """The tokenizer as it is needed here; the config's datasets may need more of it."""
+    """The attribute of a tokenizer that this package uses; datasets may use others."""
 
     pad_id: int
 
 
 @dataclass
 class Data:
-    """The dataset of a run, and what stands between it and a microbatch."""
+    """The dataset of a run, its loader and its collate function."""
 
     dataset: CheckedDataset
     packed: bool
-    """All rows are of one length: several samples in each."""
+    """True if every row of the dataset contains several samples and all rows have one length."""
     collate: Collate
-    """Makes a batch of `kind.rows_of(samples)`."""
+    """Turns `kind.rows_of(samples)` into a batch."""
     loader: StepLoader[Sample]
     max_seq_len: int | None
-    """The length at which the tokenizer cuts samples; None if it does not."""
+    """The length to which the tokenizer truncates samples; None if it does not."""
     fingerprint: Fingerprint | None = None
 
     @property
     def kind(self) -> Kind:
+        """Return the kind of the samples."""
         return self.dataset.kind
 
     def leave_padding_out(self) -> None:
-        """From now on, samples stand one after another in a microbatch."""
+        """Concatenate the samples of a microbatch from now on."""
         self.dataset.kind = replace(self.kind, padded=False)
         self.collate = partial(joined, ignored=self.kind.ignored_label)
 
@@ -120,7 +121,7 @@ def check_samples(samples: CheckedDataset, needed: Sequence[str], cfg: DictConfi
 
 
 def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
-    """The dataset of `cfg.dataset`, several of them joined; and whether its rows are packed."""
+    """Build `cfg.dataset`, concatenating several; also return True if its rows are packed."""
     section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
         return _built("dataset", section, tokenizer), is_packed(cfg)
@@ -145,11 +146,13 @@ def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
 
 
 def _flaw_of_files(data_files: Any) -> str | None:
-    """The first file without content, or the first line of a JSONL file that is no object; None where all can be read.
-    Whatever reads them names neither file nor line."""
+    """Describe the first missing or empty file, or the first invalid line of a JSONL file; None if all are valid.
+
+    The reader's own errors name neither file nor line.
+    """
     files = [data_files] if isinstance(data_files, str) else data_files if isinstance(data_files, ListConfig) else []
     for path in (Path(str(file)) for file in files):
-        if not os.path.isfile(path):  # of a name that is too long, it is False
+        if not os.path.isfile(path):  # False for a name that is too long
             if not os.path.exists(path) and "://" not in str(path) and not glob.has_magic(str(path)):
                 return f"{path} does not exist: correct the path"
             continue
@@ -160,12 +163,12 @@ def _flaw_of_files(data_files: Any) -> str | None:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 if number == 1 and line.lstrip().startswith("["):
-                    break  # one array, whose lines are no objects
+                    break  # one array instead of one object per line
                 if not line.strip():
                     continue
                 try:
                     sample = json.loads(line)
-                    json.dumps(sample, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+                    json.dumps(sample, ensure_ascii=False).encode()  # fails for half of a surrogate pair
                 except ValueError as error:
                     return f"{path}, line {number}, is not JSON ({error}): fix it or remove it"
                 if not isinstance(sample, dict):
@@ -174,13 +177,13 @@ def _flaw_of_files(data_files: Any) -> str | None:
 
 
 def is_packed(cfg: DictConfig) -> bool:
-    """Whether the config asks for packed rows; a list of datasets is asked once they are built."""
+    """Return True if the config sets `dataset.packed`; always False for a list of datasets."""
     section = cfg.get("dataset")
     return isinstance(section, DictConfig) and bool(section.get("packed"))
 
 
 def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, *, packed: bool) -> Collate:
-    """Samples -> batch, padded to the longest of them; packed rows are of one length already."""
+    """Return a function that pads samples to the longest; packed rows already have equal lengths."""
     if packed:
         return cast(Collate, padded_collate_packed)
     path = settings.collate_fn
@@ -226,7 +229,7 @@ def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes)
 
 
 class StepLoader(Generic[Item]):
-    """Yields this rank's samples of each step; how many a step has may change from epoch to epoch."""
+    """Yields this rank's samples of each step; the samples per step may change between epochs."""
 
     def __init__(self, dataset: Dataset[Item], *, rank: int, world_size: int, shuffle: bool) -> None:
         self._dataset = dataset
@@ -235,15 +238,19 @@ class StepLoader(Generic[Item]):
 
     @property
     def samples_per_rank(self) -> int:
+        """Return the samples of an epoch for each rank."""
         return len(self._sampler)
 
     def samples_left_per_rank(self, samples_done: int) -> int:
-        """Samples left in an epoch for each rank after all ranks together have trained on so many."""
+        """Return the samples left in an epoch for each rank after `samples_done` on all ranks."""
         return (int(self._sampler.total_size) - samples_done) // int(self._sampler.num_replicas)
 
     def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Item]]:
-        """The first `steps` whole steps of an epoch, or of the rest. Ranks take turns through one order of its samples:
-        those that any number of ranks has done are its beginning, and any other number can share the rest."""
+        """Yield the first `steps` steps of an epoch, or of its rest.
+
+        Ranks take turns through one order of the samples. So trained samples are always the beginning of that order,
+        and any number of ranks can share the rest.
+        """
         self._sampler.set_epoch(epoch)
         sampler: Any = self._sampler.share(samples_done) if samples_done else self._sampler
         self._loader = StatefulDataLoader(
@@ -252,22 +259,23 @@ class StepLoader(Generic[Item]):
         return islice(iter(self._loader), steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the last epoch, for torchtune's recipes; ours do not read it."""
+        """Return the position in the last epoch for torchtune's recipes; the adaptive recipes do not read it."""
         return {} if self._loader is None else dict(self._loader.state_dict())
 
 
 class Sampler(StatefulDistributedSampler):
-    """torchtune's sampler, with its order in an array: 8 bytes a sample, where lists of numbers take 40."""
+    """torchtune's sampler with its order in an array: 8 bytes per sample instead of 40 in a list."""
 
     def share(self, samples_done: int = 0) -> np.ndarray[Any, Any]:
+        """Return this rank's indices of the epoch after its first `samples_done` samples."""
         samples, generator = len(self.dataset), torch.Generator().manual_seed(self.seed + self.epoch)
         order = (torch.randperm(samples, generator=generator) if self.shuffle else torch.arange(samples)).numpy()
         places = np.arange(samples_done + self.rank, self.total_size, self.num_replicas)
-        share: np.ndarray[Any, Any] = order[places % samples]  # the first come again, for equal shares
+        share: np.ndarray[Any, Any] = order[places % samples]  # repeats the first samples, for equal shares
         return share
 
     def __iter__(self) -> Iterator[int]:
-        self.yielded = 0  # no state of it is ever loaded
+        self.yielded = 0  # its state is never loaded
         for index in self.share():
             self.yielded += 1
             yield int(index)

@@ -1,12 +1,12 @@
-"""`adaptive.deal`: the samples of a step are dealt to the ranks by what they cost, so that none waits for the fullest.
+"""`adaptive.deal`: distribute the samples of a step over the ranks by cost, so ranks finish at the same time.
 
-    read, weigh    this rank's share of a step, as the loader gives it    -> sizes travel, beside a running step
-    deal, send     the same deal on every rank                            -> samples travel, beside the next one
-    receive        what this rank runs
+    read, weigh    this rank reads its share of a step                -> exchange sizes, during step s
+    deal, send     all ranks compute the same distribution            -> exchange samples, during step s + 1
+    receive        this rank runs its samples in step s + 2
 
-Every step keeps the samples that stock would give it: they are read once, by the rank whose share they are, and only
-run elsewhere. The deal depends on lengths alone and on no limit, so a step that is repeated keeps its samples. What has
-been read ahead counts nowhere: a position is that of steps that were trained.
+A step has the same samples as in torchtune. The rank that torchtune would choose reads a sample; another may run it.
+The distribution depends on lengths and not on limits, so a repeated step keeps its samples. Positions count trained
+samples and not those read ahead.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.samples import INDEX, Cost, Kind, Sample, cost_of
 
 READ_AHEAD = 2
-"""Steps that are on their way between the ranks."""
+"""Steps whose samples are in transit between ranks."""
 STAY = "token budget · samples stay on the ranks that read them"
 
 
 def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | FullestRank | None:
-    """Collective: the dealer of this run's steps; None where samples stay as the loader gives them."""
+    """Collective: build the dealer; None if every rank trains on the samples it reads."""
     dealt = settings.adaptive.deal is not False and world_size() > 1
     obstacle = obstacle_to_dealing(model, settings, packed=data.packed) if dealt else None
     if limit is None or not limit.by_length:
@@ -51,13 +51,13 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
         say(f"{STAY}: {obstacle}")
         dealt = False
     if REHEARSAL.on:
-        alike = world_size() == 1 or settings.shuffle  # or nothing tells what others have
+        alike = world_size() == 1 or settings.shuffle  # the samples of other ranks are unknown
         return None if alike else FullestRank(data.dataset, cost_of(model) if dealt else None)
     return Dealer(data.kind, cost_of(model), THIS_RUN.asked_to_stop) if dealt else None
 
 
 def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
-    """Why samples have to stay on the ranks that read them; an error where they are to be dealt all the same."""
+    """Return why samples cannot move between ranks; raise a ConfigError if `adaptive.deal` requires it."""
     obstacle = None
     if packed:
         obstacle = "the dataset is packed, so all samples have the same length"
@@ -73,38 +73,38 @@ def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -
 class _Weighed(NamedTuple):
     packets: list[bytes]
     sizes: Tensor
-    """[ranks, samples + 1, 2 or more]: bytes and tokens of each sample; last whether the rank is to end the run."""
+    """[ranks, samples + 1, 2 or more]: bytes and tokens of each sample; the last row is 1 to end the run."""
     arrival: dist.Work
 
 
 class _Travelling(NamedTuple):
     received: Tensor
-    """Bytes of the samples for this rank, in the order of the ranks that have read them."""
+    """Bytes of this rank's samples, in the order of the ranks that read them."""
     packet_bytes: list[int]
     arrival: dist.Work
     sent: Tensor
-    """Kept until it has arrived."""
+    """The send buffer, kept alive until the exchange completes."""
 
 
 class Dealer:
-    """Deals steps to the ranks of a group of its own, where its collectives cannot meet those of training."""
+    """Distributes the samples of steps through a separate gloo group, so collectives do not mix with training's."""
 
     def __init__(self, kind: Kind, cost: Cost, asked_to_stop: Callable[[], bool] = bool) -> None:
-        """Collective: creates a gloo group. `asked_to_stop`: whether this rank is to end the run."""
+        """Collective: create a gloo group. `asked_to_stop` returns True to end the run."""
         self._kind = kind
         self._cost = cost
         self._asked_to_stop = asked_to_stop
-        self._stopping = False  # some rank is to, and all know it
+        self._stopping = False  # agreed by all ranks
         self._group = gloo_group_aside()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
     def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
-        """Collective: the steps of all ranks, each with as many samples on every one, dealt anew."""
+        """Collective: yield the steps with samples redistributed, an equal number on every rank."""
         weighed: _Weighed | None = None
         sent: _Travelling | None = None
         reading, ended = iter(steps), 0
-        while ended < READ_AHEAD:  # so long that the last one arrives
-            # once a rank is to end the run, nothing more is read: what is on its way is trained first
+        while ended < READ_AHEAD:  # until the last step has arrived
+            # When a rank asks to end the run, stop reading; train the samples in transit first.
             samples = None if self._stopping else next(reading, None)
             ended += samples is None
             ready, sent = sent, None if weighed is None else self._send(weighed)
@@ -113,7 +113,7 @@ class Dealer:
                 yield self._receive(ready)
 
     def _weigh(self, samples: Sequence[Sample]) -> _Weighed:
-        """Collective: begins to tell the other ranks about this rank's share."""
+        """Collective: begin to exchange the sizes of this rank's samples."""
         packets = []
         for sample in samples:
             try:
@@ -131,7 +131,7 @@ class Dealer:
             return _Weighed(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
 
     def _send(self, step: _Weighed) -> _Travelling:
-        """Collective: deals, and begins to exchange the samples."""
+        """Collective: compute the distribution and begin to exchange samples."""
         with explaining_failures("the exchange of sample lengths"):
             step.arrival.wait()
         self._stopping |= bool(step.sizes[:, -1, 0].any())
@@ -151,7 +151,7 @@ class Dealer:
         return _Travelling(received, [sizes[at] for at in mine], arrival, sent)
 
     def _receive(self, step: _Travelling) -> list[Sample]:
-        """Collective: the samples that this rank runs, in the order in which the epoch has them."""
+        """Collective: return the samples of this rank, in the order of the epoch."""
         with explaining_failures("the exchange of samples"):
             step.arrival.wait()
         content = step.received.numpy().tobytes()
@@ -160,13 +160,14 @@ class Dealer:
 
 
 class FullestRank:
-    """A rehearsal runs one rank: in each step, the share of the one with the longest samples, dealt as in training."""
+    """For rehearsals, which run one rank: yields the share of the rank with the longest samples in each step."""
 
     def __init__(self, dataset: CheckedDataset, cost: Cost | None) -> None:
-        """`cost`: of a sequence, by which steps are dealt; None where each rank keeps what it reads."""
+        """`cost` of a sequence distributes the samples; None: every rank keeps the samples it reads."""
         self._dataset, self._cost = dataset, cost
 
     def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
+        """Yield the share with the longest samples of each step."""
         ranks, lengths_of = range(dist.get_world_size()), self._dataset.kind.lengths_of
         for samples in steps:
             own = [sample[INDEX] - dist.get_rank() for sample in samples]

@@ -1,4 +1,4 @@
-"""Finetuning: the loss of the config, one microbatch, and what runs a step of them."""
+"""Finetuning: the configured loss, the forward and backward pass of a microbatch, and the step runner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OnChange = Callable[[Change], object]
 
 
 def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
-    """The loss; one that takes its logits in chunks makes the model cut them."""
+    """Build the loss; if it takes logits in chunks, set the model to return chunks."""
     loss_fn = checked_loss(settings.config)
     if settings.compile:
         training.compile_loss(loss_fn, verbose=False)
@@ -48,7 +48,7 @@ def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
 
 
 def check_cuts(loss_fn: nn.Module, model: nn.Module) -> None:
-    """Refuses a loss that takes logits in chunks, of a model that does not cut them."""
+    """Raise a ConfigError if the loss takes logits in chunks but the model returns them whole."""
     if hasattr(loss_fn, "num_output_chunks") and not hasattr(model, "set_num_output_chunks"):
         raise ConfigError(
             f"loss expects its logits in {loss_fn.num_output_chunks} chunks, but the model ({type(model).__name__}) "
@@ -57,6 +57,7 @@ def check_cuts(loss_fn: nn.Module, model: nn.Module) -> None:
 
 
 def checked_loss(cfg: DictConfig) -> nn.Module:
+    """Build the loss and check its attributes."""
     loss_fn: nn.Module = components.build("loss", cfg)
     if not hasattr(loss_fn, "ignore_index"):
         raise ConfigError(
@@ -70,7 +71,7 @@ def checked_loss(cfg: DictConfig) -> nn.Module:
 
 
 class ForwardBackward:
-    """Adds the gradients of a microbatch, summed over its target tokens, to the model's."""
+    """Accumulates the gradients of a microbatch, summed over its target tokens."""
 
     def __init__(
         self, model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, device: torch.device
@@ -79,18 +80,19 @@ class ForwardBackward:
         self.activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
         self._by_tokens, self._updates = settings.adaptive.token_budget is not None, settings.optimizer_in_bwd
         self._decoder = getattr(model, "decoder", model)
-        # A head that is sharded by itself is gathered for each chunk, and few tokens make fewer of them: peers would
-        # wait. So there are always as many.
+        # A head in its own FSDP group is gathered once per chunk. Few tokens would give fewer chunks, and peers would
+        # wait for the missing all-gathers, so the number of chunks is fixed.
         by_itself = isinstance(getattr(self._decoder, "output", None), FSDPModule)
         self._chunks: int = getattr(loss_fn, "num_output_chunks", 1) if by_itself else 1
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
+        """Run one microbatch."""
         kind, ignored = self.data.kind, self.data.kind.ignored_label
         batch = self.data.collate(kind.rows_of(samples))
-        # torchtune counts labels before the shift, and so the first token of a sample if it is one: a step's gradient
-        # would depend on its microbatches where samples are not padded
+        # torchtune counts labels before the shift, which includes a label at the first token. Without padding, that
+        # count would depend on the split into microbatches.
         target_tokens = int(batch["labels"].ne(ignored).sum())
-        # the token at a position is the label of the position before it
+        # Shift: each position predicts the next token.
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
         learned_tokens = int(labels.ne(ignored).sum())
         if self._by_tokens:
@@ -106,19 +108,19 @@ class ForwardBackward:
                 logits = self.model(**batch)
             chunks = [logits] if isinstance(logits, Tensor) else logits
             if not learned_tokens:
-                # the mean over no tokens would be NaN, and no backward at all a hang: zero loss, zero gradients
+                # The mean over zero tokens is NaN, and peers wait for a backward: use a loss of zero.
                 loss = torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
             elif isinstance(logits, Tensor):
                 loss = (
                     self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1).to(self.device))
                     * target_tokens
                 )
-            else:  # losses that take logits in chunks shape them themselves
+            else:  # losses that take chunks reshape them
                 loss = self.loss_fn(logits, labels.to(self.device)) * target_tokens
-            del logits, chunks  # or they would live through the backward
+            del logits, chunks  # free the logits before the backward
             total = loss.detach()
-            if self._updates:  # inside the backward, so that nothing can scale gradients after it
-                # a sum over this rank's tokens -> FSDP's share of the mean over all tokens; without any, both are zero
+            if self._updates:  # the optimizer runs inside the backward, so scale now
+                # FSDP averages over ranks: scale this rank's sum so that the result is the mean over all tokens.
                 tokens_of_all = sum_over_ranks(torch.tensor(target_tokens, device=self.device))
                 loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
             loss.backward()
@@ -132,8 +134,7 @@ def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
 
 @contextmanager
 def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """While open, the model makes logits only of the states that `chosen` returns: logits may be the largest
-    tensors."""
+    """Compute logits only for the hidden states that `chosen` returns; logits may be the largest tensors."""
     if chosen is None:
         yield
         return
@@ -147,7 +148,7 @@ def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) ->
 
 @contextmanager
 def forgetting_after_errors(activations: AbstractContextManager[object]) -> Iterator[None]:
-    """Around a pass: if it raises, torchtune's offloading forgets what waits for a backward that will not come."""
+    """If the pass raises, clear the tensors that torchtune's offloading keeps for its backward."""
     try:
         yield
     except BaseException:
@@ -165,7 +166,7 @@ def forgetting_after_errors(activations: AbstractContextManager[object]) -> Iter
 def build_step_runner(
     model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, place: Place, on_change: OnChange
 ) -> StepRunner[Sample]:
-    """Collective: the runner of steps, in microbatches of `batch_size` rows to begin with."""
+    """Collective: build the step runner, with an initial limit of `batch_size` rows."""
     plan_padding(data, model, settings, place.device)
     return StepRunner(
         model,
@@ -177,14 +178,14 @@ def build_step_runner(
 
 
 def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Collective: leaves out the padding of microbatches where the config wants that and it is possible."""
+    """Collective: switch padding off if the config allows it and the model supports it."""
     check_sequence_length(model, settings.adaptive)
     if not is_padded(model, settings, device, packed=data.packed, run_model=True):
         data.leave_padding_out()
 
 
 def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
-    """Refuses a length that the model cannot take, before a sample of it is made whose error would blame the data."""
+    """Raise a ConfigError if `adaptive.sequence_length` exceeds the model's limit."""
     wanted, allowed = adaptive.sequence_length, longest_taken([model])
     if wanted is not None and allowed is not None and wanted > allowed:
         raise ConfigError(
@@ -194,7 +195,7 @@ def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
 
 
 def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) -> Recovery:
-    """Collective: the recovery that the stages of a step share, as the config says."""
+    """Collective: build the recovery that all stages of a step share."""
     obstacle = obstacle_to_recovery(settings)
     if obstacle is not None:
         say(f"recovery from out-of-memory errors is off: {obstacle}")
@@ -208,7 +209,7 @@ def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) 
 
 
 def obstacle_to_recovery(settings: Settings) -> str | None:
-    """Why a step cannot be run again: weights change before it ends, or its peers would wait for activations."""
+    """Return why a step cannot be repeated: weights change before its end, or peers wait for activations."""
     reason = None
     if settings.optimizer_in_bwd:
         reason = "optimizer_in_bwd is True, which updates weights inside the backward"

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PLACES = 16
 """Samples that are read, from the first to the last of the dataset."""
 AGAIN = 8
-"""Times that a sample which differs is read again, to tell a different file from a random draw."""
+"""Number of rereads of a sample that differs, which distinguish a changed file from a random transform."""
 
 Fingerprint = Mapping[str, Any]
 """Plain JSON: `samples` of the dataset, `max_seq_len` of its tokenizer, and `crc32` by place."""

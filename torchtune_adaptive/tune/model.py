@@ -1,7 +1,7 @@
-"""Models as torchtune builds them, sharded with FSDP2, with their weights.
+"""Build torchtune's models, shard them with FSDP2 and load their weights.
 
-Both builders take the same road: on the meta device, with compile, tensor parallelism and activation checkpointing,
-sharded, then filled from the checkpoint shard by shard.
+All builders create the model on the meta device, apply compile, tensor parallelism and activation checkpointing, shard
+it, and load the checkpoint shard by shard.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from torchtune_adaptive.tune.unpadded import take_documents
 
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"
-"""The section that names the files of weights, where a recipe has no other for them."""
+"""The default config section of the weight files."""
 Weights = Mapping[str, torch.Tensor]
 SAMPLED_VALUES = 1024
 """Values of each quantized weight that ranks compare."""
 
 
 class Unfilled(dict[str, torch.Tensor]):
-    """Stands for a model's weights where only their memory counts: what that holds stays as it is."""
+    """Marks weights that are not loaded because only their memory matters; the storage stays uninitialized."""
 
 
 def build_full_model(
     settings: Settings, place: Place, checkpoint: State, key: str = "model", files: str = CHECKPOINTER
 ) -> nn.Module:
-    """Collective: the model of a section with every parameter trainable, filled from the checkpoint."""
+    """Collective: build the model of a section with all parameters trainable and load its weights."""
     device, mesh = place
     dtype = dtype_of(settings, device)
     model = built_on(META, settings.config, dtype, key)
@@ -74,7 +74,7 @@ def build_full_model(
 def build_frozen_model(
     settings: Settings, place: Place, weights: Weights, key: str = "model", files: str = "ref_checkpointer"
 ) -> nn.Module:
-    """Collective: the model of a section without gradients and dropout, by default a reference."""
+    """Collective: build the model of a section without gradients and dropout, for example a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
     model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights}, key, files)
     drop_nothing(model)
@@ -82,14 +82,14 @@ def build_frozen_model(
 
 
 def drop_nothing(model: nn.Module) -> None:
-    """Takes dropout out of a model whose log-probabilities are compared with those of another, as torchtune does."""
+    """Disable dropout, like torchtune does in models whose log-probabilities are compared."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
 
 
 def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.Module:
-    """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
+    """Collective: build the model with trainable adapters, loaded from the checkpoint or initialized."""
     device, mesh = place
     dtype = dtype_of(settings, device)
     model = built_on(META, settings.config, dtype)
@@ -125,7 +125,7 @@ def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.
 
 
 def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
-    """The model of the config as its builder leaves it, ready for samples one after another."""
+    """Build the model of a section on a device, with attention that supports unpadded samples."""
     with training.set_default_dtype(dtype), where:
         model = components.build(key, cfg)
     if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
@@ -141,7 +141,7 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
-    """Checkpoints activations as the config says. With both of torchtune's switches set, neither acts."""
+    """Apply activation checkpointing; like in torchtune, the two switches cancel each other."""
     if settings.enable_activation_checkpointing and settings.ac_mode is None:
         policy = {modules.TransformerSelfAttentionLayer}
         training.set_activation_checkpointing(model, auto_wrap_policy=policy)
@@ -150,12 +150,12 @@ def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
 
 
 def is_sharded(settings: Settings, mesh: Meshes) -> bool:
-    """One process has nothing to shard, but offloading to the CPU is FSDP's and needs it all the same."""
+    """Return True if the model uses FSDP: with several ranks, or for CPU offloading."""
     return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
 
 
 def check_replicas_of(model: nn.Module, settings: Settings) -> None:
-    """For builders of quantized weights, which say it in no key of the config."""
+    """Raise a ConfigError for replicas of a quantized model, which config keys do not show."""
     refuse(quantized_replicas(settings, quantized=_is_quantized(model)))
 
 
@@ -182,7 +182,7 @@ def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
 
 
 def _init_rope(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Fills RoPE's tables, which are in no checkpoint."""
+    """Compute the RoPE tables, which are not in checkpoints."""
     with training.set_default_dtype(dtype), device:
         _call_where_present(model, "rope_init")
 
@@ -194,7 +194,7 @@ def _call_where_present(model: nn.Module, method: str) -> None:
 
 
 def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool) -> None:
-    """Collective: fills the model from whole weights, which every rank has read from the same files."""
+    """Collective: load full weights, which every rank has read from the same files."""
     if isinstance(weights, Unfilled):
         _fill_with_nothing(model, settings, device)
         return
@@ -211,7 +211,7 @@ def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.
 
 
 def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Shards of quantized weights are made of whole ones, as torchtune makes them; all others are taken as they are."""
+    """Allocate the parameters; quantized shards are made from full weights like in torchtune."""
     quantized = {
         name: torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         for name, parameter in model.state_dict().items()
@@ -224,11 +224,11 @@ def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.devic
     for module in model.modules():
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             target = "cpu" if settings.fsdp_cpu_offload else device
-            nn.Module.to_empty(module, device=target, recurse=False)  # torchtune's own leaves an adapter's base out
+            nn.Module.to_empty(module, device=target, recurse=False)  # torchtune's override skips base weights
 
 
 def _check_weights(model: nn.Module, weights: Weights, files: str, *, needed: Collection[str]) -> None:
-    """Refuses wrong weights before any rank communicates: an error from then on is not the files' fault."""
+    """Raise a ConfigError if names or shapes of the weights do not match, before any collective."""
     if isinstance(weights, Unfilled):
         return
     places = model.state_dict()
@@ -245,8 +245,10 @@ def _check_weights(model: nn.Module, weights: Weights, files: str, *, needed: Co
 
 
 def _check_quantized_alike(model: nn.Module, weights: Weights, files: str) -> None:
-    """Collective: refuses weights that differ between ranks where each rank quantizes its shard of those that it has
-    read. All others come from rank 0. Compares a sample of their values."""
+    """Collective: raise a ConfigError if ranks have read different weights that each rank quantizes itself.
+
+    All other weights come from rank 0. The check compares a sample of the values.
+    """
     names = () if isinstance(weights, Unfilled) else sorted(_quantized_in(model) & weights.keys())
     checksums = [checksum([_sampled(weights[name])]) for name in names]
     first, *others = from_all_ranks(checksums)
@@ -273,7 +275,7 @@ def _sampled(weight: torch.Tensor) -> torch.Tensor:
 
 
 def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, nn.Module]:
-    """The modules that cut a step into phases, or a pass without loss; none for models whose parts are not known."""
+    """Return the modules that separate the phases of a step; empty if the model's structure is unknown."""
     decoder: Any = getattr(model, "decoder", model)
     if not hasattr(decoder, "norm"):
         return {}

@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule, clipping and the update at the end of a step."""
+"""The optimizer, learning-rate schedule, gradient clipping and update of a step."""
 
 from __future__ import annotations
 
@@ -20,47 +20,49 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 
 SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
-"""Target tokens, or pairs; where several models are updated at once, of each by its name."""
+"""Target tokens or pairs; a mapping by submodule name if several models are updated together."""
 
 
 class Optimization:
-    """One optimizer, or one for each parameter, with the config's schedule times a factor as learning rate."""
+    """One optimizer, or one per parameter. The learning rate is the configured schedule times a factor."""
 
     def __init__(
         self, settings: Settings, model: nn.Module, checkpointed: AnyOptimizer, *optimizers: torch.optim.Optimizer
     ) -> None:
         self.checkpointed = checkpointed
-        """The optimizer as torchtune's checkpointing takes it."""
+        """The optimizer in the form that torchtune saves."""
         self.optimizers = optimizers
         self._cfg, self._model = settings.config, model
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
         self._factor = self._stride = 1.0
-        # torchtune's wrapper of several optimizers hands the rate of the first on to the others at every step
+        # torchtune's wrapper copies the learning rate of the first optimizer to the others at every step.
         self._scheduler: LRScheduler | None = None
-        # noted before a checkpoint brings rates of its own
+        # Read before a checkpoint overwrites the rates.
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
     def start_schedule(self, *, total_steps: int, steps_done: float, lr_factor: float, strides: bool = False) -> None:
-        """`lr_factor`: a resumed run's so far. `strides`: whether a step of the run may be several of the
-        schedule's."""
+        """Build the learning-rate schedule and move it to `steps_done`.
+
+        `lr_factor` is the current factor. With `strides`, a training step may advance several schedule steps.
+        """
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
             return
         for group, rate in zip(self._groups(), self._first_rates, strict=True):
-            # a schedule that goes on needs the rate that it began with, which not every checkpoint keeps
+            # A resumed schedule needs its initial rate, which not all checkpoints contain.
             group.setdefault("initial_lr", rate * lr_factor)
         length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
         self._scheduler = components.build("lr_scheduler", self._cfg, self.optimizers[0], **length)
         if strides and not isinstance(self._scheduler, LambdaLR):
             raise ConfigError(
-                f"lr_scheduler is {type(self._scheduler).__name__}, which cannot take several steps at once, as a "
-                "batch that grows by what is measured needs: use one of torchtune.training.lr_schedulers"
+                f"lr_scheduler is {type(self._scheduler).__name__}, which cannot advance several steps at once, but a "
+                "batch that follows measurements requires it: use one of torchtune.training.lr_schedulers"
             )
         if isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
             self.checkpointed.set_lr_scheduler(self._scheduler)
 
     def use_lr_factor(self, factor: float, stride: float = 1) -> None:
-        """From the next step on, multiplies the schedule's learning rate, and takes so many of its steps with each."""
+        """Multiply the learning rate by `factor`, and advance the schedule by `stride`, from the next step on."""
         self._stride = stride
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
@@ -71,19 +73,22 @@ class Optimization:
             self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
     def update(self, summed_over: SummedOver) -> float | None:
-        """Collective: one update, from gradients that are summed over target tokens, or pairs, and averaged over ranks;
-        NaN or infinite ones update nothing. Returns their norm, or None where they are used up inside the backward."""
+        """Collective: scale and clip the gradients, update the weights, and return the gradient norm.
+
+        Gradients are sums over `summed_over`, averaged over ranks. If the norm is not finite, the weights stay
+        unchanged. Returns None if the optimizer runs inside the backward.
+        """
         norm = None
         if not isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
-            # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
-            # A step without any has no gradients but zeros.
+            # FSDP averages over ranks: multiply by their number and divide by the tokens to get the mean over tokens.
+            # Without target tokens, all gradients are zero.
             ranks = dist.get_world_size()
             for name, count in (summed_over if isinstance(summed_over, Mapping) else {"": summed_over}).items():
-                # a tensor is on the device, where nothing waits for it
+                # A tensor on the device needs no synchronization.
                 scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
                 training.scale_grads(self._model.get_submodule(name), scale)
             norm = clip(self._model, self._max_norm)
-            if math.isfinite(norm):  # else the weights stay as they are, on all ranks
+            if math.isfinite(norm):  # the same on all ranks
                 self.checkpointed.step()
             self.checkpointed.zero_grad(set_to_none=True)
         if self._scheduler is not None:
@@ -92,6 +97,7 @@ class Optimization:
         return norm
 
     def learning_rate(self) -> float:
+        """Return the current learning rate."""
         return float(training.get_lr(self.checkpointed))
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -99,8 +105,10 @@ class Optimization:
 
 
 def clip(model: nn.Module, max_norm: float | None) -> float:
-    """Collective: the norm of all gradients, scaled to at most `max_norm`. Under tensor parallelism torch takes none
-    over gradients on different meshes: it is taken of each kind, then of these norms."""
+    """Collective: clip the gradients to `max_norm` and return their norm before clipping.
+
+    torch cannot combine gradients on different meshes (tensor parallelism), so this combines the norms per mesh.
+    """
     kinds: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -123,6 +131,7 @@ def _whole(norm: Tensor) -> Tensor:
 def build_optimization(
     settings: Settings, model: nn.Module, checkpoint: Mapping[str, Any], device: torch.device
 ) -> Optimization:
+    """Build the optimizer and restore its state from the checkpoint."""
     state = checkpoint.get(training.OPT_KEY)
     if state:
         _check_state(settings, state, device)
@@ -132,7 +141,7 @@ def build_optimization(
         if state:
             load_state(model, optimizer, state, device)
         return optimization
-    # one for each parameter, which steps as soon as the gradient is there
+    # One optimizer per parameter, which steps as soon as the gradient is complete.
     optimizers = {p: components.build("optimizer", settings.config, [p]) for p in model.parameters()}
     training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
     wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
@@ -148,10 +157,10 @@ def build_optimization(
 
 
 def _check_state(settings: Settings, state: Mapping[str, Any], device: torch.device) -> None:
-    """Refuses another optimizer's state, which torch would load without a word and never use."""
+    """Raise a ConfigError for the state of a different optimizer, which torch would silently ignore."""
     one_state = next(iter(state.values())) if settings.optimizer_in_bwd else state
     if not isinstance(one_state, Mapping) or "state" not in one_state:
-        return  # not saved that way, which the error says where it is loaded
+        return  # a different format: loading raises the error
     saved = {key for values in one_state["state"].values() for key in values}
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros_like(parameter)

@@ -1,9 +1,9 @@
-"""The two stages of a preference step, over the same pairs: the reference's log-probabilities, then training.
+"""The two stages of a preference step, over the same pairs.
 
-    reference    forward only, all pairs of the step; each pair keeps its log-probabilities
-    policy       forward, loss of each pair beside its reference, backward
+    reference    forward pass over all pairs of the step, which store their log-probabilities
+    policy       forward pass, loss compared with the reference, backward pass
 
-So the reference's activations never lie beside the policy's, and each stage has a limit of its own.
+So activations of reference and policy are never in memory together, and each stage has its own limit.
 """
 
 from __future__ import annotations
@@ -38,27 +38,29 @@ POLICY = "policy"
 """The names of the stages."""
 
 KEPT = "reference_log_probs"
-"""The key under which a pair keeps its two log-probabilities, chosen and rejected."""
+"""Key for the reference log-probabilities of a pair: chosen, rejected."""
 
 PAIRS = "pairs"
 ANSWERS = ("chosen", "rejected")
 
 
 class Scores(NamedTuple):
+    """Log-probabilities and logits of a microbatch of pairs."""
+
     log_probs: Tensor
-    """[2, pairs]: summed over the labels of the chosen and of the rejected answers."""
+    """[2, pairs]: sums over the labels of chosen and rejected answers."""
     logits: Tensor
     row_lengths: list[int]
-    """Tokens of the chosen answers, then of the rejected ones."""
+    """Tokens of the chosen, then of the rejected answers."""
     target_tokens: int
 
 
 def score(model: nn.Module, pairs: Sequence[Sample], data: Data, device: torch.device) -> Scores:
-    """Scores pairs, in the same way whichever of them share a microbatch."""
+    """Score pairs; results do not depend on the split into microbatches."""
     rows, ignored = data.kind.rows_of(pairs), data.kind.ignored_label
     lengths = [len(row["tokens"]) for row in rows]
     batch = data.collate(rows)
-    # the token at a position is the label of the position before it
+    # Shift: each position predicts the next token.
     labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
     target_tokens = int(labels.ne(ignored).sum())
     labels = labels.to(device)
@@ -71,7 +73,7 @@ def score(model: nn.Module, pairs: Sequence[Sample], data: Data, device: torch.d
 
 
 def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The sum over each row or, where rows are one after another, over each of them."""
+    """Sum over each row; `lengths` separates the rows if they are concatenated."""
     if values.size(0) == len(lengths):
         return values.sum(-1)
     sums: Tensor = _SumsOfParts.apply(values[0], list(lengths))
@@ -79,8 +81,10 @@ def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 class _SumsOfParts(torch.autograd.Function):
-    """The sum over each part of one row. `index_add` adds up in another order each time on a GPU; `segment_reduce` adds
-    one number after another, and of 4096 loses a digit that `sum` keeps."""
+    """Sums over parts of one row.
+
+    `index_add` is not deterministic on a GPU. `segment_reduce` adds sequentially, which loses a digit at 4096 values.
+    """
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, lengths: list[int]) -> Tensor:
@@ -98,7 +102,7 @@ class _SumsOfParts(torch.autograd.Function):
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """While open, a LoRA model is what it was before it was trained, without dropout."""
+    """Disable the adapters and dropout of a LoRA model."""
     training = model.training
     model.eval()
     try:
@@ -112,7 +116,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor) -> dict[str, Tensor]:
     sums = {PAIRS: counted.sum(), "rewards/accuracies": ((rewards[0] > rewards[1]) * counted).sum()}
     means, tokens = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
-    if means.size(0) == len(tokens):  # without what pads them
+    if means.size(0) == len(tokens):  # ignore padding
         means = means * (torch.arange(means.size(1), device=means.device) < tokens[:, None])
     logits = sums_of_rows(means, scores.row_lengths).chunk(2)
     for at, answer in enumerate(ANSWERS):
@@ -132,8 +136,10 @@ def build_stages(
     device: torch.device,
     on_change: OnChange,
 ) -> Stages[Sample]:
-    """Collective: both stages, in microbatches of `batch_size` pairs to begin with. A policy that is its own reference
-    has its adapters off there."""
+    """Collective: build both stages, with an initial limit of `batch_size` pairs.
+
+    If policy and reference are the same model, the reference stage disables its adapters.
+    """
     plan_padding(data, policy, settings, device)
     as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
     activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
@@ -146,7 +152,7 @@ def build_stages(
         return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
 
     def train(pairs: Sequence[Sample]) -> Totals:
-        """Adds the gradients of pairs, summed over them, to the policy's."""
+        """Accumulate the gradients of the policy, summed over pairs."""
         asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
         counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
         with forgetting_after_errors(activations):
@@ -155,8 +161,8 @@ def build_stages(
             losses, *rewards = loss_fn(*scores.log_probs, *asked)
             sums = _sums_over_pairs(scores, rewards, counted)
             target_tokens = scores.target_tokens
-            del scores  # or the logits would live through the backward
-            loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
+            del scores  # free the logits before the backward
+            loss = (losses * counted).sum()  # a filler has loss ln 2 but must not count
             loss.backward()
         return Totals(loss.detach(), target_tokens, sums)
 
@@ -170,7 +176,7 @@ def build_stages(
 
 
 def build_preference_loss(cfg: DictConfig) -> nn.Module:
-    """The loss of the config, tried on two pairs."""
+    """Build the loss and try it on two pairs."""
     loss_fn: nn.Module = components.build("loss", cfg)
     log_probs = torch.zeros(2)
     try:
@@ -189,7 +195,7 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
 
 
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
-    """Figures of the answers under torchtune's names: means over pairs, or over their tokens. Waits for the GPU."""
+    """Return torchtune's metrics of the answers, means over pairs or tokens. Synchronizes with the GPU."""
     sums = {name: float(value) for name, value in results[POLICY].sums.items()}
     names = ["rewards/accuracies", *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
     figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in names}

@@ -1,7 +1,7 @@
-"""Microbatches without padding: samples one after another in one row, each of which attention sees alone.
+"""Microbatches without padding: samples are concatenated in one row, and attention is masked per sample.
 
-torchtune's decoder hands its mask on untouched, and its attention asks only whether there is one, then calls a function
-that is an attribute of the instance. So a mask can say where samples end, and only that attribute is replaced.
+torchtune's decoder passes its mask on unchanged, and its attention calls a function that is an attribute of the
+instance. So the mask can carry the sample boundaries, and only that attribute is replaced.
 """
 
 from __future__ import annotations
@@ -28,28 +28,32 @@ from torchtune_adaptive.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
-"""A model's arguments: the rows of a microbatch, and what belongs to them."""
+"""The arguments of a model for one microbatch."""
 
 FLASH_ATTENTION_2 = (8, 0)
-"""Compute capability: Ampere."""
+"""Minimum compute capability (Ampere)."""
 WIDEST_HEAD = 256
-"""The limit of flash attention on a GPU."""
+"""Largest head dimension of flash attention on a GPU."""
 TRIED_SAMPLE, TRIED_OTHERS = (1, 2, 3), ((4,), (5, 6))
-"""A sample and its neighbours; their tokens are in every vocabulary."""
+"""A sample and its neighbours in a row, with tokens that every vocabulary contains."""
 
 
 class Documents(NamedTuple):
-    """Where the samples of a row end: the mask of torchtune's decoder. A NamedTuple, because FSDP, activation
-    checkpointing and torch.compile look for tensors inside of those."""
+    """Sample boundaries of a row, passed as the mask of torchtune's decoder.
+
+    A NamedTuple, because FSDP, activation checkpointing and torch.compile find tensors in it.
+    """
 
     ends: Tensor
-    """int32, on the model's device; a 0 before the first."""
+    """int32, on the model's device; starts with 0."""
     longest: int
 
 
 def joined(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
-    """A collate function: the samples one after another; positions begin anew with each. Its first label is ignored:
-    labels are shifted by one afterwards, and it would be what the last token of the sample before has to predict."""
+    """Concatenate samples; positions restart with every sample.
+
+    The first label of a sample is ignored, because after the shift the previous sample would have to predict it.
+    """
     lengths = [len(sample["tokens"]) for sample in samples]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     tokens, labels = (
@@ -66,7 +70,7 @@ def joined(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
 
 
 def batch_to_device(batch: Batch, device: torch.device) -> None:
-    """torchtune's function, which knows only its own masks."""
+    """Move a batch like torchtune's function, which does not support `Documents`."""
     documents = batch.pop("mask") if isinstance(batch.get("mask"), Documents) else None
     utils.batch_to_device(batch, device)
     if documents is not None:
@@ -74,18 +78,20 @@ def batch_to_device(batch: Batch, device: torch.device) -> None:
 
 
 def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
-    """Positions in the row whose label counts, or the first if none does; None where rows are padded."""
+    """Return the positions with a label, or the first position without any; None for padded rows."""
     if not isinstance(batch.get("mask"), Documents):
         return None
     positions = labels[0].ne(ignored).nonzero()[:, 0]
-    # the kernels of a layer have not been tried with no token at all
+    # Layers are not tested with zero tokens.
     return positions if len(positions) else positions.new_zeros(1)
 
 
 @contextmanager
 def taking_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """While open, the model takes a row of any length if each sample in it is short enough: torchtune compares
-    `max_seq_len`, which limits positions, with the row."""
+    """Raise the model's `max_seq_len` to the length of the row.
+
+    torchtune compares it with the row, but it limits the positions within a sample.
+    """
     most: Any = getattr(model, "max_seq_len", None)
     if most is None or not isinstance(batch.get("mask"), Documents):
         yield
@@ -98,12 +104,13 @@ def taking_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 class EachAlone:
-    """torchtune's attention; with `Documents` as its mask, each sample of the row sees itself alone."""
+    """torchtune's attention function, which with a `Documents` mask attends within each sample only."""
 
     def __init__(self, stock: Callable[..., Tensor]) -> None:
         self.stock = stock
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout_p: float, is_causal: bool) -> Tensor:
+        """Compute attention with torchtune's arguments."""
         if isinstance(mask, Documents):
             assert not dropout_p, "the kernels drop nothing: such a model has padded rows"
             return attend_each(q, k, v, mask)
@@ -111,24 +118,24 @@ class EachAlone:
 
 
 def take_documents(model: nn.Module) -> None:
-    """Teaches `Documents` to every attention of torchtune's, before it is compiled; one that was replaced stays so."""
-    # torchtune makes the function anew for each module, of the same code
+    """Add support for `Documents` to torchtune's attention, before it is compiled; keep replaced attention."""
+    # torchtune creates one function per module, with the same code object.
     stock = _sdpa_or_flex_attention().__code__
     for module in model.modules():
         if isinstance(module, MultiHeadAttention) and getattr(module._attention_call, "__code__", None) is stock:
             module._attention_call = EachAlone(module._attention_call)
 
 
-# Causal attention within each sample of a row, by flash kernels. Where samples end is data and no shape, so one
-# compiled graph serves all microbatches. A loop over `scaled_dot_product_attention` would be unrolled and compiled anew
-# for each; flex attention is compiled for each length, or needs a mask of tokens².
+# Causal attention within each sample of a row, by flash kernels. Sample boundaries are data and not shapes, so one
+# compiled graph serves all microbatches. A loop over `scaled_dot_product_attention` would be unrolled, and recompiled
+# for every split; flex attention recompiles for every length, or needs a mask of tokens².
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """Attention over one row, [1, heads, tokens, width] as torchtune hands it over; so is the result."""
+    """Attend within each sample of one row; inputs and output are [1, heads, tokens, width]."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     ends, longest = documents
     if query.device.type == "cuda":
@@ -141,7 +148,7 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: Documents)
 
 @torch.library.custom_op("torchtune_adaptive::attend_each", mutates_args=(), device_types="cpu")
 def _attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens, heads, width] each; also the logarithms of all softmaxes' sums, for the backward."""
+    """Return [tokens, heads, width] and, for the backward, the logsumexp of every softmax."""
     attended, logsumexp = _fake_attend_each(query, key, value, ends)
     for *parts, whole, of_all in _by_sample(ends, query, key, value, attended, logsumexp):
         part, of_softmax = _flash(*parts, 0.0, True)
@@ -188,13 +195,15 @@ _attend_each.register_autograd(_backward, setup_context=_keep)
 
 
 def _buffer_like(tensor: Tensor) -> Tensor:
-    """One buffer for all samples, in the order of tokens, whatever the order of the tensor is."""
+    """Return a contiguous buffer for all samples, whatever the strides of the tensor."""
     return tensor.new_empty(tensor.shape)
 
 
 def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts [tokens, heads, width] into samples, as torch's kernel takes them: [1, heads, tokens, width]. All at once:
-    views made one by one take time that shows."""
+    """Split [tokens, heads, width] into samples of [1, heads, tokens, width].
+
+    One split per tensor is measurably faster than one view per sample.
+    """
     lengths = ends.diff().tolist()
     return zip(*(row.transpose(0, 1)[None].split(lengths, dim=2) for row in rows), strict=True)
 
@@ -202,18 +211,20 @@ def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def is_padded(
     model: nn.Module, settings: Settings, device: torch.device, *, packed: bool, run_model: bool = False
 ) -> bool:
-    """Whether rows are padded, as `adaptive.padding` says; logs why, or raises, where they have to be. Collective with
-    `run_model`, for a model that has its weights: a row of several samples goes through it."""
+    """Return True if rows are padded; if they must be, log the reason, or raise if `adaptive.padding` is False.
+
+    With `run_model` it is collective, and runs a row of several samples through the model, which needs its weights.
+    """
     if settings.adaptive.token_budget is None or settings.adaptive.padding:
         return True
     reason = next(_obstacles(model, settings, device, packed=packed), None)
-    if run_model:  # one rank's card may be another
+    if run_model:  # GPUs may differ between ranks
         reason = next(filter(None, from_all_ranks(reason)), None) or _mixing(model, device)
     if reason is None:
         return False
     if settings.adaptive.padding is False:
         raise ConfigError(f"adaptive.padding is False, but {reason}: set adaptive.padding to null or True")
-    if rank() == 0 and not packed:  # of packed rows, the token budget says what becomes of them
+    if rank() == 0 and not packed:  # the token budget logs a line for packed rows
         logger.info("token budget · samples are padded: %s", reason)
     return True
 
@@ -248,19 +259,22 @@ def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, pa
         yield f"there is no attention kernel for variable lengths on {'hip' if torch.version.hip else device.type}"
     elif settings.dtype == "fp32":
         yield "dtype is fp32, which flash attention on a GPU does not support"
-    # a rehearsal is on a card that is not there
+    # A rehearsal has no GPU.
     elif torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < FLASH_ATTENTION_2:
         yield f"{torch.cuda.get_device_name(device)} (compute capability {capability}) has no flash attention"
 
 
 def _name(thing: object) -> str:
-    """Its name without FSDP's prefix for the classes that it makes."""
+    """Return the name without the prefix that FSDP adds to class names."""
     return str(getattr(thing, "__name__", type(thing).__name__.removeprefix("FSDP")))
 
 
 def _mixing(model: nn.Module, device: torch.device) -> str | None:
-    """Collective: tries whether the logits of a sample depend on the others in its row. A hook that shifts tokens, or
-    positions counted by place in the row, cannot be seen, and such a model would silently learn something else."""
+    """Collective: run the model to test whether the logits of a sample depend on the others in its row.
+
+    Inspection cannot find all causes, for example a hook that shifts tokens, or positions that count along the row.
+    Such a model would silently train on wrong contexts.
+    """
     (alone,) = _logits(model, device, [TRIED_SAMPLE])
     row = [TRIED_SAMPLE, TRIED_OTHERS[0], TRIED_SAMPLE, TRIED_OTHERS[1], TRIED_SAMPLE]
     apart = torch.stack([(logits - alone).norm(dim=-1) for logits in _logits(model, device, row)[::2]])
@@ -275,7 +289,7 @@ def _mixing(model: nn.Module, device: torch.device) -> str | None:
 
 
 def _logits(model: nn.Module, device: torch.device, row: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Collective: the logits of each sample of a row, without dropout, gradients or compilation."""
+    """Collective: return the logits of each sample of a row, without dropout, gradients or compilation."""
     batch = joined([{"tokens": list(tokens), "labels": list(tokens)} for tokens in row], ignored=-100)
     del batch["labels"]
     batch_to_device(batch, device)
