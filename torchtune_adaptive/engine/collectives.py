@@ -12,23 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
-from torchtune_adaptive.engine.memory import wraps_tensors
-from torchtune_adaptive.engine.ranks import ASIDE, backend_for, explaining_failures, rank, world_size
+from torchtune_adaptive.engine.ghost import GhostPasses, messages
+from torchtune_adaptive.engine.listener import Listener
+from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, message_counters, rank, world_size
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.text import count_of
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
 
 
 @dataclass(frozen=True)
@@ -143,62 +139,7 @@ class CollectiveRecord:
     """Whether a microbatch has run under a listener for those names."""
 
 
-_NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"}
-_SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
-"""Operations of those namespaces that only wait, or wrap what has been waited for."""
 _MOST_NAMES = 3
-_OTHERS_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Files that are not the user's: torch, this package, code without a file."""
-
-
-def _message_counters() -> Iterator[Callable[[], int]]:
-    """Sequence numbers of the process groups that exist now, except those set aside: the messages that this rank has
-    taken part in.
-
-    Each costs one read of a C++ integer. Nothing is hooked, so messages of autograd's threads and of compiled code
-    count, and nothing runs differently for being watched. Point-to-point messages count on gloo, not on NCCL.
-    """
-    for group in distributed_c10d._world.pg_map:
-        if group.size() == 1 or group in ASIDE:
-            continue
-        # One per kind of device (for example, gloo for the host and NCCL for GPUs), unless one serves all.
-        for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
-            counter: Callable[[], int] = backend._get_sequence_number_for_group  # type: ignore[attr-defined]
-            try:
-                counter()
-            except RuntimeError:  # a backend that does not count, such as "fake"
-                continue
-            yield counter
-
-
-class Listener(TorchDispatchMode):
-    """Reports every operation that communicates, with the line that called it, before it runs.
-
-    Compiled code runs eagerly under a dispatch mode, so this is open for a single microbatch, or for a stand-in.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
-            return NotImplemented
-        if getattr(func, "namespace", "") in _NAMESPACES and func._opname not in _SILENT:
-            self._tell(f"{func.namespace}::{func._opname}{_caller()}")
-        return func(*args, **(kwargs or {}))
-
-
-def _caller() -> str:
-    """` at model.py:57`: the innermost line of the user's code, if there is one."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OTHERS_CODE):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
@@ -225,15 +166,19 @@ class CollectiveLedger:
     prepared, settled and reset for it, so gradients that another stage has finished stay as they are.
     """
 
-    def __init__(self, *roots: object, watches: bool = True) -> None:
+    def __init__(self, *roots: object, watches: bool = True, exchanges_activations: bool = False) -> None:
         """Watches the collectives of models sharded by FSDP2. Whole models have none.
 
         Without `watches`, it only sums gradients over replicas once a step, and leaves nothing gathered after a forward
-        without a backward.
+        without a backward. Where ranks exchange activations, ghost passes take the place of records.
         """
         self.position = 0
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        self._watches = watches and world_size() > 1
+        modules = [root for root in roots if isinstance(root, nn.Module)]
+        several = watches and world_size() > 1
+        exchanges = exchanges_activations or any(map(fsdp.exchanges_activations, modules))
+        self._ghosts = GhostPasses(modules) if several and exchanges else None
+        self._watches = several and self._ghosts is None
         self._groups_of = {root: fsdp.groups_of(root) if self._watches else [] for root in self._roots}
         self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
         self._records: dict[str, CollectiveRecord] = {}  # by stage
@@ -268,6 +213,8 @@ class CollectiveLedger:
         for put_back in self._put_back:
             put_back()
         self._watches = False
+        if self._ghosts:
+            self._ghosts.close()
         self.abandon()
 
     def abandon(self) -> None:
@@ -291,13 +238,15 @@ class CollectiveLedger:
     def forget(self, stage: str) -> None:
         """Call it on all ranks if a stage issues other collectives from its next step on."""
         self._records.pop(stage, None)
+        if self._ghosts:
+            self._ghosts.forget(stage)
 
     def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
         """Starts counting a step of a stage that owns these models."""
         self.position = 0
-        self._microbatches, self._number = microbatches, -1
+        self._stage, self._microbatches, self._number = stage, microbatches, -1
         if self._watches:
-            self._counters = [*_message_counters()]
+            self._counters = [counter for _, counter in message_counters()]
         self._owned = [root for root in self._roots if root in models]
         self._groups = [group for root in self._owned for group in self._groups_of[root]]
         self._replicated = [root for root in self._owned if root in self._with_replicas]
@@ -314,14 +263,17 @@ class CollectiveLedger:
         if number != self._number:  # otherwise it continues, as a stand-in
             self._messages_of = []
         self._current, self._number = [], number
-        for root in self._replicated:
-            root.set_requires_all_reduce(self._sums_over_replicas(number))
+        self._sum_over_replicas(wanted=self._sums_over_replicas(number))
         self._begun_at = self._messages(), self.position
+        if self._ghosts:
+            self._ghosts.begin_microbatch()
 
     def end_microbatch(self) -> None:
         """Records the collectives of a microbatch, or compares them with the record."""
         for root in self._owned:
             fsdp.settle(root)
+        if self._ghosts:
+            self._ghosts.end_microbatch()
         self._compare(complete=True)
         self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
         if self._record.unsteady and self._number == self._microbatches - 1:
@@ -428,11 +380,19 @@ class CollectiveLedger:
         finally:
             self._issuing = False
 
-    def drain(self, run_stand_in: Callable[[], object]) -> None:
+    @property
+    def progress(self) -> int:
+        """What grows with every collective that this rank issues."""
+        return messages().total() if self._ghosts else self.position
+
+    def drain(self, passes: Sequence[Callable[[], object]], run_stand_in: Callable[[], object]) -> None:
         """Collective: issues the rest of this step, so that every peer finishes it.
 
-        A microbatch without a record is run by `run_stand_in`, a forward and backward of any size.
+        A microbatch without a record is run by `run_stand_in`, a forward and backward of any size. A ghost pass runs
+        those of the `passes`, one for each microbatch, that are not complete.
         """
+        if self._ghosts:
+            self._finish_as_ghost(self._ghosts, passes)
         if not self._watches:
             return
         unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
@@ -457,6 +417,26 @@ class CollectiveLedger:
                 self._issue_zeros(collective)
             begins_at += len(schedule.collectives)
 
+    def _finish_as_ghost(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
+        """Collective: issues what is left of this microbatch and of those that follow."""
+        ghosts.check(passes[self._number], self._owned, self._stage)
+        with ghosts.leaving_no_trace(self._owned) as ghost:
+            if self._replicated and self._number:
+                # Peers hold sums of earlier microbatches, which FSDP may send by themselves.
+                self._sum_over_replicas(wanted=False)
+                ghost.run(passes[self._number])
+            for number in range(self._number, self._microbatches):
+                if number > self._number:
+                    self.begin_microbatch(number)
+                self._sum_over_replicas(wanted=self._sums_over_replicas(number))
+                ghosts.finish(ghost, passes[number])
+                for root in self._owned:
+                    fsdp.settle(root)
+
+    def _sum_over_replicas(self, *, wanted: bool) -> None:
+        for root in self._replicated:
+            root.set_requires_all_reduce(wanted)
+
     def _issue_zeros(self, collective: Collective) -> None:
         """Collective: takes part with zeros."""
         group, comm = collective.group, collective.comm
@@ -479,8 +459,7 @@ class CollectiveLedger:
         if self._replicated and number:
             # Peers still hold partial sums of earlier microbatches, which FSDP may send separately. This rank lost its
             # own in the failed pass, so it makes others first.
-            for root in self._replicated:
-                root.set_requires_all_reduce(False)
+            self._sum_over_replicas(wanted=False)
             self._run_without(sys.maxsize, run_stand_in)
         self.begin_microbatch(number)
         # Peers have matched the collectives of the failed pass, and would not match them a second time.
@@ -504,3 +483,5 @@ class CollectiveLedger:
         """Returns the models of the stage that runs to their state between two steps, without their gradients."""
         for root in self._owned:
             fsdp.reset(root)
+        if self._ghosts:
+            self._ghosts.drop_masks()

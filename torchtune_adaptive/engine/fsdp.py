@@ -113,19 +113,17 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
         return "DistributedDataParallel communicates inside the backward: pass the module in it"
     if is_whole(model):
         return None
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, FSDPModule) and any(isinstance(each, FSDPModule) for each in model.modules()):
         return (
             "fully_shard has wrapped parts of the model but not the model itself, so its collectives are unknown (wrap "
             "it too, or pass the part that is wrapped)"
         )
-    groups = groups_of(model)
-    reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group))]
-    if reasons:
-        return reasons[0]
-    sharded = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
-    if any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
-        return "some parameters are not distributed by fully_shard (tensor parallel)"
-    return None
+    if not any(isinstance(each, DTensor) and each.device_mesh.size() == world_size() for each in model.parameters()):
+        return "it is sharded over only some of the ranks"
+    groups = groups_of(model) if isinstance(model, FSDPModule) else []
+    if any(group._all_reduce_hook is not None for group in groups):
+        return "it has an all-reduce hook, whose collectives are unknown"
+    return why_unsteady(groups)
 
 
 def why_hooks_forbid_it(model: nn.Module) -> str | None:
@@ -155,16 +153,26 @@ def scatters_gradients(model: FSDPModule) -> bool:
     return all(mesh.shard_mesh_dim is not None and mesh.mesh.size(mesh.shard_mesh_dim) > 1 for mesh in meshes)
 
 
-def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
-    mesh = group.mesh_info
-    known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim))
-    if any(cast(DTensor, parameter.sharded_param).device_mesh.ndim > known for parameter in group.fsdp_params):
-        return "its mesh has dimensions other than shards and replicas (tensor parallel)"
-    if mesh.mesh.size() != world_size():
-        return "it is sharded over only some of the ranks"
-    if group._all_reduce_hook is not None:
-        return "it has an all-reduce hook, whose collectives are unknown"
-    return why_unsteady([group])
+def exchanges_activations(model: nn.Module) -> bool:
+    """Whether a mesh of its parameters has dimensions other than FSDP2's shards and replicas."""
+    groups = groups_of(model) if isinstance(model, FSDPModule) else []
+    by_fsdp = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    if any(isinstance(each, DTensor) and id(each) not in by_fsdp for each in model.parameters()):
+        return True
+    for group in groups:
+        known = sum(dim is not None for dim in (group.mesh_info.shard_mesh_dim, group.mesh_info.replicate_mesh_dim))
+        if any(cast(DTensor, parameter.sharded_param).device_mesh.ndim > known for parameter in group.fsdp_params):
+            return True
+    return False
+
+
+def states_of(model: nn.Module) -> Iterator[object]:
+    """The objects in which FSDP2 keeps what a pass changes."""
+    for module in _modules(model):
+        state = module._get_fsdp_state()
+        yield from (state, state._comm_ctx)
+        for group in _groups(module):
+            yield from (group, *group.fsdp_params)
 
 
 def _modules(root: Any) -> Iterator[FSDPModule]:

@@ -85,6 +85,26 @@ def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterat
         raise RanksPartedError(why, *remedies) from error
 
 
+def message_counters() -> Iterator[tuple[dist.ProcessGroup, Callable[[], int]]]:
+    """Process groups that exist now, except those set aside, with their sequence numbers: the messages that this rank
+    has taken part in.
+
+    Each costs one read of a C++ integer. Nothing is hooked, so messages of autograd's threads and of compiled code
+    count, and nothing runs differently for being watched. Point-to-point messages count on gloo, not on NCCL.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.size() == 1 or group in ASIDE:
+            continue
+        # One per kind of device (for example, gloo for the host and NCCL for GPUs), unless one serves all.
+        for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
+            counter: Callable[[], int] = backend._get_sequence_number_for_group  # type: ignore[attr-defined]
+            try:
+                counter()
+            except RuntimeError:  # a backend that does not count, such as "fake"
+                continue
+            yield group, counter
+
+
 class Agreement:
     """A table with one row of numbers a rank, which every rank can read after one collective.
 

@@ -16,11 +16,13 @@ A step is a fixed list of samples. What fits is a limit. Running out of memory c
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from operator import index
 from os import PathLike
@@ -99,6 +101,8 @@ class Recovery:
     `models` are all that the stages run, frozen ones included. A stage owns the model of its runner and every model
     without a trainable weight: only these are reset when it fails, so the gradients of other stages stay as they are.
 
+    `exchanges_activations`: microbatches communicate besides FSDP2, as under context parallelism. Meshes of parameters
+    show tensor and expert parallelism. Ranks that share a sample pass the same samples to `run`.
     `regrow_after` steps without trouble are followed by a try of the next larger limit, up to the given one; 0: never.
     `asked_to_stop` says whether this rank is to end the run, after a signal for example: all ranks read it in the
     result of the same step. `on_change` is called on every rank when a limit has changed or is exhausted, `on_attempt`
@@ -109,6 +113,7 @@ class Recovery:
         self,
         *models: nn.Module,
         enabled: bool = True,
+        exchanges_activations: bool = False,
         regrow_after: int = 200,
         asked_to_stop: Callable[[], bool] = bool,
         on_change: Callable[[Change], object] = lambda _: None,
@@ -123,7 +128,7 @@ class Recovery:
             raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
         self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
         self.asked_to_stop, self.on_change, self.on_attempt = asked_to_stop, on_change, on_attempt
-        self.ledger = CollectiveLedger(*models, watches=enabled)
+        self.ledger = CollectiveLedger(*models, watches=enabled, exchanges_activations=exchanges_activations)
         self.agreement = Agreement(len(Report._fields))
         self._stages: set[str] = set()
         self._compared = self._closed = False
@@ -440,7 +445,7 @@ class StepRunner(Generic[Sample]):
                 # Outside of `except`, whose traceback would keep the failed pass alive. Before the drain, which first
                 # needs to know whether this microbatch has followed the record so far.
                 self._ledger.break_off_microbatch()
-                self._drain(samples[rows[0] if rows else 0])
+                self._drain(microbatches, samples[rows[0] if rows else 0])
                 return None, number
         except BaseException:
             self._ledger.abandon()
@@ -456,7 +461,7 @@ class StepRunner(Generic[Sample]):
             )
         return [self.kind.filler(samples[0])]
 
-    def _drain(self, sample: Sample) -> None:
+    def _drain(self, microbatches: Sequence[Sequence[Sample]], sample: Sample) -> None:
         """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
         # A drain may run out of memory too. What it has issued by then counts, so each try goes on from there, and
         # only one that gets nowhere is the end.
@@ -466,15 +471,19 @@ class StepRunner(Generic[Sample]):
                 # Gradients first: what they hold may be what the drain needs.
                 self._discard()
                 release()
-                # Any sample will do, since FSDP communicates no data. It is run only if there is no record yet.
                 with self._around_pass("drain"):
-                    self._ledger.drain(lambda: self._forward_backward([self.kind.stand_in(sample)]))
+                    self._ledger.drain(
+                        # Of copies, since a stage may keep its results in the samples.
+                        [partial(self._forward_backward, [*map(copy.copy, each)]) for each in microbatches],
+                        # Any sample will do, since FSDP communicates no data. It is run only if there is no record yet.
+                        lambda: self._forward_backward([self.kind.stand_in(sample)]),
+                    )
                 return
             except Exception as error:
                 if not is_oom(error):
                     raise
                 forget_frames(error)
-            if (position := self._ledger.position) == stuck_at:
+            if (position := self._ledger.progress) == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with only its shard of the training state allocated, so it "
                     "cannot complete the collectives that its peers are waiting for",

@@ -1,0 +1,264 @@
+"""Steps of models whose ranks exchange activations, and the ways in which one may run out of memory."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+from torchtune import modules, training
+from torchtune.models.llama3 import llama3
+
+from tests.distributed.faults.failing import fail_there, operations_of
+from tests.distributed.models import VOCABULARY, Gradients, gradients_of, runner_of, same_gradients
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.testing import FaultInjector
+
+LENGTH, SAMPLES = 8, 4
+EXPERTS, PER_TOKEN, DIM = 6, 2, 16
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    """One way of sharing a model, and who runs out of memory how."""
+
+    name: str
+    build: Callable[["MeshCase"], nn.Module]
+    world_size: int = 2
+    shared_by: int = 2
+    """Ranks that share samples."""
+    replicas: int = 1
+    checkpointing: bool = False
+    failing: tuple[int, ...] = (1,)
+    rows: int = 2
+    again: str = "never"
+    first_pass: bool = False
+    stride: int = 1
+
+    def bench(self) -> "MeshBench":
+        """Collective."""
+        return MeshBench(self)
+
+
+def mesh_of(case: MeshCase) -> DeviceMesh:
+    """Collective."""
+    sizes = (case.replicas, case.world_size // case.shared_by // case.replicas, case.shared_by)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards", "shared"))
+
+
+def tensor_parallel(case: MeshCase) -> nn.Module:
+    """Collective: a Llama under tensor, sequence and loss parallelism, its layers sharded if there are more ranks."""
+    mesh, both = mesh_of(case), (Replicate(), Replicate())
+    model = llama3(
+        vocab_size=VOCABULARY,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=DIM,
+        intermediate_dim=24,
+        max_seq_len=64,
+    )
+    model = training.prepare_mha_for_tp(model, mesh["shared"])
+    layer = {
+        "attn": PrepareModuleInput(input_layouts=(Shard(1), Shard(1)), desired_input_layouts=both),
+        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        **dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3"), ColwiseParallel()),
+        **dict.fromkeys(("attn.output_proj", "mlp.w2"), RowwiseParallel(output_layouts=Shard(1))),
+        **dict.fromkeys(("sa_norm", "mlp_norm"), SequenceParallel()),
+    }
+    plan = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        **{f"layers.*.{name}": style for name, style in layer.items()},
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh["shared"], plan)
+    if case.checkpointing:
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    if case.world_size > case.shared_by:
+        over = mesh["replicas", "shards"] if case.replicas > 1 else mesh["shards"]
+        for each in (*model.layers, model):
+            fully_shard(each, mesh=over)
+    return model
+
+
+class Experts(nn.Module):
+    """Tokens go to the experts that score them highest, wherever those are: the layout and the calls of torchtitan."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, self.ranks = mesh.get_group(), mesh.size()
+        self.router = nn.Linear(DIM, EXPERTS, bias=False)
+        weights = (torch.randn(EXPERTS, DIM, DIM) / DIM for _ in range(2))
+        self.up, self.down = (nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in weights)
+
+    def forward(self, states: Tensor) -> Tensor:
+        tokens = states.flatten(0, -2)
+        scores, experts = self.router(tokens).softmax(-1).topk(PER_TOKEN, dim=-1)
+        counts = torch.histc(experts.flatten().float(), EXPERTS, 0, EXPERTS).long()
+        order = experts.flatten().argsort(stable=True)
+        with torch.no_grad():
+            theirs = all_to_all_single(counts, None, None, self.group)
+            sends = counts.view(self.ranks, -1).sum(1).tolist()
+            receives = theirs.view(self.ranks, -1).sum(1).tolist()
+        received = all_to_all_single_autograd(tokens[order // PER_TOKEN], receives, sends, self.group)
+        # by rank and expert -> by expert
+        of_expert = torch.arange(EXPERTS // self.ranks).repeat(self.ranks).repeat_interleave(theirs)
+        by_expert = of_expert.argsort(stable=True)
+        parts = received[by_expert].split(theirs.view(self.ranks, -1).sum(0).tolist())
+        up, down = self.up.to_local(), self.down.to_local()
+        found = torch.cat([F.gelu(part @ up[each]) @ down[each] for each, part in enumerate(parts)])
+        back = torch.empty_like(found).index_copy(0, by_expert, found)
+        back = all_to_all_single_autograd(back, sends, receives, self.group)
+        weighted = back * scores.flatten()[order][:, None]
+        return states + torch.zeros_like(tokens).index_add(0, order // PER_TOKEN, weighted).view_as(states)
+
+
+class Mixture(nn.Module):
+    def __init__(self, mesh: DeviceMesh, *, checkpointing: bool) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.layers = nn.ModuleList(Experts(mesh) for _ in range(2))
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.embedding(tokens)
+        for layer in self.layers:
+            states = checkpoint(layer, states, use_reentrant=False) if self.checkpointing else layer(states)
+        return self.output(states)
+
+
+def expert_parallel(case: MeshCase) -> nn.Module:
+    """Collective: experts on all ranks; what all tokens pass through is sharded."""
+    mesh = init_device_mesh("cpu", (case.world_size,))
+    model = Mixture(mesh, checkpointing=case.checkpointing)
+    experts = {weight for layer in model.layers for weight in (layer.up, layer.down)}
+    return fully_shard(model, mesh=mesh, ignored_params=experts)
+
+
+MESH_CASES = (
+    MeshCase("tensor parallel", tensor_parallel),
+    MeshCase("tensor parallel, rank 0 fails", tensor_parallel, failing=(0,), stride=5),
+    MeshCase("tensor parallel, both ranks fail", tensor_parallel, failing=(0, 1), stride=7),
+    MeshCase("tensor parallel, first pass", tensor_parallel, first_pass=True, stride=5),
+    MeshCase("tensor parallel, fails in the drain too", tensor_parallel, rows=4, again="drain", stride=3),
+    MeshCase("tensor parallel, fails in the retry too", tensor_parallel, rows=4, again="retry", stride=5),
+    MeshCase("tensor parallel, checkpointing", tensor_parallel, checkpointing=True, stride=3),
+    MeshCase("expert parallel", expert_parallel, shared_by=1),
+    MeshCase("expert parallel, both ranks fail", expert_parallel, shared_by=1, failing=(0, 1), stride=5),
+    MeshCase("expert parallel, first pass", expert_parallel, shared_by=1, first_pass=True, stride=5),
+    MeshCase("expert parallel, 3 ranks", expert_parallel, 3, 1, failing=(2,), stride=4),
+    MeshCase("expert parallel, checkpointing", expert_parallel, shared_by=1, checkpointing=True),
+    MeshCase("expert parallel, fails in the drain too", expert_parallel, shared_by=1, rows=4, again="drain", stride=3),
+    MeshCase("tensor parallel and sharded", tensor_parallel, 4, failing=(3,), stride=4),
+    MeshCase("tensor parallel and sharded, two fail", tensor_parallel, 4, failing=(0, 3), stride=11),
+    MeshCase("tensor parallel and sharded, first pass", tensor_parallel, 4, failing=(3,), first_pass=True, stride=11),
+    MeshCase(
+        "tensor parallel and sharded, checkpointing", tensor_parallel, 4, checkpointing=True, failing=(3,), stride=12
+    ),
+    MeshCase("tensor parallel and replicas", tensor_parallel, 4, replicas=2, failing=(1,), stride=11),
+)
+
+
+class MeshStep(NamedTuple):
+    """What comes out of a step, bit by bit."""
+
+    gradients: Gradients
+    loss_sum: float
+    rng: Tensor
+
+    def same_as(self, other: "MeshStep") -> bool:
+        return (
+            same_gradients(self.gradients, other.gradients)
+            and self.loss_sum == other.loss_sum
+            and torch.equal(self.rng, other.rng)
+        )
+
+
+class MeshBench:
+    """Collective: a model, its samples, and the two ways to run a step on them."""
+
+    def __init__(self, case: MeshCase) -> None:
+        self.case, self._steps = case, count()
+        generator = torch.Generator().manual_seed(dist.get_rank() // case.shared_by)
+        self.samples = [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(SAMPLES)]
+        self._renew()
+
+    def _renew(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.case.build(self.case)
+
+    def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+        tokens = torch.stack([*samples])
+        labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        logits = self.model(tokens)
+        with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+            mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            loss = mean * (target_tokens := int((labels != -100).sum()))
+            loss.backward()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return Totals(loss.detach(), target_tokens)
+
+    def undisturbed(self, rows: int) -> MeshStep:
+        """Collective: without anything of ours, in microbatches of `rows`."""
+        self._start()
+        loss_sum = torch.zeros(())
+        for start in range(0, SAMPLES, rows):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_all_reduce(start + rows >= SAMPLES)
+            loss_sum += self.forward_backward(self.samples[start : start + rows]).loss_sum
+        total = loss_sum.double()
+        dist.all_reduce(total)
+        return self._outcome(total.float().item())
+
+    def operations(self) -> list[str]:
+        """Collective: what the first failing rank does in a step."""
+        self._start()
+        runner = self.new_runner()
+        names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
+        runner.close()
+        return names
+
+    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[MeshStep, int]:
+        """Collective: a step that runs out of memory there; how often it did so on this rank."""
+        self._start()
+        runner.load_state_dict(self.fresh)
+        step = next(self._steps)
+        with FaultInjector(runner) as faults:
+            if place is not None:
+                fail_there(faults, self.case, step, place)
+            result = runner.run(self.samples, step=step)
+        return self._outcome(result.loss_sum.item()), faults.fired
+
+    def new_runner(self) -> StepRunner[Tensor]:
+        """Collective: of a model that has never run, where the case asks for it."""
+        if self.case.first_pass:
+            self._renew()
+        runner = runner_of(self.model, self.case.rows, self.forward_backward)
+        self.fresh = runner.state_dict()
+        return runner
+
+    def _start(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(7 + dist.get_rank())
+
+    def _outcome(self, loss_sum: float) -> MeshStep:
+        return MeshStep(gradients_of(self.model), loss_sum, torch.get_rng_state())
