@@ -118,9 +118,10 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
             "fully_shard has wrapped parts of the model but not the model itself, so its collectives are unknown (wrap "
             "it too, or pass the part that is wrapped)"
         )
-    if not any(isinstance(each, DTensor) and each.device_mesh.size() == world_size() for each in model.parameters()):
-        return "it is sharded over only some of the ranks"
     groups = groups_of(model) if isinstance(model, FSDPModule) else []
+    spans = [each.device_mesh.size() == world_size() for each in model.parameters() if isinstance(each, DTensor)]
+    if not (any(spans) if exchanges_activations(model) else all(spans)):
+        return "it is sharded over only some of the ranks"
     if any(group._all_reduce_hook is not None for group in groups):
         return "it has an all-reduce hook, whose collectives are unknown"
     return why_unsteady(groups)

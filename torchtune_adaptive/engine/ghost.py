@@ -234,7 +234,7 @@ class _LoggedPacket:
 
 
 class Ghost(TorchDispatchMode):
-    """Runs passes without data. Under a dispatch mode, compiled code runs eagerly."""
+    """Runs passes without data, eagerly where code is compiled."""
 
     supports_higher_order_operators = True
 
@@ -257,7 +257,7 @@ class Ghost(TorchDispatchMode):
         self._sent.clear()
         hook = register_module_forward_pre_hook(self._enter)
         try:
-            with self._fakes, self:
+            with torch.compiler.set_stance("force_eager"), self._fakes, self:
                 run()
         except Exception as error:
             if is_oom(error) or isinstance(error, AdaptiveError):

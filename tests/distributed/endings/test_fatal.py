@@ -217,6 +217,7 @@ def reasons() -> dict[str, str | None]:
         "tensor parallel inside": why_recovery_is_off(
             fully_shard(distribute_module(linear(), two_dimensional["b"]), mesh=two_dimensional["a"])
         ),
+        "tensor parallel on some ranks": why_recovery_is_off(distribute_module(linear(), two_dimensional["a"])),
         "whole": why_recovery_is_off(linear()),
         "hooks of DDP": why_recovery_is_off(DistributedDataParallel(linear())),
         "root not sharded": why_recovery_is_off(inner_only),
@@ -228,9 +229,10 @@ def reasons() -> dict[str, str | None]:
 
 def test_unsupported_models_are_refused_with_a_reason():
     for found in run_on_ranks(2, reasons):
-        assert [found.pop(name) for name in ("sharded", "hybrid", "replicated", "whole")] == [None] * 4
-        assert "dimensions other than shards and replicas" in found["tensor parallel inside"]
+        supported = ("sharded", "hybrid", "replicated", "whole", "tensor parallel", "tensor parallel inside")
+        assert [found.pop(name) for name in supported] == [None] * len(supported)
         assert "some of the ranks" in found["some ranks"]
+        assert "some of the ranks" in found["tensor parallel on some ranks"]
         assert "an optimizer in the backward" in found["optimizer in backward"]
         assert "all-reduce hook" in found["all-reduce hook"]
         assert "pass the module in it" in found["hooks of DDP"]

@@ -12,10 +12,11 @@ import time
 
 from benchmarks.results import save
 from tests.distributed.faults.finetuning import CASES
+from tests.distributed.faults.meshes import MESH_CASES
 from tests.distributed.faults.recipes import RECIPE_CASES
 from tests.distributed.faults.sweeps import FIGURES, AnyCase, Outcome, outcome_of, sweep
 
-ALL_CASES: tuple[AnyCase, ...] = (*CASES, *RECIPE_CASES)
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *MESH_CASES, *RECIPE_CASES)
 
 
 def main() -> int:

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
-from tests.distributed.faults.failing import fail_there, operations_of
-from tests.distributed.models import VOCABULARY, Gradients, gradients_of, runner_of, same_gradients
+from tests.distributed.faults.fault_variants import fail_there, operations_of
+from tests.distributed.models import VOCABULARY, Gradients, gradients_equal, gradients_of, runner_of
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
@@ -187,7 +187,7 @@ class MeshStep(NamedTuple):
 
     def same_as(self, other: "MeshStep") -> bool:
         return (
-            same_gradients(self.gradients, other.gradients)
+            gradients_equal(self.gradients, other.gradients)
             and self.loss_sum == other.loss_sum
             and torch.equal(self.rng, other.rng)
         )

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tests.distributed.faults.fault_variants import over_ranks
 from tests.distributed.faults.finetuning import Case
+from tests.distributed.faults.meshes import MeshCase
 from tests.distributed.faults.recipes import RecipeCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
 
-AnyCase: TypeAlias = Case | RecipeCase
+AnyCase: TypeAlias = Case | MeshCase | RecipeCase
 
 
 class Outcome(NamedTuple):
