@@ -45,16 +45,16 @@ class RawSample:
         label = self.features.get("label", self.features.get("labels")) if isinstance(self.features, Mapping) else None
         return None if hasattr(label, "__len__") else label
 
-    def as_targets(self, *, half: bool = False) -> RawSample:
-        """The same, with a loss on every token, or on the first half."""
+    def as_targets(self, *, few: bool = False) -> RawSample:
+        """The same with a loss on every token; with `few`, on the first two, whose labels are then alike."""
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
         features, labels = dict(self.features), self.features.get("labels", 0)
         tokens = len(features["input_ids"])
-        learned = max(2, tokens // 2) if half else tokens
+        learned = 2 if few else tokens
         if hasattr(labels, "__len__") and len(labels) == tokens:
             known = next((label for label in labels if label != IGNORED), 0)
-            filled = [known if label == IGNORED else label for label in labels]
+            filled = [known if few or label == IGNORED else label for label in labels]
             filled[learned:] = [IGNORED] * (len(filled) - learned)
             features["labels"] = labels.new_tensor(filled) if isinstance(labels, Tensor) else filled
         mask = [1] * min(learned, tokens) + [0] * (tokens - learned)

@@ -6,9 +6,10 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import cycle, islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,19 +29,37 @@ from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.hf.losses import (
+    Reduction,
+    TwoSamples,
+    WithoutDropout,
+    draw,
+    how_losses_add_up,
+    tolerance_of,
+    worst_miss,
+)
 from torchtune_adaptive.hf.replaced import replaced
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, RawSample
 from torchtune_adaptive.report.tables import search_table
-from torchtune_adaptive.text import parse_size
+from torchtune_adaptive.text import count_of, parse_size
 
 STATE = "adaptive"
 """The key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
+CANDIDATES = 4
+"""Samples that are tried for one whose loss differs from another's."""
+NOT_SPLIT = (
+    "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
+    "samples, batch normalization or random numbers for each row"
+)
 COUNTED = ("_metrics", "_total_train_tokens")
 """What compute_loss of TRL's trainers adds to: a repeated step must not count twice."""
-NEXT_TO_NOTHING, IN_HALF_PRECISION = 0.002, 0.02
-"""Shares of a loss by which it may miss what the losses of its parts add up to."""
-ROUNDING = 1e-6
-"""What it may miss in full precision where its targets are counted right."""
+
+
+class BatchLoss(NamedTuple):
+    loss: float
+    targets: tuple[int, int]
+    drew: bool
+    """Whether random numbers were drawn."""
 
 
 class OptimizerSteps:
@@ -59,8 +78,6 @@ class OptimizerSteps:
         self.model = _inside_ddp(model, trainer.accelerator)
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's
         self._frozen_head = _frozen_head(self.model)
-        self._shifted = int(getattr(trainer, "_loss_shifts_labels", True))
-        """The count of targets, of a batch's two, that its loss is a mean over."""
         self._run = 0
         """Steps that have been run."""
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -75,7 +92,9 @@ class OptimizerSteps:
                 "a search or a budget of tokens goes by the lengths of samples, but these have no tokens until they "
                 "are collated: tokenize in the dataset, into input_ids"
             )
-        self._adds_up, padded = self._how_losses_add_up(batches)
+        self._learn_how_losses_add_up()
+        two = self._collated(self._samples[:1] * 2).inputs
+        padded = "input_ids" not in two or len(two["input_ids"]) > 1
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
         models = [self.model, *self._models_beside()]
         self.runner = StepRunner(
@@ -120,6 +139,7 @@ class OptimizerSteps:
         self._run += 1
         if self._run > 1 and self._run.bit_count() == 1:  # the 2nd, 4th, 8th ...: of the 1st it is known
             self._check_collation(batches[0])
+            self._check_losses()
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
         for parameter, gradient in self._kept:
@@ -179,14 +199,13 @@ class OptimizerSteps:
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """One microbatch, by the Trainer's own training_step."""
         batch = self._batches.get(tuple(map(id, samples))) or self._collated(samples)
-        rows, targets = (0, 0) if samples[0] is self._filler else (len(samples), batch.targets[self._shifted])
+        rows, targets = (0, 0) if samples[0] is self._filler else (len(samples), batch.targets[self._counted])
         # Trainer adds up the losses of its batches, and divides by their number where these are means.
         batches = self.trainer.current_gradient_accumulation_steps
         weight = {
-            "sum": float(rows > 0),
-            "mean of rows": batches * rows / len(self._samples),
-            "mean of tokens": batches * targets / max(1, self._targets_of_step[self._shifted]),
-        }[self._adds_up]
+            Reduction.SUM: float(rows > 0),
+            Reduction.MEAN_OF_ROWS: batches * rows / len(self._samples),
+        }.get(self._reduction, batches * targets / max(1, self._targets_of_step[self._counted]))
         if not weight:  # a mean over no target is no number, not even times 0
             batch = self._collated([self._filler])
         backward = self.trainer.accelerator.backward
@@ -230,52 +249,91 @@ class OptimizerSteps:
                 "collator draws at random, or something edits the batch; do either in the dataset"
             )
 
-    def _how_losses_add_up(self, batches: Sequence[CollatedBatch]) -> tuple[str, bool]:
-        """Collective: how the loss of two samples follows from those of each, and whether rows are padded.
-
-        It is tried out, since Trainer cannot know: a model may take `num_items_in_batch` and ignore it.
-        """
-        ordered = sorted(self._samples, key=attrgetter("length"))
-        one = ordered[0]
-        if isinstance(one, GeneratedRow):  # all scores may be 0, and all answers of one length
-            pair = [one.scored(1.0, targets=1), one.scored(2.0, targets=one.length)]
-        else:
-            others = sorted(ordered, key=lambda each: (each.label == one.label, each.length == one.length))
-            pair = [one.as_targets(half=True), others[0].as_targets()]  # equally many could not tell means apart
-        tried = [self._collated(samples) for samples in (pair, pair[:1], pair[1:])]
-        both, first, second = map(self._loss_of, tried)
-        weighted = [
-            (first * one + second * other) / max(1, one + other)
-            for one, other in zip(tried[1].targets, tried[2].targets, strict=True)
-        ]
-        expected = {"sum": first + second, "mean of rows": (first + second) / 2, 0: weighted[0], 1: weighted[1]}
-        misses = from_all_ranks({name: abs(value - both) / (abs(both) or 1.0) for name, value in expected.items()})
-        worst = {name: max(miss[name] for miss in misses) for name in expected}
-        mixed = self.trainer.accelerator.mixed_precision != "no"
-        half = mixed or next(self.model.parameters()).dtype.itemsize < 4
-        if not half and worst[self._shifted] > ROUNDING > worst[1 - self._shifted]:  # transformers does not know it
-            self._shifted = 1 - self._shifted
-        del worst[1 - self._shifted]
-        best = min(worst, key=lambda name: worst[name])
-        if worst[best] > (IN_HALF_PRECISION if half else NEXT_TO_NOTHING):
+    def _learn_how_losses_add_up(self) -> None:
+        """Collective: before the first step."""
+        trainer, on_ranks = self.trainer, self._try_two_samples()
+        next_tokens = getattr(trainer, "_loss_shifts_labels", True)
+        self._tolerance = tolerance_of(self.model, mixed_precision=trainer.accelerator.mixed_precision != "no")
+        reduction = how_losses_add_up(on_ranks, next_tokens=next_tokens, tolerance=self._tolerance)
+        if reduction is None:
+            both, first, second, *_ = on_ranks[0]
             raise ConfigError(
                 f"the loss of two samples is {both:.4g}, that of each {first:.4g} and {second:.4g}: neither their sum "
-                "nor their mean, so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, "
-                "without random numbers for each row"
+                f"nor their mean, {NOT_SPLIT}"
             )
-        adds_up = best if isinstance(best, str) else "mean of tokens"
-        return adds_up, "input_ids" not in tried[0].inputs or len(tried[0].inputs["input_ids"]) > 1
+        self._reduction = reduction
+        shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
+        self._counted = int(shifts.get(reduction, next_tokens))
+        """The count of targets, of a batch's two, that goes with the reduction."""
+        self._scale = max(abs(each.both) for each in on_ranks)
+        """Later losses may come close to 0, and rounding may then be a large share of them."""
 
-    def _loss_of(self, batch: CollatedBatch) -> float:
-        """Collective: without a backward, and without a trace."""
-        trainer, training, restore = self.trainer, self.model.training, self._snapshot()
-        self.model.eval()
+    def _check_losses(self) -> None:
+        """Collective: refuses a loss that no longer adds up as before the first step."""
+        on_ranks = self._try_two_samples()
+        worst = max(on_ranks, key=lambda each: worst_miss([each], self._reduction, self._scale))
+        if worst_miss([worst], self._reduction, self._scale) > self._tolerance:
+            both, first, second, *_ = worst
+            since = self._run // 2 - 1
+            raise ConfigError(
+                f"in step {self.trainer.state.global_step + 1}, the loss of two samples is {both:.4g}, that of each "
+                f"{first:.4g} and {second:.4g}: no longer their {self._reduction.value}, {NOT_SPLIT}"
+                + f"; the last {count_of(since, 'step')} may differ from Trainer's"
+                * (since > 0)
+            )
+
+    def _try_two_samples(self) -> list[TwoSamples]:
+        """Collective: the losses on every rank of two samples, together and each by itself.
+
+        In training mode, since a loss may have terms that evaluation has not. If random numbers are drawn there,
+        without dropout; if they still are, in evaluation mode.
+        """
+        firsts, second = self._candidates()
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        # compiled for two samples, a model could reach the limit of recompilations; flex_attention has to be compiled
+        eager = attention != "flex_attention"
+        for training, context in ((True, nullcontext()), (True, WithoutDropout()), (False, nullcontext())):
+            with torch.compiler.set_stance("force_eager" if eager else "default"), context:
+                other, *ones = (self._loss_of([each], training=training) for each in (second, *firsts))
+                index = max(range(len(ones)), key=lambda each: abs(ones[each].loss - other.loss))
+                one, both = ones[index], self._loss_of([firsts[index], second], training=training)
+            tried = TwoSamples(both.loss, one.loss, other.loss, (one.targets, other.targets), both.drew)
+            on_ranks = from_all_ranks(tried)
+            if not any(each.drew for each in on_ranks):
+                break
+        return on_ranks
+
+    def _candidates(self) -> tuple[list[RawSample], RawSample]:
+        """Samples of which one is to differ most in its loss from the last, on every rank equally many.
+
+        They have other numbers of labels than the last, or a sum and the means could not be told apart.
+        """
+        shortest = sorted(self._samples, key=attrgetter("length"))
+        one = shortest[0]
+        if isinstance(one, GeneratedRow):  # all scores may be 0, and all answers of one length
+            return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
+        others = sorted(shortest, key=lambda each: (each.label == one.label, each.length == one.length))
+        candidates = islice(cycle(shortest[:CANDIDATES]), CANDIDATES)
+        return [each.as_targets(few=True) for each in candidates], others[0].as_targets()
+
+    def _loss_of(self, samples: Sequence[RawSample], *, training: bool) -> BatchLoss:
+        """Collective: the loss of a batch, without a backward and without a trace."""
+        trainer, device, restore = self.trainer, self.trainer.args.device, self._snapshot()
+        batch = self._collated(samples)
+        buffers = [(each, each.clone()) for each in self.model.buffers()] if training else []
+        self.model.train(training)
         try:
             with torch.no_grad(), self._alone(), trainer.compute_loss_context_manager():
                 inputs = trainer._prepare_inputs(batch.inputs)
-                return float(trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items))
+                loss = float(trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items))
+            drawn = draw(device)
+            restore()
+            return BatchLoss(loss, batch.targets, drew=drawn != draw(device))
         finally:
-            self.model.train(training)
+            self.model.train()
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):  # statistics of a batch normalization
+                    buffer.copy_(before)
             restore()
 
     def _models_beside(self) -> list[nn.Module]:

@@ -97,7 +97,8 @@ class AdaptiveMixin(Base):
         elif any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
             where = "in the optimizer, whose state does not depend on the batch"
         elif "_loss_of" in functions:
-            where = "before the first step, where two samples are run without a backward"
+            step = "the first step" if self._steps is None else f"step {self.state.global_step + 1}"
+            where = f"before {step}, where two samples are run without a backward"
         elif "_forward_backward" in functions and not self.adaptive.recover_from_oom:
             where, helps = "in training, and recovery is off", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
         else:

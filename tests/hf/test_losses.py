@@ -1,0 +1,146 @@
+"""Losses that add up, and losses that do not, with and without the mixin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+from transformers import Trainer
+
+from tests.hf.trainers import Run, arguments, difference, tiny_llama, train
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.hf import AdaptiveArguments
+from torchtune_adaptive.hf.losses import FULL, HALF, Reduction, TwoSamples, how_losses_add_up
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def contrast(logits: torch.Tensor) -> torch.Tensor:
+    """A term that compares the rows of a batch."""
+    rows = logits.mean(1)
+    return -torch.log_softmax(rows @ rows.T, -1).diagonal().mean()
+
+
+class InTraining(Trainer):
+    """With a contrastive term that evaluation has not, from a step on."""
+
+    begins_at = 1
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if model.training and self.state.global_step + 1 >= self.begins_at:
+            loss = loss + contrast(outputs["logits"])
+        return loss
+
+
+class FromStep2(InTraining):
+    begins_at = 2
+
+
+class SquaredMean(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.model_accepts_loss_kwargs = False
+        return super().compute_loss(model, inputs) ** 2
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "steps"),
+    [(InTraining, {}, 0), (InTraining, {"attention_dropout": 0.2}, 0), (FromStep2, {}, 1), (SquaredMean, {}, 0)],
+    ids=["only in training", "only in training, with dropout", "from step 2", "squared mean"],
+)
+def test_a_loss_that_does_not_add_up_is_refused_before_the_first_step_that_differs_from_stock(
+    tmp_path: Path, base: type, options: dict[str, Any], steps: int
+) -> None:
+    trainers: list[Any] = []
+
+    class Kept(base):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    def run(adaptive: AdaptiveArguments | None = None, **settings: Any) -> Run:
+        model = tiny_llama(**options)
+        return train(tmp_path, adaptive, base=Kept, model=model, arguments=arguments(tmp_path, **settings))
+
+    with pytest.raises(ConfigError, match="so a step cannot be split"):
+        run(AdaptiveArguments())
+    log = [entry for entry in trainers[0].state.log_history if "grad_norm" in entry]
+    assert len(log) == steps
+    if steps:
+        stock = run(max_steps=steps)
+        assert [entry["loss"] for entry in log] == stock.column("loss")
+
+
+def test_a_model_with_dropout_has_the_figures_of_stock_to_the_bit(tmp_path: Path) -> None:
+    def run(adaptive: AdaptiveArguments | None = None) -> Run:
+        return train(tmp_path, adaptive, model=tiny_llama(attention_dropout=0.2), arguments=arguments(tmp_path))
+
+    assert difference(run(AdaptiveArguments()), run()) == 0.0
+
+
+def test_noise_that_only_training_draws_is_that_of_stock(tmp_path: Path) -> None:
+    class Noisy(Trainer):
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, *args, **kwargs)
+            return loss * (1 + torch.rand(())) if model.training else loss
+
+    stock = train(tmp_path, base=Noisy, arguments=arguments(tmp_path))
+    assert difference(train(tmp_path, AdaptiveArguments(), base=Noisy, arguments=arguments(tmp_path)), stock) == 0.0
+
+
+class Normalized(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256)
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, Any]:
+        logits = self.head(self.norm(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_a_batch_normalization_is_refused_and_keeps_its_statistics(tmp_path: Path) -> None:
+    model = Normalized()
+    with pytest.raises(ConfigError, match="batch normalization"):
+        train(tmp_path, AdaptiveArguments(), model=model, arguments=arguments(tmp_path))
+    assert not model.norm.running_mean.any()
+
+
+def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
+    return TwoSamples(both, first, second, targets=((2, 1), (10, 9)), drew=False)
+
+
+@pytest.mark.parametrize(
+    ("both", "reduction"),
+    [
+        (6.0, Reduction.SUM),
+        (3.0, Reduction.MEAN_OF_ROWS),
+        (28 / 12, Reduction.MEAN_OF_LABELS),
+        (22 / 10, Reduction.MEAN_OF_NEXT_TOKENS),
+        (2.5, None),
+        (22 / 10 * 1.001, None),
+    ],
+)
+def test_a_reduction_is_known_by_the_losses_of_two_samples(both: float, reduction: Reduction | None) -> None:
+    assert how_losses_add_up([two(both)], next_tokens=True, tolerance=FULL) is reduction
+
+
+def test_a_loss_that_adds_up_on_one_rank_alone_is_refused() -> None:
+    assert how_losses_add_up([two(6.0), two(7.0)], next_tokens=True, tolerance=HALF) is None
+
+
+def test_equal_losses_count_as_a_mean_over_tokens() -> None:
+    equal = two(2.0, first=2.0, second=2.0)
+    assert how_losses_add_up([equal], next_tokens=True, tolerance=FULL) is Reduction.MEAN_OF_NEXT_TOKENS
+
+
+def test_rounding_of_a_loss_close_to_zero_is_compared_with_earlier_losses() -> None:
+    rounded = two(0.0062, first=0.004, second=0.002)
+    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF) is None
+    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF, scale=2.0) is not None

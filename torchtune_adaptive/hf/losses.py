@@ -1,0 +1,108 @@
+"""How the loss of a batch follows from the losses of its parts. Trainer cannot know, so two samples are tried."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+FULL, TF32, HALF = 3e-5, 0.002, 0.02
+"""Shares of a loss by which it may miss what the losses of its parts add up to, by the precision of the model."""
+ROUNDING = 1e-6
+"""Misses up to this are equal in full precision."""
+
+
+class Reduction(Enum):
+    """How the loss of a batch follows from the losses of its parts."""
+
+    SUM = "sum"
+    MEAN_OF_ROWS = "mean over rows"
+    MEAN_OF_LABELS = "mean over labels"
+    MEAN_OF_NEXT_TOKENS = "mean over labels of next tokens"
+
+
+class TwoSamples(NamedTuple):
+    """The losses of two samples on one rank, together and each by itself."""
+
+    both: float
+    first: float
+    second: float
+    targets: tuple[tuple[int, int], tuple[int, int]]
+    """Labels of each, and those of next tokens."""
+    drew: bool
+    """Whether random numbers were drawn, so that the losses cannot be compared."""
+
+    def misses(self, scale: float) -> dict[Reduction, float]:
+        """Return by how much each reduction misses the loss of both, as a share of that loss or of `scale`."""
+        ones, others = self.targets
+        of_labels, of_next = (
+            (self.first * one + self.second * other) / max(1, one + other)
+            for one, other in zip(ones, others, strict=True)
+        )
+        expected = {
+            Reduction.SUM: self.first + self.second,
+            Reduction.MEAN_OF_ROWS: (self.first + self.second) / 2,
+            Reduction.MEAN_OF_LABELS: of_labels,
+            Reduction.MEAN_OF_NEXT_TOKENS: of_next,
+        }
+        largest = max(abs(self.both), scale) or 1.0
+        return {each: abs(loss - self.both) / largest for each, loss in expected.items()}
+
+
+def how_losses_add_up(
+    on_ranks: Sequence[TwoSamples], *, next_tokens: bool, tolerance: float, scale: float = 0.0
+) -> Reduction | None:
+    """Return the reduction that fits best on all ranks; None if none fits.
+
+    A mean is taken over next tokens or over labels as `next_tokens` says, unless full precision shows the opposite.
+    """
+    worst = {each: worst_miss(on_ranks, each, scale) for each in Reduction}
+    likely, other = Reduction.MEAN_OF_NEXT_TOKENS, Reduction.MEAN_OF_LABELS
+    if not next_tokens:
+        likely, other = other, likely
+    if tolerance == FULL and worst[likely] > ROUNDING > worst[other]:
+        likely = other
+    candidates = (likely, Reduction.SUM, Reduction.MEAN_OF_ROWS)  # of equals, `min` returns the first
+    best = min(candidates, key=lambda each: max(worst[each], ROUNDING))
+    return None if worst[best] > tolerance else best
+
+
+def worst_miss(on_ranks: Sequence[TwoSamples], reduction: Reduction, scale: float) -> float:
+    return max(tried.misses(scale)[reduction] for tried in on_ranks)
+
+
+def tolerance_of(model: nn.Module, *, mixed_precision: bool) -> float:
+    parameter = next(model.parameters())
+    if mixed_precision or parameter.dtype.itemsize < 4:
+        return HALF
+    if parameter.device.type == "cuda" and (
+        torch.backends.cuda.matmul.fp32_precision == "tf32"
+        or any(isinstance(module, _ConvNd) for module in model.modules())  # in TF32 by default
+    ):
+        return TF32
+    return FULL
+
+
+def draw(device: torch.device) -> tuple[float, ...]:
+    """Draw a number from every random generator that a forward may use."""
+    return random.random(), np.random.random(), torch.rand(()).item(), torch.rand((), device=device).item()
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Disable dropout, that of attention included, in a model that stays in training mode."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if function is nn.functional.dropout:
+            return args[0] if args else given["input"]
+        if function is nn.functional.scaled_dot_product_attention:
+            args = args if len(args) <= 4 else (*args[:4], 0.0, *args[5:])
+            given.pop("dropout_p", None)
+        return function(*args, **given)
