@@ -52,14 +52,14 @@ class CheckedDataset(Dataset[Sample]):
         """The model's max_seq_len; None: unknown."""
         self.cut_at: int | None = None
         """Prompts are truncated to this length, like the tokenizer truncates other samples; None: never."""
-        self._dataset = dataset
+        self.dataset = dataset
         self.room: tuple[int, str] | None = None
         """Tokens that a microbatch can hold, and the end of the message about longer samples."""
         self._longest: Longest | None = None
 
     def __len__(self) -> int:
         try:
-            return len(self._dataset)
+            return len(self.dataset)
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"dataset has no usable length ({in_a_line(error)}): use one whose __len__ works"
@@ -68,7 +68,7 @@ class CheckedDataset(Dataset[Sample]):
     def read(self, index: int) -> Any:
         """Return a sample without checks; errors name it."""
         try:
-            return self._dataset[index]
+            return self.dataset[index]
         except (Exception, SystemExit) as error:  # SystemExit would set the exit status of the run
             if is_oom(error):
                 raise UnrecoverableError(

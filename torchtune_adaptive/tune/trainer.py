@@ -28,7 +28,7 @@ from torchtune_adaptive.life.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.text import count_of, size_for_rank
 from torchtune_adaptive.tune.checked_dataset import longest_taken, vocabulary_of
-from torchtune_adaptive.tune.data import Data, StepLoader
+from torchtune_adaptive.tune.data import CutSamples, Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
 from torchtune_adaptive.tune.distributed import join, leave, prepare, start_clean
 from torchtune_adaptive.tune.fingerprint import check_same_data
@@ -158,6 +158,7 @@ class Trainer:
         self._profiler = StepProfiler(run.settings.config, run.place.device)
         self._noise = NoiseWatch(run.progress.noise, run.settings.adaptive.measure_noise)
         stages.training.measure_noise(run.settings.adaptive.measure_noise or 0)
+        self._cut = CutSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
@@ -195,11 +196,13 @@ class Trainer:
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
                 done = run.progress.samples_in_epoch
                 resizes = self.schedule.resizes_between(done, done + sizes.samples_per_step * run.place.ranks)
+                self._cut.count(samples)
                 yield Step(run.progress.step + 1, samples, None if resizes else upcoming)
                 if resizes and run.progress.steps_in_epoch < sizes.steps:
                     break
             else:
                 log_left_out(sizes, run.settings, run.progress, self.data.loader)
+                self._cut.announce(sizes.epoch)
                 run.progress = run.progress.after_epoch(sizes)
                 self._losses.worth_saving(run.progress.step, ends_epoch=True)
                 self.save()
