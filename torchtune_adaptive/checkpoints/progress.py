@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint keeps besides weights and optimizer state."""
+"""Progress of a run, which a checkpoint stores in addition to weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -21,65 +21,66 @@ TORCHTUNE_KEYS = {
     "total_epochs": training.TOTAL_EPOCHS_KEY,
     "max_steps_per_epoch": training.MAX_STEPS_KEY,
 }
-"""Field -> its name in torchtune's recipe state."""
+"""Field -> key in torchtune's recipe state."""
 GIVEN = {"seed": "seed", "total_epochs": "epochs", "max_steps_per_epoch": "max_steps_per_epoch"}
-"""Field -> the key of the config that gives it."""
+"""Field -> config key."""
 
 SavedLimits: TypeAlias = Mapping[str, Any]
-"""What the limits have come to, as StepRunner tells it: that of training as it is, those of other stages by names."""
+"""State of the limits from StepRunner: that of training directly, those of other stages by name."""
 
 ADAPTIVE_KEY = "adaptive"
-"""The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
+"""Key in torchtune's recipe state for the fields that torchtune's recipes do not have."""
 
 
 @dataclass(frozen=True)
 class EpochSizes:
-    """One epoch of the run as it will be, for one rank."""
+    """Batch sizes and steps of one epoch, per rank."""
 
     epoch: int
     batch_size: int
     microbatches: int
     microbatch_rows: int
-    """Rows of the largest microbatch: `batch_size`, or less where that is more than fits."""
+    """Rows of the largest microbatch: `batch_size`, or fewer if that does not fit."""
     samples_per_step: int
     steps: int
     lr_factor: float
-    """What the learning rate is multiplied with, for the growth over the configured samples per step."""
+    """Factor on the learning rate for growth beyond the configured samples per step."""
     refused_batch_size: int | None = None
-    """The batch size that was asked for and not taken, since it does not fit."""
+    """A requested batch size that was rejected because it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A resumed run goes on with the checkpoint's seed and steps per epoch, but up to the config's epochs."""
+    """Progress of a run. A resumed run keeps the checkpoint's seed and steps per epoch, but uses the config's
+    epochs."""
 
     seed: int
     epochs_run: int = 0
     total_epochs: int
     max_steps_per_epoch: int | None
     past: tuple[EpochSizes, ...] = ()
-    """The epochs run so far, as they were; empty for a checkpoint of torchtune's own."""
+    """Completed epochs; empty for torchtune's checkpoints."""
     begun: EpochSizes | None = None
-    """The epoch that is under way, if one is: it ends as it was planned, whatever fits today."""
+    """The current epoch, if any; it ends as planned, even if other sizes fit after a resume."""
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
-    """Samples of that epoch that all ranks together have trained on. Never those that were only read ahead."""
+    """Samples of this epoch that all ranks together have trained on, excluding prefetched ones."""
     step: int = 0
-    """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
+    """Steps since the start of the run; 0 for torchtune's checkpoints, which do not count them."""
     samples: int = 0
-    """On all ranks, as are the tokens."""
+    """Samples on all ranks; `target_tokens` are on all ranks, too."""
     target_tokens: int = 0
     loss: float | None = None
-    """The loss of late, where each step counts a tenth."""
+    """Moving average of the loss, in which a new step has a weight of 0.1."""
     limit: SavedLimits | None = None
-    """None before the first epoch, and from torchtune's recipes."""
+    """None before the first epoch and in torchtune's checkpoints."""
     noise: Sequence[float] = ()
-    """What the noise of the gradient has come to, where it is measured."""
+    """State of the gradient noise scale, if it is measured."""
     ranks: int
-    """Data-parallel ranks; of a resumed run, those that it had."""
+    """Data-parallel ranks; in a resumed run, those of the earlier run."""
     dataset_samples: int | None = None
     dataset_fingerprint: Mapping[str, Any] | None = None
-    """By which a resumed run tells whether its data have changed; None if that cannot be told."""
+    """Fingerprint by which a resumed run detects changed data; None if unavailable."""
 
     @property
     def finished(self) -> bool:

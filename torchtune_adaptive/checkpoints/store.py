@@ -1,8 +1,8 @@
-"""The checkpoints of an output directory: found, published at one stroke, pruned. Rank 0 does all of it.
+"""The checkpoints of an output directory: find, publish atomically, prune. Only rank 0 calls these functions.
 
-.saving/MARK/step_40/…   written here, with everything that belongs to it; the manifest last. Each run has a mark
-step_40/                 synced, then renamed: a checkpoint is complete, or it does not exist
-.removing-step_20-…/     renamed before anything in it is deleted
+.saving/MARK/step_40/…   staging directory with all files, the manifest last; each run has its own MARK
+step_40/                 renamed to its place after fsync, so a partial checkpoint is never visible
+.removing-step_20-…/     renamed before its files are deleted
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchtune_adaptive.text import count_of, printable
 SAVING = ".saving"
 REMOVING = ".removing-"
 NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
-"""Folders that hold checkpoints: ours, and those that torchtune's recipes write."""
+"""Names of checkpoint directories, including those that torchtune's recipes write."""
 MANIFEST_FILE = "adaptive_checkpoint.json"
 MARKER_FILE = "run"
-"""In the staging folder of a run; a save that makes the folder again does not make this."""
+"""Marks the staging directory of a run; a save that recreates the directory does not recreate this file."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
-"""torchtune's folder for the state of a run, beside its checkpoints, and the file in it; ours lie in the checkpoint."""
+"""torchtune's directory and file for the recipe state, next to its checkpoints; this package stores the file inside."""
 ADAPTER_FILE = "adapter_model.pt"
 RANDOM_FILE = "adaptive_random.pt"
 WEIGHTS = re.compile(r"model-\d+-of-\d+\.(bin|safetensors)")
@@ -42,24 +42,24 @@ OWN_CHECKSUM = "crc32"
 CHUNK_BYTES, PART_BYTES = 2**22, 2**26
 
 State = dict[str, Any]
-"""What torchtune's checkpointers read and write."""
+"""State dict that torchtune's checkpointers read and write."""
 Fault = str
-"""Why a checkpoint cannot be used, as the rest of a sentence that begins with its name."""
+"""Reason why a checkpoint is unusable; completes a sentence that starts with its name."""
 
 
 class Checkpointer(Protocol):
-    """What reads and writes weights: one of torchtune's, or what stands for several."""
+    """Reads and writes weights: one of torchtune's checkpointers, or a wrapper of several."""
 
     def load_checkpoint(self) -> State:
-        """What is in the files, in torchtune's keys."""
+        """Load the files, with torchtune's keys."""
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
-        """Writes into a folder of the epoch's name."""
+        """Write into the directory of the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a run has come. Any boundary between two steps is one. Epochs count from 0, as torchtune's folders do."""
+    """Progress of a run, at any boundary between two steps. Epochs count from 0, as in torchtune's directories."""
 
     epochs: int
     steps_in_epoch: int
@@ -74,73 +74,82 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
+    """Size and checksum of a file."""
+
     bytes: int
     crc32: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a complete checkpoint says of itself."""
+    """Description of a complete checkpoint."""
 
     serial: int
-    """Counts the checkpoints of an output directory, so the newest has the largest. Names do not tell: a run that was
-    sent back to an earlier epoch passes the same ones again."""
+    """Counts the checkpoints of an output directory; the newest has the largest serial. Names do not order them,
+    because a run that resumes from an earlier epoch uses the same names again."""
     position: Position
     finished: bool
-    """Whether the run had no epoch left. It can go on all the same if `epochs` is raised."""
+    """Whether no epoch was left. A larger `epochs` continues the run."""
     distributed: bool
-    """Written by torch.distributed.checkpoint, a part from each rank, in place of torchtune's files."""
+    """Whether torch.distributed.checkpoint wrote it, with one part per rank, instead of torchtune's files."""
     ranks: int
     identity: Mapping[str, object]
-    """The part of the config that makes the run this one and no other."""
+    """The part of the config that must not change on resume."""
     saved_at: str
     files: Mapping[str, FileRecord]
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
+    """A directory with the name of a checkpoint, complete or not."""
+
     path: Path
     manifest: Manifest | None
     fault: Fault | None
-    """Why the checkpoint is not complete; None if it is."""
+    """Reason why the checkpoint is incomplete; None if it is complete."""
 
     @property
     def name(self) -> str:
+        """Name of the directory."""
         return self.path.name
 
     @property
     def serial(self) -> int:
-        """Serial of its manifest; below all others where it has none."""
+        """Serial of its manifest; -1 without one."""
         return self.manifest.serial if self.manifest else -1
 
     @property
     def size(self) -> int:
+        """Total bytes of its files; 0 without a manifest."""
         return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
 
 
 class NotOurs(Exception):
-    """The output directory no longer belongs to this run. Reported with its name by whoever wanted to write into it."""
+    """The output directory no longer belongs to this run; the caller adds its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A run's hold on its output directory. The lock alone is not enough: it stays with a directory that is renamed,
-    and another run may then start under the old name."""
+    """Identifies the output directory of a run. The lock is not enough: it follows a renamed directory, and another run
+    may then start under the old name."""
 
     directory: Path
     mark: str
     device: int
     inode: int
-    """Of the directory, on rank 0's machine."""
+    """Inode of the directory on rank 0's machine."""
 
     @property
     def staging(self) -> Path:
-        """Where this run, and no other, writes its checkpoints."""
+        """Directory in which only this run writes its checkpoints."""
         return self.directory / SAVING / self.mark
 
     def check(self) -> None:
-        """On rank 0: raises NotOurs where the directory was moved, removed or replaced, or another run has cleaned it.
-        The open lock file keeps the inode's number from being used again."""
+        """Raise NotOurs if the directory was moved, removed or replaced, or if another run has cleaned it (rank 0
+        only).
+
+        The open lock file prevents reuse of the inode number.
+        """
         try:
             here = self.directory.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -159,14 +168,14 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Removes what is staged; another run's is not touched."""
+        """Remove this run's staging directory."""
         shutil.rmtree(self.staging, ignore_errors=True)
         with suppress(OSError):
             (self.directory / SAVING).rmdir()
 
 
 def claim(directory: Path) -> Claim:
-    """Marks a directory, which must exist, as this run's."""
+    """Mark an existing directory as this run's."""
     here = directory.stat()
     claimed = Claim(directory=directory.absolute(), mark=uuid.uuid4().hex, device=here.st_dev, inode=here.st_ino)
     claimed.staging.mkdir(parents=True)
@@ -176,22 +185,22 @@ def claim(directory: Path) -> Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Where a resumed run reads; paths are absolute, so that it does not matter what torchtune would add to them."""
+    """The files that a resumed run reads. Paths are absolute, because torchtune would prepend directories to others."""
 
     folder: Path
-    """The checkpoint, for messages; and where the state of the random generators is, if it was saved."""
+    """The checkpoint's directory, which also contains the saved state of the random generators."""
     distributed: bool = False
-    """All of it is in the folder, in the format of torch.distributed.checkpoint."""
+    """Whether the directory has the format of torch.distributed.checkpoint."""
     weights: tuple[str, ...] = ()
-    """Files of the whole model's weights; empty where only an adapter was saved."""
+    """Files of the full model; empty if only an adapter was saved."""
     adapter: str | None = None
     recipe_state: str | None = None
     complete: bool = False
-    """Whether a manifest vouches for all of it. Otherwise weights and state may be of different epochs."""
+    """Whether a manifest covers all files. Otherwise weights and state may be from different epochs."""
 
 
 def files_of(folder: Path, manifest: Manifest) -> Files:
-    """The files of a complete checkpoint."""
+    """Return the files of a complete checkpoint."""
     folder = folder.absolute()
     paths = {name: str(folder / name) for name in manifest.files}
     return Files(
@@ -205,17 +214,18 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
 
 
 def named(directory: Path) -> list[Path]:
+    """Return all paths with the name of a checkpoint."""
     return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
 
 
 def in_the_way(directory: Path) -> str | None:
-    """What has the name of a checkpoint and is no folder, in words."""
+    """Describe a file that has the name of a checkpoint; None if there is none."""
     paths = (path for path in named(directory) if path.exists() and not path.is_dir())
     return next((f"{str(path)!r} is a file, but has the name of a checkpoint" for path in paths), None)
 
 
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
-    """All folders that look like checkpoints: the complete ones first, newest first."""
+    """Return all checkpoint directories: complete ones first, newest first."""
     checkpoints = []
     for path in filter(Path.is_dir, named(directory)):
         found = read_manifest(path)
@@ -225,7 +235,7 @@ def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
 
 
 def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
-    """The newest checkpoint whose files are what was saved, and those that were skipped for their faults."""
+    """Return the newest checkpoint with intact files, and the faulty ones that were skipped."""
     skipped = [checkpoint for checkpoint in checkpoints if checkpoint.manifest is None]
     for complete in (checkpoint for checkpoint in checkpoints if checkpoint.manifest):
         assert complete.manifest is not None
@@ -240,19 +250,18 @@ def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoi
 
 
 def publish(claim: Claim, name: str) -> Path:
-    """Moves a checkpoint that lies complete in the staging folder to its place, so that it survives a crash of the
-    machine. Raises NotOurs."""
+    """Fsync a complete checkpoint and rename it from the staging directory to its place. Raises NotOurs."""
     directory = claim.directory
     staged, place = claim.staging / name, directory / name
-    if REHEARSAL.on:  # no run is to resume from zeros
+    if REHEARSAL.on:  # the weights are zeros: no run may resume from them
         shutil.rmtree(staged, ignore_errors=True)
         return place
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)
-    claim.check()  # where the directory is replaced after this line, the rename finds no staging folder of this run
-    # What has the name already is incomplete, or from before the run went back to an earlier checkpoint. After a kill
-    # between these two lines it is gone, and the run resumes from the one before.
+    claim.check()  # if the directory is replaced after this check, the rename fails
+    # An existing checkpoint of this name is incomplete, or older than a resume from an earlier one. A kill between
+    # these two lines loses it, and the run resumes from the previous checkpoint.
     if os.path.lexists(place):
         remove(place)
     staged.rename(place)
@@ -261,7 +270,7 @@ def publish(claim: Claim, name: str) -> Path:
 
 
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
-    """Removes all but the newest so many, the one that this run was resumed from, and a finished run's last."""
+    """Remove all but the newest `keep_last`, the one this run resumed from, and the last one of a finished run."""
     complete = [checkpoint for checkpoint in find_checkpoints(directory) if checkpoint.manifest]
     for checkpoint in complete[len(complete) if keep_last is None else keep_last :]:
         if checkpoint.name != resumed_from and not (checkpoint.manifest and checkpoint.manifest.finished):
@@ -269,7 +278,7 @@ def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> N
 
 
 def remove(folder: Path) -> None:
-    """Renames first: what is half deleted must not look like a checkpoint."""
+    """Rename, then delete, so that a partly deleted directory does not look like a checkpoint."""
     condemned = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(condemned)
     if condemned.is_symlink() or condemned.is_file():
@@ -279,13 +288,14 @@ def remove(folder: Path) -> None:
 
 
 def remove_all(directory: Path) -> None:
+    """Remove all checkpoints."""
     for path in named(directory):
         if path.is_symlink() or path.is_dir():
             remove(path)
 
 
 def clean(directory: Path) -> None:
-    """Removes what runs that were killed have left half written or half deleted."""
+    """Remove partly written and partly deleted directories of killed runs."""
     for path in [*directory.glob(f"{SAVING}*"), *directory.glob(f"{REMOVING}*")]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -294,13 +304,14 @@ def clean(directory: Path) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint."""
     values = {"version": VERSION, **asdict(manifest)}
     text = json.dumps({**values, OWN_CHECKSUM: _checksum(values)}, indent=1)
     (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest | Fault:
-    """The manifest of a folder whose files are all there in full length. Their contents are not read."""
+    """Read the manifest and check the sizes of its files, not their contents."""
     try:
         values = read_json(folder / MANIFEST_FILE)
     except ValueError as error:
@@ -317,7 +328,7 @@ def read_manifest(folder: Path) -> Manifest | Fault:
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
         path = folder / name
-        size = path.stat().st_size if os.path.isfile(path) else None  # of a name that is too long, it is False
+        size = path.stat().st_size if os.path.isfile(path) else None  # False for a name that is too long
         if size != record.bytes:
             what = "is missing" if size is None else f"has {size} bytes, not {record.bytes}"
             return f"is damaged: {printable(name)} {what}"
@@ -325,8 +336,8 @@ def read_manifest(folder: Path) -> Manifest | Fault:
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and checksum of every file in a folder. A manifest that is there already is another checkpoint's: torchtune
-    copies what lies beside a run's first weights."""
+    """Return size and checksum of every file in a directory, except an existing manifest, which torchtune copied from
+    the directory of the initial weights."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)
@@ -335,14 +346,13 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 
 
 def changed_file(folder: Path, manifest: Manifest) -> str | None:
-    """The first file whose content is not what was saved: reads all of them."""
+    """Read all files and return the first one whose checksum differs from the manifest."""
     sums = zip(manifest.files.items(), _checksums([folder / name for name in manifest.files]), strict=True)
     return next((name for (name, record), crc32 in sums if crc32 != record.crc32), None)
 
 
 def _checksums(paths: Sequence[Path]) -> list[int]:
-    """CRC-32 runs at the speed of a disk. A large file is read in parts, by all cores; its checksum is that of
-    theirs."""
+    """Compute CRC-32 checksums on all cores; the checksum of a large file combines those of its parts."""
 
     def crc32_of(part: tuple[Path, int]) -> bytes:
         path, offset = part
@@ -362,5 +372,5 @@ def _checksums(paths: Sequence[Path]) -> list[int]:
 
 
 def _checksum(values: Mapping[str, object]) -> int:
-    """A checksum of a manifest's values, however they are laid out in the file."""
+    """Return a checksum of a manifest's values that does not depend on their order."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
