@@ -180,7 +180,7 @@ class Contender:
 
     @contextmanager
     def _steps_alone(self) -> Iterator[None]:
-        clean = "torchtune_adaptive.tune.trainer.start_clean"
+        clean = "torchtune_adaptive.tune.trainer.free_setup_memory"
         with mock.patch(MEMORY_WITHIN, return_value=nullcontext()), mock.patch(clean):
             yield
 

@@ -16,7 +16,7 @@ from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_pairs
-from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, drop_nothing
+from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, disable_dropout
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of
 from torchtune_adaptive.tune.trainer import Run, Trainer
@@ -36,7 +36,7 @@ class AdaptiveFullDPODistributed:
         run, settings, place = self.run, self.run.settings, self.run.place
         weights = run.checkpoints.load()
         self.model = build_full_model(settings, place, weights)
-        drop_nothing(self.model)
+        disable_dropout(self.model)
         self.optimization = build_optimization(settings, self.model, weights, place.device)
         run.resume(weights, self.model, self.optimization)
         loss_fn = build_preference_loss(settings.config)

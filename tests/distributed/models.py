@@ -20,9 +20,9 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.tune.finetuning import scoring_only
-from torchtune_adaptive.tune.unpadded import joined as join
-from torchtune_adaptive.tune.unpadded import take_documents, taking_long_rows, targets_of
+from torchtune_adaptive.tune.finetuning import logits_only_for
+from torchtune_adaptive.tune.unpadded import allowing_long_rows, support_documents, targets_of
+from torchtune_adaptive.tune.unpadded import concatenated as join
 
 VOCABULARY = 64
 
@@ -70,7 +70,7 @@ def build(config: ModelConfig) -> nn.Module:
     else:
         model = llama3(**shape)
     model.num_output_chunks = config.head_chunks
-    take_documents(model)
+    support_documents(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
     if config.checkpointing == "full":
@@ -141,7 +141,7 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
-        with scoring_only(
+        with logits_only_for(
             model, partial(_filled_up, chunks) if (chunks := getattr(model, "num_output_chunks", 0)) else None
         ):
             found = model(tokens)
@@ -176,7 +176,7 @@ def _joined_forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Tot
     batch = join([{"tokens": sample, "labels": sample} for sample in samples], -100)
     labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
     targets = targets_of(batch, labels, -100)
-    with taking_long_rows(model, batch), scoring_only(model, lambda states: states.index_select(1, targets)):
+    with allowing_long_rows(model, batch), logits_only_for(model, lambda states: states.index_select(1, targets)):
         logits = model(**batch)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), labels[:, targets].flatten(), reduction="sum")
     loss.backward()

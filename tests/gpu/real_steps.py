@@ -36,7 +36,7 @@ from torchtune_adaptive.null_cuda.build import LIBRARY
 from torchtune_adaptive.text import MemorySize
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
-from torchtune_adaptive.tune.distributed import Place, mesh_of, start_clean
+from torchtune_adaptive.tune.distributed import Place, free_setup_memory, mesh_of
 from torchtune_adaptive.tune.finetuning import ForwardBackward, build_loss
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
@@ -152,7 +152,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)
     collate = build_collate(settings, SimpleNamespace(pad_id=0), loss_fn.ignore_index, packed=False)
-    start_clean(device)
+    free_setup_memory(device)
     return RealStep(settings, model, loss_fn, collate, optimization, device)
 
 

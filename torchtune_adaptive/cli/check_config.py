@@ -43,7 +43,7 @@ from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is
 from torchtune_adaptive.tune.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.finetuning import check_cuts, check_sequence_length, checked_loss, obstacle_to_recovery
 from torchtune_adaptive.tune.metrics import profiler_is_enabled
-from torchtune_adaptive.tune.model import META, built_on, check_replicas_of
+from torchtune_adaptive.tune.model import META, build_on_device, check_replicas_of
 from torchtune_adaptive.tune.preference import build_preference_loss
 from torchtune_adaptive.tune.schedule import build_increase_function, check_growth
 from torchtune_adaptive.tune.unpadded import is_padded
@@ -138,7 +138,7 @@ def _build_model(cfg: DictConfig, key: str = "model") -> nn.Module:
     at_once = patch.multiple(NF4Tensor, convert_to_norm_float_weight=staticmethod(pairs_of))
     with at_once, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with a size is told by its key
-        return built_on(META, cfg, torch.float32, key)
+        return build_on_device(META, cfg, torch.float32, key)
 
 
 def _check_dataset(cfg: DictConfig, findings: Findings) -> None:

@@ -25,7 +25,7 @@ from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
 from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
 from torchtune_adaptive.text import did_you_mean, format_bytes, parse_amount
-from torchtune_adaptive.tune.checked_dataset import longest_taken
+from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import build_dataset
 from torchtune_adaptive.tune.samples import PAIR, TEXT
 
@@ -113,7 +113,7 @@ class Question:
         """The longest sequence that the model takes."""
         with torch.device("meta"):
             model = components.build(POLICY_SECTION if POLICY_SECTION in self.cfg else "model", self.cfg)
-        return longest_taken([model]) or MOST_TOKENS
+        return max_seq_len_of([model]) or MOST_TOKENS
 
     @property
     def steps(self) -> int:

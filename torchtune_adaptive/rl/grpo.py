@@ -46,7 +46,7 @@ from torchtune_adaptive.rl.stages import (
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.metrics import Cause
-from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, drop_nothing
+from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
 from torchtune_adaptive.tune.preference import without_adapters
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoin
     """Collective."""
     build = build_full_model if grpo.lora is None else build_lora_model
     policy = build(settings, place, checkpoint)
-    drop_nothing(policy)  # log-probabilities are compared
+    disable_dropout(policy)  # log-probabilities are compared
     return policy
 
 

@@ -42,7 +42,7 @@ from torchtune_adaptive.tune.batch_size import (
     ways_to_make_room,
     worst_sample,
 )
-from torchtune_adaptive.tune.checked_dataset import longest_taken
+from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.trainer import Trainer
 
 Result = TypeVar("Result", SearchResult, Profile)
@@ -51,7 +51,7 @@ Limits = Mapping[str, Limit]
 
 def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) -> None:
     """Refuses answers beside which there is no room for a prompt, or for one of the length that is measured."""
-    most, measured = longest_taken(models), adaptive.sequence_length
+    most, measured = max_seq_len_of(models), adaptive.sequence_length
     if most is not None and most <= new:
         raise ConfigError(
             f"max_generated_tokens is {new}, but the models take at most {most} tokens (their max_seq_len) for prompt "
@@ -71,7 +71,7 @@ class LimitFinder:
         self._trainer, self._stages = trainer, stages
         self._new, self._answers = rl.max_generated_tokens, rl.answers
         self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
-        self._most_tokens = longest_taken(stage.model for stage in stages.by_name.values())
+        self._most_tokens = max_seq_len_of(stage.model for stage in stages.by_name.values())
 
     def find(self, memory: MemorySource | None) -> Limits:
         """Collective: limits as the config says, or measured where it asks for that. Prompts beside which there is no

@@ -28,7 +28,14 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl import settings as keys
 from torchtune_adaptive.tune.checked_dataset import vocabulary_of
 from torchtune_adaptive.tune.distributed import Place
-from torchtune_adaptive.tune.model import META, Unfilled, build_frozen_model, build_full_model, built_on, drop_nothing
+from torchtune_adaptive.tune.model import (
+    META,
+    Unfilled,
+    build_frozen_model,
+    build_full_model,
+    build_on_device,
+    disable_dropout,
+)
 
 HEAD = "output.weight"
 VALUE_MODEL = "value_model"
@@ -57,7 +64,7 @@ def build_models(settings: Settings, place: Place, checkpoint: State, seed: int)
         reference=build_frozen_model(settings, place, reference, keys.POLICY_SECTION, keys.PPO_REFERENCE_FILES),
         reward=build_judge(settings, place, keys.VALUE_SECTION, seed),
     )
-    drop_nothing(models.trained)  # log-probabilities and values are compared
+    disable_dropout(models.trained)  # log-probabilities and values are compared
     known = [vocabulary_of(model) for model in models]
     if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
         raise ConfigError(
@@ -79,7 +86,7 @@ def _of_classifier(settings: Settings, weights: State, section: str, files: str,
         return weights
     if HEAD not in weights:
         raise ConfigError(f"{files}: the weights have no {HEAD}; use those of a classifier")
-    shape = built_on(META, settings.config, torch.float32, section).state_dict()[HEAD].shape
+    shape = build_on_device(META, settings.config, torch.float32, section).state_dict()[HEAD].shape
     if shape[0] != 1:
         raise ConfigError(
             f"{section} returns {shape[0]} numbers per token, but a value or a reward is one number: set num_classes: 1"

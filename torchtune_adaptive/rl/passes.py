@@ -18,7 +18,7 @@ from torchtune_adaptive.engine.reports import StepResult, Totals
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling, draws, generate
 from torchtune_adaptive.rl.rollouts import Rollout, Sequences, answer_tokens, results_of, sequences_of, store
-from torchtune_adaptive.tune.finetuning import scoring_only
+from torchtune_adaptive.tune.finetuning import logits_only_for
 
 
 class RolloutPass(Protocol):
@@ -102,7 +102,7 @@ class AnswerScorer:
     def log_probs(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts, new tokens]; what does not count is 0."""
         sequences = sequences_of(rollouts).to(self.device)
-        with scoring_only(model, sequences.of_answers):
+        with logits_only_for(model, sequences.of_answers):
             logits = model(sequences.tokens).float() / self.temperature
         of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
         counts = results_of(rollouts, results.COUNTS, self.device)

@@ -365,7 +365,7 @@ def _reuse_or_measure(
     """Collective: return the recorded result and a remark on its reuse, or measure, log and record a new one."""
     settings, kind, stage = trainer.run.settings, trainer.data.kind, step.runner.stage
     directory = Path(settings.output_dir) / (folder or FOLDERS.get(stage, ""))
-    fingerprint = fingerprint_of(settings.config, step, memory, options)
+    fingerprint = search_fingerprint(settings.config, step, memory, options)
     # A rank that is out of memory here gets a better error from the first probe.
     with memory.unlimited():
         result = from_rank_0(read_record(directory, fingerprint, kind_of_result) if dist.get_rank() == 0 else None)
@@ -393,7 +393,7 @@ def _reuse_or_measure(
     return result, ""
 
 
-def fingerprint_of(
+def search_fingerprint(
     cfg: DictConfig, step: TrainingStep[Any], memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: return everything that the result of a search depends on."""

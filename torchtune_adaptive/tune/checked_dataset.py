@@ -171,7 +171,7 @@ def name_of(sample: Sample) -> str:
     return f"sample {sample[INDEX]} of the dataset (on rank {rank()})" if INDEX in sample else "a sample"
 
 
-def longest_taken(models: Iterable[nn.Module]) -> int | None:
+def max_seq_len_of(models: Iterable[nn.Module]) -> int | None:
     """Return the smallest max_seq_len of the models; None if unknown."""
     lengths: list[int] = [model.max_seq_len for model in models if hasattr(model, "max_seq_len")]  # type: ignore[misc]
     return min(lengths, default=None)

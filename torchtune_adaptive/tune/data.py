@@ -41,7 +41,7 @@ from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
-from torchtune_adaptive.tune.unpadded import Batch, joined
+from torchtune_adaptive.tune.unpadded import Batch, concatenated
 
 Item = TypeVar("Item")
 Collate = Callable[[Sequence[Sample]], Batch]
@@ -81,10 +81,10 @@ class Data:
         parts = getattr(self.dataset.dataset, "_datasets", [self.dataset.dataset])  # of a ConcatDataset
         return self.max_seq_len - any(isinstance(part, TextCompletionDataset) for part in parts)
 
-    def leave_padding_out(self) -> None:
+    def remove_padding(self) -> None:
         """Concatenate the samples of a microbatch from now on."""
         self.dataset.kind = replace(self.kind, padded=False)
-        self.collate = partial(joined, ignored=self.kind.ignored_label)
+        self.collate = partial(concatenated, ignored=self.kind.ignored_label)
 
 
 class CutSamples:

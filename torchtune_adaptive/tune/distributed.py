@@ -227,7 +227,7 @@ def prepare(settings: Settings) -> None:
         logger.warning("compile · no effect on a CPU with adaptive.memory_limit, which meters every operation")
 
 
-def start_clean(device: torch.device) -> None:
+def free_setup_memory(device: torch.device) -> None:
     """Free memory that setup left behind, so it does not count in the peak of training."""
     if device.type == "cpu":
         gc.collect()

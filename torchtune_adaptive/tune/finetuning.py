@@ -27,11 +27,11 @@ from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.life.this_run import THIS_RUN
-from torchtune_adaptive.tune.checked_dataset import longest_taken
+from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.unpadded import batch_to_device, is_padded, taking_long_rows, targets_of
+from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device, is_padded, targets_of
 
 OnChange = Callable[[Change], object]
 
@@ -103,8 +103,8 @@ class ForwardBackward:
             labels = pad(labels, (0, missing), value=ignored)
         choose = partial(_chosen, targets=targets, missing=missing) if targets is not None or missing else None
         batch_to_device(batch, self.device)
-        with forgetting_after_errors(self.activations):
-            with self.activations, taking_long_rows(self.model, batch), scoring_only(self._decoder, choose):
+        with clearing_offloaded_on_error(self.activations):
+            with self.activations, allowing_long_rows(self.model, batch), logits_only_for(self._decoder, choose):
                 logits = self.model(**batch)
             chunks = [logits] if isinstance(logits, Tensor) else logits
             if not learned_tokens:
@@ -133,7 +133,7 @@ def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
 
 
 @contextmanager
-def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+def logits_only_for(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
     """Compute logits only for the hidden states that `chosen` returns; logits may be the largest tensors."""
     if chosen is None:
         yield
@@ -147,7 +147,7 @@ def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) ->
 
 
 @contextmanager
-def forgetting_after_errors(activations: AbstractContextManager[object]) -> Iterator[None]:
+def clearing_offloaded_on_error(activations: AbstractContextManager[object]) -> Iterator[None]:
     """If the pass raises, clear the tensors that torchtune's offloading keeps for its backward."""
     try:
         yield
@@ -181,12 +181,12 @@ def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch
     """Collective: switch padding off if the config allows it and the model supports it."""
     check_sequence_length(model, settings.adaptive)
     if not is_padded(model, settings, device, packed=data.packed, run_model=True):
-        data.leave_padding_out()
+        data.remove_padding()
 
 
 def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
     """Raise a ConfigError if `adaptive.sequence_length` exceeds the model's limit."""
-    wanted, allowed = adaptive.sequence_length, longest_taken([model])
+    wanted, allowed = adaptive.sequence_length, max_seq_len_of([model])
     if wanted is not None and allowed is not None and wanted > allowed:
         raise ConfigError(
             f"adaptive.sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): "

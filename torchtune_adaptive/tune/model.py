@@ -29,7 +29,7 @@ from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, make_repli
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.distributed import SHARDING, Meshes, Place, dtype_of
-from torchtune_adaptive.tune.unpadded import take_documents
+from torchtune_adaptive.tune.unpadded import support_documents
 
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"
@@ -49,7 +49,7 @@ def build_full_model(
     """Collective: build the model of a section with all parameters trainable and load its weights."""
     device, mesh = place
     dtype = dtype_of(settings, device)
-    model = built_on(META, settings.config, dtype, key)
+    model = build_on_device(META, settings.config, dtype, key)
     if settings.compile:
         training.compile_model(model, verbose=False)
     if settings.tensor_parallel_dim > 1:
@@ -77,11 +77,11 @@ def build_frozen_model(
     """Collective: build the model of a section without gradients and dropout, for example a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
     model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights}, key, files)
-    drop_nothing(model)
+    disable_dropout(model)
     return model.requires_grad_(False).eval()
 
 
-def drop_nothing(model: nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Disable dropout, like torchtune does in models whose log-probabilities are compared."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -92,10 +92,10 @@ def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.
     """Collective: build the model with trainable adapters, loaded from the checkpoint or initialized."""
     device, mesh = place
     dtype = dtype_of(settings, device)
-    model = built_on(META, settings.config, dtype)
+    model = build_on_device(META, settings.config, dtype)
     if _is_quantized(model) and not is_sharded(settings, mesh):
         # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
-        model = built_on(device, settings.config, dtype)
+        model = build_on_device(device, settings.config, dtype)
     adapter_params = peft.get_adapter_params(model)
     adapters = {*adapter_params}
     peft.set_trainable_params(model, adapter_params)
@@ -124,7 +124,7 @@ def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.
     return model
 
 
-def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
+def build_on_device(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
     """Build the model of a section on a device, with attention that supports unpadded samples."""
     with training.set_default_dtype(dtype), where:
         model = components.build(key, cfg)
@@ -132,7 +132,7 @@ def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str 
         made = f"builds a {type(model).__name__}" + " without parameters" * isinstance(model, nn.Module)
         path = components.path_of(key, cfg[key])
         raise ConfigError(f"{key}._component_ is {path!r}, which {made}: use one that builds a model")
-    take_documents(model)
+    support_documents(model)
     return model
 
 

@@ -29,9 +29,9 @@ from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import shown
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.finetuning import OnChange, build_recovery, forgetting_after_errors, plan_padding
+from torchtune_adaptive.tune.finetuning import OnChange, build_recovery, clearing_offloaded_on_error, plan_padding
 from torchtune_adaptive.tune.samples import FILLER, Sample
-from torchtune_adaptive.tune.unpadded import batch_to_device, taking_long_rows
+from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device
 
 REFERENCE = "reference log-probabilities"
 POLICY = "policy"
@@ -65,7 +65,7 @@ def score(model: nn.Module, pairs: Sequence[Sample], data: Data, device: torch.d
     target_tokens = int(labels.ne(ignored).sum())
     labels = labels.to(device)
     batch_to_device(batch, device)
-    with taking_long_rows(model, batch):
+    with allowing_long_rows(model, batch):
         logits: Tensor = model(**batch)
     of_token = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction="none")
     log_probs = -sums_of_rows(of_token.view(labels.shape), lengths)
@@ -155,7 +155,7 @@ def build_stages(
         """Accumulate the gradients of the policy, summed over pairs."""
         asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
         counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
-        with forgetting_after_errors(activations):
+        with clearing_offloaded_on_error(activations):
             with activations:
                 scores = score(policy, pairs, data, device)
             losses, *rewards = loss_fn(*scores.log_probs, *asked)

@@ -27,10 +27,10 @@ from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.text import count_of, size_for_rank
-from torchtune_adaptive.tune.checked_dataset import longest_taken, vocabulary_of
+from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import CutSamples, Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
-from torchtune_adaptive.tune.distributed import join, leave, prepare, start_clean
+from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, prepare
 from torchtune_adaptive.tune.fingerprint import check_same_data
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
@@ -152,7 +152,7 @@ class Trainer:
             check_same_data(data.dataset, data.fingerprint, run.progress.dataset_fingerprint)
         run.progress = replace(run.progress, dataset_fingerprint=data.fingerprint)
         trained = stages.training.model
-        data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), longest_taken([trained])
+        data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
@@ -173,7 +173,7 @@ class Trainer:
     @contextmanager
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
         """Collective: yield the remaining steps of the run; memory is limited and measured while it is open."""
-        start_clean(self.run.place.device)
+        free_setup_memory(self.run.place.device)
         self._profiler.start()
         with self.memory_of_this_rank() as memory:
             self.stages.watch(memory)

@@ -49,7 +49,7 @@ class Documents(NamedTuple):
     longest: int
 
 
-def joined(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
+def concatenated(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
     """Concatenate samples; positions restart with every sample.
 
     The first label of a sample is ignored, because after the shift the previous sample would have to predict it.
@@ -87,7 +87,7 @@ def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
 
 
 @contextmanager
-def taking_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
+def allowing_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Raise the model's `max_seq_len` to the length of the row.
 
     torchtune compares it with the row, but it limits the positions within a sample.
@@ -103,7 +103,7 @@ def taking_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
         model.max_seq_len = most
 
 
-class EachAlone:
+class PerSampleAttention:
     """torchtune's attention function, which with a `Documents` mask attends within each sample only."""
 
     def __init__(self, stock: Callable[..., Tensor]) -> None:
@@ -117,13 +117,13 @@ class EachAlone:
         return self.stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
 
-def take_documents(model: nn.Module) -> None:
+def support_documents(model: nn.Module) -> None:
     """Add support for `Documents` to torchtune's attention, before it is compiled; keep replaced attention."""
     # torchtune creates one function per module, with the same code object.
     stock = _sdpa_or_flex_attention().__code__
     for module in model.modules():
         if isinstance(module, MultiHeadAttention) and getattr(module._attention_call, "__code__", None) is stock:
-            module._attention_call = EachAlone(module._attention_call)
+            module._attention_call = PerSampleAttention(module._attention_call)
 
 
 # Causal attention within each sample of a row, by flash kernels. Sample boundaries are data and not shapes, so one
@@ -243,7 +243,7 @@ def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, pa
         if not isinstance(attention, MultiHeadAttention):
             yield f"{_name(attention)} is not torchtune's attention, which can keep the samples of a row apart"
             return
-        if not isinstance(attention._attention_call, EachAlone):
+        if not isinstance(attention._attention_call, PerSampleAttention):
             yield f"the model's attention was replaced by {_name(attention._attention_call)}"
         if "forward" in vars(attention) or type(attention).forward is not MultiHeadAttention.forward:
             yield f"{_name(attention)} overrides forward"
@@ -290,13 +290,13 @@ def _mixing(model: nn.Module, device: torch.device) -> str | None:
 
 def _logits(model: nn.Module, device: torch.device, row: Sequence[Sequence[int]]) -> list[Tensor]:
     """Collective: return the logits of each sample of a row, without dropout, gradients or compilation."""
-    batch = joined([{"tokens": list(tokens), "labels": list(tokens)} for tokens in row], ignored=-100)
+    batch = concatenated([{"tokens": list(tokens), "labels": list(tokens)} for tokens in row], ignored=-100)
     del batch["labels"]
     batch_to_device(batch, device)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), taking_long_rows(model, batch):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), allowing_long_rows(model, batch):
             logits = model(**batch)
     finally:
         for module in training:

@@ -20,7 +20,7 @@ from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.finetuning import ForwardBackward
-from torchtune_adaptive.tune.unpadded import joined, take_documents
+from torchtune_adaptive.tune.unpadded import concatenated, support_documents
 
 CPU = torch.device("cpu")
 VOCABULARY = 128
@@ -64,7 +64,7 @@ def build(kind: str = "llama3_2", **sizes: Any) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS[kind](**{**SIZES, **sizes})
     model.set_num_output_chunks(8)
-    take_documents(model)
+    support_documents(model)
     return model.train()
 
 
@@ -80,7 +80,7 @@ def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def unpadded(batch: list[dict[str, Any]]) -> dict[str, Any]:
-    return joined(batch, IGNORED)
+    return concatenated(batch, IGNORED)
 
 
 def totals_and_gradients(

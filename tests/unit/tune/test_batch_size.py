@@ -31,7 +31,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     monkeypatch.setattr(batch_size, "from_rank_0", lambda value: value)
-    monkeypatch.setattr(batch_size, "fingerprint_of", lambda *_: FINGERPRINT)
+    monkeypatch.setattr(batch_size, "search_fingerprint", lambda *_: FINGERPRINT)
 
 
 def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings:

@@ -15,7 +15,7 @@ from torchtune.training import OffloadActivations
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.finetuning import forgetting_after_errors, obstacle_to_recovery
+from torchtune_adaptive.tune.finetuning import clearing_offloaded_on_error, obstacle_to_recovery
 
 
 def obstacle(recover: bool | None, settings: dict[str, Any]) -> str | None:
@@ -46,7 +46,7 @@ def forward(activations: OffloadActivations) -> None:
 
 
 def failing_pass(activations: OffloadActivations) -> None:
-    with forgetting_after_errors(activations):
+    with clearing_offloaded_on_error(activations):
         forward(activations)
         assert activations.tracker, "torchtune itself keeps what waits for a backward"
         raise torch.OutOfMemoryError("no room for the backward")
@@ -61,6 +61,6 @@ def test_failed_pass_leaves_no_offloaded_activations(activations: OffloadActivat
 
 
 def test_successful_pass_keeps_its_activations_for_its_backward(activations: OffloadActivations) -> None:
-    with forgetting_after_errors(activations):
+    with clearing_offloaded_on_error(activations):
         forward(activations)
     assert activations.tracker

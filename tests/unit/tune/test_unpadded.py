@@ -22,7 +22,7 @@ from tests.unit.tune.models import (
     unpadded,
 )
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.unpadded import Documents, attend_each, joined
+from torchtune_adaptive.tune.unpadded import Documents, attend_each, concatenated
 
 TOLERANCE = 2e-6
 PROMPTS = (0, 4, 30, 1, 18, 2, 5, 1, 39)
@@ -103,7 +103,7 @@ def test_error_restores_the_models_inputs_and_logits() -> None:
 def test_tensor_samples_are_joined_like_lists() -> None:
     batch = samples((3, 5))
     tensors = [{key: torch.tensor(value) for key, value in sample.items()} for sample in batch]
-    one, other = joined(batch, IGNORED), joined(tensors, IGNORED)
+    one, other = concatenated(batch, IGNORED), concatenated(tensors, IGNORED)
     assert all(torch.equal(one[key], other[key]) for key in ("tokens", "labels", "input_pos"))
     assert batch[1]["labels"][0] != IGNORED, "a sample is not changed"
     assert one["labels"].tolist()[0][0] == one["labels"].tolist()[0][3] == IGNORED

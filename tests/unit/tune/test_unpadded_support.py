@@ -16,7 +16,7 @@ from tests.unit.tune.minimal_config import NEEDED
 from tests.unit.tune.models import MODELS, SIZES, build
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.unpadded import is_padded, take_documents
+from torchtune_adaptive.tune.unpadded import is_padded, support_documents
 
 SETTINGS = Settings(**NEEDED)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -35,7 +35,7 @@ def own_attention() -> nn.Module:
     model = build()
     for attention in attentions(model):
         attention._attention_call = windowed
-    take_documents(model)
+    support_documents(model)
     return model
 
 
@@ -79,7 +79,7 @@ def learned_positions() -> nn.Module:
 
 def narrow_gemma2() -> nn.Module:
     model = gemma2(**{**SIZES, "head_dim": 8, "hidden_capping_value": 30.0, "final_capping_value": 30.0})
-    take_documents(model)
+    support_documents(model)
     return model
 
 
