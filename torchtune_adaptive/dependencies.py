@@ -26,23 +26,29 @@ def refuse_torch(why: str) -> NoReturn:
     raise ImportError(fact)
 
 
-def recipes_extra_is_missing(what: str) -> str:
-    """Return the error for a command that needs torchtune."""
+def recipes_extra_is_missing(what: str, module: str) -> str:
+    """Return the error for a command that needs a module of the [recipes] extra."""
     return (
-        f"{what} needs torchtune, which is not installed: install the [recipes] extra, in a checkout of this project "
+        f"{what} needs {module}, which is not installed: install the [recipes] extra, in a checkout of this project "
         "with: pip install '.[recipes]'"
     )
+
+
+def _is_installed(module: str) -> bool:
+    """Return True for a real module; a directory of that name in the current directory has no origin."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def prepare_recipe() -> None:
     """Prepare this process for a recipe, before torchtune is imported; other programs only get the warning filters.
 
-    Without torchtune, a recipe ends with one line. Ctrl-C ends it without a traceback until it installs its own signal
-    handlers.
+    Without a module of the [recipes] extra, it ends with one line. Ctrl-C ends it without a traceback until it installs
+    its own signal handlers.
     """
     if _is_recipe():
-        if find_spec("torchtune") is None:
-            sys.exit(f"error: {recipes_extra_is_missing('this recipe')}")
+        if missing := next((each for each in RECIPES_EXTRA if not _is_installed(each)), None):
+            sys.exit(f"error: {recipes_extra_is_missing('this recipe', missing)}")
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune_adaptive.dependencies import RECIPES_EXTRA, hide_notices, refuse_torch
 from torchtune_adaptive.engine import fsdp
 
-NEEDS_EXTRA = "needs torchtune, which is not installed: install the [recipes] extra"
+NEEDS_EXTRA = "which is not installed: install the [recipes] extra"
 BLOCK = """
 import sys
 
@@ -54,15 +55,17 @@ def test_command_that_needs_torchtune_names_the_extra_in_one_line(words: list[st
     main = "from torchtune_adaptive.cli.main import main; main()"
     ended = run_without_torchtune(main, *words, cwd=tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr.startswith(f"error: tune-adaptive {words[0]} {NEEDS_EXTRA}")
+    assert re.match(rf"error: tune-adaptive {words[0]} needs \w+, {re.escape(NEEDS_EXTRA)}", ended.stderr)
     assert ended.stderr.count("\n") == 1
 
 
-def test_recipe_without_torchtune_names_the_extra_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", RECIPES_EXTRA)
+def test_recipe_names_the_missing_module_and_the_extra_in_one_line(missing: str, tmp_path: Path) -> None:
+    (tmp_path / missing).mkdir()
     recipe = "import runpy; sys.argv = ['adaptive_x.py']; runpy.run_module('adaptive_full_finetune_distributed')"
-    ended = run_without_torchtune(recipe, cwd=tmp_path)
+    ended = run_without_torchtune(recipe, cwd=tmp_path, missing=[missing])
     assert ended.returncode == 1
-    assert ended.stderr.startswith(f"error: this recipe {NEEDS_EXTRA}")
+    assert ended.stderr.startswith(f"error: this recipe needs {missing}, {NEEDS_EXTRA}")
     assert ended.stderr.count("\n") == 1
 
 

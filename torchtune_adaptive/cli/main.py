@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from types import ModuleType
 
 from torchtune_adaptive.cli import cp, ls, status, validate
@@ -30,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {in_keys(error)}", file=sys.stderr)
         status = options.failed
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in RECIPES_EXTRA:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in RECIPES_EXTRA:
             raise
-        print(f"error: {recipes_extra_is_missing(f'tune-adaptive {options.command}')}", file=sys.stderr)
+        print(f"error: {recipes_extra_is_missing(f'tune-adaptive {options.command}', missing)}", file=sys.stderr)
         status = options.failed
     except OSError as error:
         print(f"error: {printable(f'{error.filename}: {error.strerror}')}; correct the path", file=sys.stderr)
@@ -46,6 +48,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tune-adaptive", description="Recipes, configs and runs of torchtune-adaptive."
     )
+    parser.add_argument("--version", action="version", version=f"torchtune-adaptive {version('torchtune-adaptive')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(
