@@ -1,8 +1,8 @@
-"""Answers to prompts, by torchtune's cached decoder: a pass without a backward that can be run again.
+"""Generate answers with torchtune's KV cache, in a forward pass that can be retried.
 
-Unlike torchtune's own loop this one keeps no logits and always runs to the full length, so that every microbatch of
-every rank communicates the same under FSDP. Each sample has a random generator of its own, on the host: one that the
-rows of a microbatch share would draw other numbers after a recovery, under another limit, on other ranks.
+Unlike torchtune's generation loop, this one keeps no logits and always generates the full length, so that all
+microbatches on all ranks issue the same FSDP collectives. Random numbers are drawn on the host and per sample. Answers
+therefore depend neither on the microbatch size, nor on retries, nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torchtune_adaptive.tune.data import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens of an answer are chosen, and where it ends."""
+    """Sampling parameters and stop tokens."""
 
     temperature: float = 1.0
     top_k: int | None = None
     pad_id: int = 0
-    """What follows a stop token."""
+    """Token that fills an answer after its stop token."""
     stop_tokens: tuple[int, ...] = ()
     seed: int = 0
-    """The seed of what is drawn, beside iteration and rollout."""
+    """Seed of all draws, combined with the iteration and the rollout's number."""
 
 
 def sampling_of(tokenizer: Tokenizer, rl: RolloutSettings, seed: int) -> Sampling:
-    """Sampling as the config says, with its stop tokens or else the tokenizer's."""
+    """Build the sampling parameters; the tokenizer's stop tokens are the default."""
     return Sampling(
         temperature=rl.temperature,
         top_k=rl.top_k,
@@ -45,19 +45,21 @@ def sampling_of(tokenizer: Tokenizer, rl: RolloutSettings, seed: int) -> Samplin
 
 
 def draws(keys: Sequence[tuple[object, ...]], count: int) -> Tensor:
-    """`count` numbers from 0 up to 1 for each key, a row each, on the host. They depend on the key alone."""
-    # Not torch's generator: on the host it keeps 32 bits of a seed, so two samples in a long run would share theirs.
+    """Draw `count` uniform numbers in [0, 1) per key, on the host: one row per key, which depends only on that key."""
+    # torch's CPU generator uses 32 bits of its seed, so samples of a long run would collide.
     rows = [[generator.random() for _ in range(count)] for generator in (Random(repr(key)) for key in keys)]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), count)
 
 
 def choose(probabilities: Tensor, drawn: Tensor) -> Tensor:
-    """One choice a row: the first whose cumulated probability exceeds the number that was drawn for the row. Rows need
-    not sum to one. What has no probability is never chosen."""
+    """Sample one index per row by inverting the cumulative distribution at the number drawn for the row.
+
+    Rows need not sum to one. An index of probability 0 is never chosen.
+    """
     cumulated = probabilities.double().cumsum(-1)
     threshold = drawn.to(cumulated.device)[..., None] * cumulated[..., -1:]
     chosen = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
-    # A number next to 1 may round up to the total, which nothing exceeds: then it is the last that adds to it.
+    # A draw close to 1 may round to the total, beyond the last index: clamp to the last one with a probability above 0.
     last = (cumulated < cumulated[..., -1:]).sum(-1)
     return torch.minimum(chosen, last)
 
@@ -72,8 +74,10 @@ def generate(
     dtype: torch.dtype,
     groups: Sequence[int | None] = (),
 ) -> Tensor:
-    """Collective: the new tokens, for each of which `drawn` has a number. Rows of one group, by their numbers, have one
-    prompt, which goes through the model once."""
+    """Collective: generate one token per column of `drawn`, and return the new tokens.
+
+    Rows with the same number in `groups` share one prompt, which is prefilled once.
+    """
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
@@ -81,7 +85,7 @@ def generate(
         tokens[row, longest - len(prompt) : longest] = prompt
     places = torch.arange(longest + new, device=device)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    real = places >= padding[:, None]  # by place and not by token: a prompt may contain the padding's
+    real = places >= padding[:, None]  # by position: a prompt may contain the pad token
     positions = (real.cumsum(-1) - 1).clamp(min=0)
     stops = torch.tensor(sorted(sampling.stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -94,7 +98,7 @@ def generate(
         begin = 0
         for end in range(longest, longest + new):
             queries = places[begin:end]
-            # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
+            # Padding attends to itself: a fully masked row would be NaN and stay in the cache.
             mask = (real[:, None] & (places <= queries[:, None])) | (places == queries[:, None])
             now = slice(None) if begin else distinct
             logits = model(tokens[now, begin:end], mask=mask[now], input_pos=positions[now, begin:end])[:, -1].float()
@@ -113,7 +117,7 @@ def generate(
 
 
 def _repeat_caches(model: TransformerDecoder, rows: Tensor) -> None:
-    """Layer by layer, so that no more than one of the small caches is there beside the large ones."""
+    """Expand the caches of the distinct prompts to all rows, layer by layer to limit peak memory."""
     for module in model.modules():
         cache = getattr(module, "kv_cache", None)
         if cache is not None:
@@ -124,8 +128,10 @@ def _repeat_caches(model: TransformerDecoder, rows: Tensor) -> None:
 def _caching(
     model: TransformerDecoder, rows: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Open, the model keeps keys and values, and does not drop out. torchtune's own context manager would leave caches
-    half made where memory runs out amid them."""
+    """Enable the KV cache and evaluation mode within the context.
+
+    torchtune's context manager would leave some layers with caches if allocating them ran out of memory.
+    """
     training = model.training
     try:
         model.eval()

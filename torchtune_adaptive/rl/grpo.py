@@ -1,7 +1,7 @@
-"""What is GRPO's own (arXiv 2402.03300): its models and stages, and what an answer counts beside others of its group.
+"""GRPO (arXiv 2402.03300): models, stages, group-relative advantages and the divisor of the loss.
 
-Whatever `loss.average` averages over is a number of the whole step: a loss is a sum of weighted tokens over it, and so
-does not depend on how the step is split.
+The loss is a weighted sum over tokens, divided by a count over the whole step (see `loss.average`), so it does not
+depend on how the step is split into microbatches.
 """
 
 from __future__ import annotations
@@ -52,28 +52,30 @@ from torchtune_adaptive.tune.preference import without_adapters
 logger = logging.getLogger(__name__)
 
 EPSILON = 1e-4
-"""Number that is added to the deviation of a group, as in torchtune's recipe."""
+"""Added to the standard deviation of a group, as in torchtune's recipe."""
 
 
 def contents_of(settings: Settings, grpo: GRPOSettings) -> Contents:
-    """What a checkpoint has: the policy, or its adapters."""
+    """Return the parts of a checkpoint: the policy, or its adapters."""
     name = "full_grpo" if grpo.lora is None else "lora_grpo"
     return Contents(name, grpo.lora, settings.save_adapter_weights_only)
 
 
 def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoint: State) -> nn.Module:
-    """Collective."""
+    """Collective: build the policy, with adapters if configured."""
     build = build_full_model if grpo.lora is None else build_lora_model
     policy = build(settings, place, checkpoint)
-    disable_dropout(policy)  # log-probabilities are compared
+    disable_dropout(policy)  # dropout would make log-probabilities incomparable
     return policy
 
 
 def grpo_stages(
     policy: nn.Module, sampling: Sampling, settings: Settings, grpo: GRPOSettings, place: Place
 ) -> dict[str, RolloutStage]:
-    """Collective: the stages of GRPO, in order. The policy is asked only where an iteration has several updates, the
-    reference only where leaving it costs something."""
+    """Collective: build the stages of GRPO, in order.
+
+    The policy is scored only if an iteration has several updates, the reference only if `kl_coeff` is not 0.
+    """
     scorer = AnswerScorer(device=place.device, temperature=sampling.temperature)
     loss, rows = grpo.loss, grpo.forward_batch_size * grpo.grpo_samples
     stage = partial(RolloutStage, samples=grpo.answers, rows=rows)
@@ -95,30 +97,31 @@ def grpo_stages(
 
 
 def advantages_of(rewards: Tensor, *, scaled: bool) -> Tensor:
-    """Rewards [groups, answers] above the mean of their group, over its deviation unless that is left out."""
+    """Return rewards [groups, answers] minus their group's mean and, if `scaled`, over its standard deviation."""
     centred = rewards - rewards.mean(1, keepdim=True)
     return centred / (rewards.std(1, keepdim=True) + EPSILON) if scaled else centred
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What an iteration trains on, the same on every rank."""
+    """Rollouts that an iteration trains on; identical on all ranks."""
 
     rollouts: list[Rollout]
-    """Rollouts that count, in equal numbers for all ranks: fillers make up what is missing."""
+    """Rollouts to train on, padded with fillers to a multiple of the number of ranks."""
     divisor: int
-    """Tokens or answers that the loss is a mean over."""
+    """Number of tokens or answers that the loss is averaged over."""
     figures: Mapping[str, float]
     has_signal: bool
     """Whether rewards differ within some group."""
 
     @property
     def of_a_rank(self) -> int:
+        """Number of rollouts per rank."""
         return len(self.rollouts) // world_size()
 
 
 def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
-    """Adds advantages and weights to the rollouts, which are those of all ranks, in order of their numbers."""
+    """Add advantages and weights to the rollouts of all ranks, and select the groups to train on."""
     size, average = grpo.grpo_samples, grpo.loss.average
     _check_results(everyone, grpo)
     rewards, counts = results_of(everyone, results.SCORE).view(-1, size), results_of(everyone, results.COUNTS)
@@ -139,7 +142,7 @@ def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
         "response_lengths": float(lengths.float().mean()),
     }
     has_signal = bool(kept)
-    if grpo.without_signal == "keep" or not kept:  # an iteration has its updates whatever came of it
+    if grpo.without_signal == "keep" or not kept:  # an iteration always makes its updates
         kept = [*everyone]
     divisor = len(kept) if average != "tokens" else sum(rollout.length for rollout in kept)
     filled = [everyone[0].filler() for _ in range(-len(kept) % world_size())]
@@ -157,13 +160,13 @@ def _check_results(everyone: Sequence[Rollout], grpo: GRPOSettings) -> None:
 
 
 def figures_of_update(policy: StepResult, divisor: int) -> dict[str, float]:
-    """The loss as it is averaged, the rest as means over the tokens of all ranks."""
+    """Return the averaged loss, and the other figures as means over the tokens of all ranks."""
     kl = float(policy.sums["kl"]) / max(1, policy.target_tokens)
     return {"loss": float(policy.loss_sum) / divisor, "kl": kl, **figures_of_policy(policy)}
 
 
 def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float], kl_coeff: float) -> Cause:
-    """Name the stage, or the divergence where its cost is too large."""
+    """Name the stage whose results are not finite, or an excessive divergence from the reference."""
     if kl_coeff * figures["kl"] > LARGEST:
         kl = f"where the divergence from the reference is {figures['kl']:g} a token and loss.kl_coeff {kl_coeff:g}"
         return Cause(f" in stage {TRAIN_POLICY}, {kl}", "lower optimizer.lr or loss.kl_coeff")
@@ -171,7 +174,7 @@ def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float], k
 
 
 class SignalWatch:
-    """Warns of a run in which the answers to each prompt always have equal rewards, so that nothing is learned."""
+    """Warns if the answers to each prompt always have equal rewards, so that all advantages are 0."""
 
     PATIENCE = 3
     """Iterations before the first warning."""
@@ -181,16 +184,17 @@ class SignalWatch:
         self._had_signal = False
 
     def record(self, batch: TrainingBatch) -> None:
+        """Record an iteration, and warn after `PATIENCE` of them."""
         self._iterations += 1
         self._had_signal |= batch.has_signal
         if self._iterations == self.PATIENCE:
             self.warn()
 
     def warn(self) -> None:
-        """Nothing if some iteration had a signal."""
+        """Log the warning unless some iteration had a signal."""
         if self._iterations and not self._had_signal and rank() == 0:
             logger.warning(
-                "no signal in %s: the answers to each prompt had equal rewards, so nothing was learned from them; "
+                "no signal in %s: the answers to each prompt had equal rewards, so their advantages were 0; "
                 "check the rewards, or raise temperature or grpo_samples",
                 count_of(self._iterations, "iteration"),
             )

@@ -1,4 +1,4 @@
-"""What PPO and GRPO do alike: iterations are planned, prompts are answered and rewarded, updates are counted."""
+"""Iterations of PPO and GRPO: planning, rollouts with rewards, optimizer updates and their log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer
 
 
 class Iterations:
-    """The iterations of a run, once all that it is made of is there."""
+    """Runs the iterations of a run whose models, data and stages are built."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Iterations:
         rl: RolloutSettings,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
-        """Collective: searches where the config asks for it, and sets schedules and limits to where the run is."""
+        """Collective: search limits if configured, and restore schedules and limits of a resumed run."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         check_room((stage.model for stage in stages.values()), settings.adaptive, rl.max_generated_tokens)
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
@@ -55,7 +55,7 @@ class Iterations:
         self._set_limits()
 
     def _set_limits(self) -> None:
-        """Collective."""
+        """Collective: plan the epochs, find the limits and start the learning rate schedule."""
         run, rl, progress = self.run, self._rl, self.run.progress
         total = rl.iterations(run.place.ranks)
         epochs = self._plot_epochs(total)
@@ -73,7 +73,7 @@ class Iterations:
             self.stages.load_state_dict(progress.limit)
 
     def _plot_epochs(self, total: int) -> tuple[EpochSizes, ...]:
-        """Every epoch of the run: what is over, what is under way, and what is left of so many iterations."""
+        """Return all epochs of the run: past, current and remaining, for `total` iterations."""
         ranks, rl, progress = self.run.place.ranks, self._rl, self.run.progress
         if progress.step and progress.ranks != ranks:
             raise ConfigError(
@@ -88,7 +88,7 @@ class Iterations:
             left -= steps - progress.steps_in_epoch
         while left > 0:
             steps = min(per_epoch, left)
-            # as if of one microbatch: the schedule has the limit of each stage
+            # recorded as one microbatch: the schedule holds the limit of each stage
             epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
             left -= steps
         answers = f"{rl.answers * ranks} answers, {count_of(rl.updates, 'update')}"
@@ -96,8 +96,10 @@ class Iterations:
         return tuple(epochs)
 
     def answered(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:
-        """Collective: answers to prompts, with what all stages without a backward find for them: those of all ranks, on
-        every rank, in order of their numbers."""
+        """Collective: generate and score answers, and return those of all ranks in order of their numbers.
+
+        Runs all stages without a backward.
+        """
         self._began = time.perf_counter()
         self.stages.begin_iteration()
         size = self._rl.grpo_samples
@@ -110,7 +112,7 @@ class Iterations:
                 if not any(counts):
                     break
                 sampled_anew += sum(counts)
-                missing = max(counts) - len(pending)  # ranks run a stage on as many rollouts each
+                missing = max(counts) - len(pending)  # all ranks run a stage on the same number of rollouts
             rollouts = [rollout for _, group in pending for rollout in group]
             for rollout in rollouts:
                 rollout.attempt = attempt
@@ -133,19 +135,21 @@ class Iterations:
         return everyone
 
     def update(self, summed_over: SummedOver, figures: Mapping[str, float], cause: Cause) -> None:
-        """Collective: updates what is trained, from gradients that are summed over so much. `cause` is reported if the
-        loss or a gradient is NaN or infinite."""
+        """Collective: apply the gradients, which are sums over `summed_over` tokens or answers per model.
+
+        `cause` is reported if the loss or a gradient is NaN or infinite.
+        """
         training = self.stages.runners.training
         with training.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
             grad_norm = self.optimization.update(summed_over)
-        assert grad_norm is not None  # since no optimizer works inside the backward
+        assert grad_norm is not None  # optimizer_in_bwd is not supported
         if not (math.isfinite(grad_norm) and math.isfinite(figures["loss"])):
             self._cause = cause
         self._skipped += not math.isfinite(grad_norm)
         self._updates.append({**figures, "grad_norm": grad_norm})
 
     def done(self, iteration: int, figures: Mapping[str, float]) -> None:
-        """Collective: logs an iteration, of its updates the means, and does whatever is due after it."""
+        """Collective: log the iteration with the means over its updates, then save or stop if due."""
         updates, self._updates = self._updates, []
         means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         logged = {**self._figures, **figures, **means, "skipped_updates": self._skipped}
