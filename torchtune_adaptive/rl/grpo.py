@@ -22,8 +22,8 @@ from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
+from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import build_judge
-from torchtune_adaptive.rl.passes import AnswerScorer, Ask, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.refusals import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.rl.rollouts import Rollout, differ, results_of, store
 from torchtune_adaptive.rl.settings import (
@@ -82,16 +82,16 @@ def grpo_stages(
     stages = {GENERATE: stage(generating(policy, sampling, settings, place.device))}
     if settings.config.get(REWARD_SECTION) is not None:
         judge = build_judge(settings, place, REWARD_SECTION, sampling.seed)
-        stages[FIND_REWARDS] = stage(Ask(judge, scorer.scores, results.SCORE))
+        stages[FIND_REWARDS] = stage(Score(judge, scorer.scores, results.SCORE))
     if grpo.updates > 1:
-        stages[SCORE_POLICY] = stage(Ask(policy, scorer.log_probs, results.LOG_PROBS))
+        stages[SCORE_POLICY] = stage(Score(policy, scorer.log_probs, results.LOG_PROBS))
     if loss.kl_coeff:
-        ask = Ask(policy, scorer.log_probs, results.REFERENCE_LOG_PROBS, without_adapters)
+        score = Score(policy, scorer.log_probs, results.REFERENCE_LOG_PROBS, without_adapters)
         if grpo.lora is None:
             weights = load_reference(settings, GRPO_REFERENCE_FILES)
             reference = build_frozen_model(settings, place, weights, files=GRPO_REFERENCE_FILES)
-            ask = Ask(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)
-        stages[SCORE_REFERENCE] = stage(ask)
+            score = Score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)
+        stages[SCORE_REFERENCE] = stage(score)
     stages[TRAIN_POLICY] = stage(TrainPolicy(policy, scorer, loss.clip, loss.kl_coeff), trains="")
     return stages
 

@@ -149,7 +149,7 @@ class LimitFinder:
         try:
             while True:
                 # recorded apart: a later run first tries without
-                layer_by_layer = stage == GENERATE and not policy.stays
+                layer_by_layer = stage == GENERATE and not policy.keep_gathered
                 folder = (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
                 step = self._worst_step(memory, stage)
                 try:

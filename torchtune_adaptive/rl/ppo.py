@@ -1,7 +1,7 @@
-"""What is PPO's own: its stages, advantages over the answers of all ranks, and two losses that are sums over tokens.
+"""PPO: stages, advantages, and the losses of policy and value model.
 
-Advantages are whitened over the answers of an iteration, so they are computed before anything is split. The losses are
-sums, and not torchtune's means, so that they add up to the same whatever the split.
+Advantages are whitened over the answers of all ranks, before these are split into microbatches. The losses are sums
+over tokens, not means as in torchtune, so they do not depend on the split.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Sampling
+from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import Models
-from torchtune_adaptive.rl.passes import AnswerScorer, Ask, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.refusals import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
 from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOSettings
@@ -31,7 +31,7 @@ from torchtune_adaptive.tune.metrics import Cause
 
 
 def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
-    """Adds advantages and returns to the rollouts, which are those of all ranks. Returns figures for the log."""
+    """Add advantages and returns to the rollouts of all ranks. Return figures for the log."""
     counts, valued = results_of(rollouts, results.COUNTS), results_of(rollouts, results.VALUED)
     last = counts.sum(1) - 1
     scores, reference = results_of(rollouts, results.SCORE), results_of(rollouts, results.REFERENCE_LOG_PROBS)
@@ -48,7 +48,7 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
     if ppo.whiten_rewards and valued.sum() > 1:
         rewards = rlhf.whiten(rewards, valued) * valued
     advantages, returns = rlhf.estimate_advantages(values, rewards, ppo.gamma, ppo.lmbda, masks=counts)
-    if counts.sum() == 1:  # of which torchtune makes NaN, since one number has no variance
+    if counts.sum() == 1:  # one number has no variance: torchtune's whitening would return NaN
         advantages = (returns - values) * counts
     store(rollouts, results.ADVANTAGES, advantages)
     store(rollouts, results.RETURNS, returns)
@@ -65,7 +65,7 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> Tensor:
-    """Half the squared error summed over the tokens of the mask, of the free or the clipped value: the worse counts."""
+    """Return half the sum of squared errors over the mask, using the larger of the clipped and the unclipped error."""
     clipped = values.clamp(before - clip_range, before + clip_range)
     errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
     return 0.5 * torch.where(mask, errors, 0.0).sum()
@@ -73,13 +73,14 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, cl
 
 @dataclass(frozen=True)
 class TrainValue:
-    """A pass with a backward, through the value model's loss times its coefficient."""
+    """Runs forward and backward of the value loss times its coefficient."""
 
     model: nn.Module
     scorer: AnswerScorer
     loss: PPOLoss
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        """Add the gradients of the microbatch."""
         of = partial(results_of, rollouts, device=self.scorer.device)
         before, returns, valued = of(results.VALUES), of(results.RETURNS), of(results.VALUED)
         values = self.scorer.values(self.model, rollouts)
@@ -89,7 +90,7 @@ class TrainValue:
 
 
 def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> dict[str, float]:
-    """Means over the tokens of all ranks. Reading them waits for the GPU."""
+    """Return means over the tokens of all ranks. Waits for the GPU."""
     of_policy = float(policy.loss_sum) / max(1, policy.target_tokens)
     of_value = float(value.loss_sum) / max(1, value.target_tokens)
     whole = of_policy + loss.value_coeff * of_value
@@ -97,6 +98,7 @@ def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> d
 
 
 def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float]) -> Cause:
+    """Name the first stage whose results or loss are not finite."""
     losses = {stages.TRAIN_VALUE: figures["value_loss"], stages.TRAIN_POLICY: figures["policy_loss"]}
     return cause_of_stages(everyone, losses)
 
@@ -104,6 +106,7 @@ def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float]) -
 def ppo_stages(
     models: Models, loss: PPOLoss, sampling: Sampling, settings: Settings, ppo: PPOSettings, device: torch.device
 ) -> dict[str, stages.RolloutStage]:
+    """Return the stages of PPO, in order."""
     policy, value, reference, reward = models
     scorer = AnswerScorer(device=device, temperature=sampling.temperature)
     before = partial(stages.RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)
@@ -111,21 +114,21 @@ def ppo_stages(
     training = partial(stages.RolloutStage, samples=ppo.ppo_batch_size, rows=rows)
     return {
         stages.GENERATE: before(stages.generating(policy, sampling, settings, device)),
-        stages.FIND_REWARDS: before(Ask(reward, scorer.scores, results.SCORE)),
-        stages.SCORE_POLICY: before(Ask(policy, scorer.log_probs, results.LOG_PROBS)),
-        stages.SCORE_REFERENCE: before(Ask(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)),
-        stages.FIND_VALUES: before(Ask(value, scorer.values, results.VALUES)),
+        stages.FIND_REWARDS: before(Score(reward, scorer.scores, results.SCORE)),
+        stages.SCORE_POLICY: before(Score(policy, scorer.log_probs, results.LOG_PROBS)),
+        stages.SCORE_REFERENCE: before(Score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)),
+        stages.FIND_VALUES: before(Score(value, scorer.values, results.VALUES)),
         stages.TRAIN_VALUE: training(TrainValue(value, scorer, loss), trains="value"),
         stages.TRAIN_POLICY: training(TrainPolicy(policy, scorer, (loss.epsilon, loss.epsilon)), trains="policy"),
     }
 
 
 def build_ppo_loss(settings: Settings) -> PPOLoss:
-    """torchtune's loss, of which only the coefficients are used: its own sums are means over a microbatch."""
+    """Build torchtune's loss. Only its coefficients are used, because it averages over a microbatch."""
     loss = components.build("loss", settings.config)
     if type(loss) is not PPOLoss:
         raise ConfigError(
-            f"loss is {settings.config.loss.get('_component_')}: allowed is torchtune.rlhf.loss.PPOLoss, whose "
+            f"loss is {settings.config.loss.get('_component_')}: set it to torchtune.rlhf.loss.PPOLoss, whose "
             "coefficients are used"
         )
     return loss

@@ -1,4 +1,4 @@
-"""Prompts from a dataset of questions, with its other columns for the reward functions."""
+"""Dataset of prompts, whose other columns are passed to the reward functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompt = dict[str, Any]
 
 
 class Prompts(Dataset[Prompt]):
-    """Rows of a table: one of its columns is the question, all others are handed on."""
+    """Tokenizes one column of a table as the prompt and passes all columns through."""
 
     def __init__(self, tokenizer: Any, rows: Any, column: str, system: str | None, template: str | None) -> None:
         if column not in rows.column_names:
@@ -60,8 +60,9 @@ def prompt_dataset(
     template: str | None = None,
     **options: Any,
 ) -> Prompts:
-    """Component for a config's `dataset:`. The question is a user's turn of a chat, after `system` if that is given;
-    for a model without a chat, `template` makes text of a row: "Question: {question}\\nAnswer:". `options` are those of
-    `datasets.load_dataset`.
+    """Build the component for a config's `dataset:`.
+
+    The question becomes a user message, after the `system` message if given. For models without a chat format,
+    `template` formats a row as text: "Question: {question}\\nAnswer:". `options` go to `datasets.load_dataset`.
     """
     return Prompts(tokenizer, load_dataset(source, **options), column, system, template)

@@ -1,4 +1,4 @@
-"""Numbers that no update could use, refused in the iteration in which they arise, under the name of their source."""
+"""Checks that raise on unusable numbers in the iteration that computes them, and name their source."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torchtune_adaptive.tune.metrics import Cause
 
 
 def refuse(numbers: Tensor, what: str, remedy: str) -> None:
-    """Raise NotLearningError if some of the numbers [answers, ...] are NaN, infinite or too large: advantages compare
-    answers, so one of them would spoil all. Every rank calls it with the same numbers."""
+    """Raise NotLearningError if some of the numbers [answers, ...] are NaN, infinite or too large.
+
+    Advantages compare answers, so one bad number spoils all. Every rank must pass the same numbers.
+    """
     wrong = ~(numbers.abs() <= LARGEST)
     if wrong.any():
         answers = int(wrong.reshape(len(numbers), -1).any(1).sum())
@@ -28,7 +30,7 @@ def refuse(numbers: Tensor, what: str, remedy: str) -> None:
 
 
 def check_weights(files: str) -> str:
-    """Return the remedy where a model that is not trained computes such numbers."""
+    """Return the remedy for bad numbers computed by a frozen model."""
     return (
         f"check that the weights in {files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range "
         "of bf16"
@@ -36,8 +38,10 @@ def check_weights(files: str) -> str:
 
 
 def cause_of_stages(rollouts: Sequence[Rollout], losses: Mapping[str, float]) -> Cause:
-    """Name the first stage whose results are NaN or infinite. The trained models may recover, so these are skipped and
-    not refused. `losses` by stage."""
+    """Name the first stage whose results or loss (`losses` by stage) are NaN or infinite.
+
+    Such updates are skipped without an error, because trained models may recover.
+    """
     stages = {SCORE_POLICY: LOG_PROBS, FIND_VALUES: VALUES}
     found = {stage: name for stage, name in stages.items() if name in rollouts[0].results}
     wrong = [stage for stage, name in found.items() if not results_of(rollouts, name).isfinite().all()]

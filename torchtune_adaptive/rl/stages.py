@@ -1,4 +1,4 @@
-"""The stages of an iteration, each with a limit, a record of collectives and figures of its own."""
+"""Stages of an iteration: each has a separate microbatch limit, record of collectives and figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.rl.generation import Sampling
-from torchtune_adaptive.rl.passes import Generate, RolloutPass
+from torchtune_adaptive.rl.microbatches import Generate, RunMicrobatch
 from torchtune_adaptive.rl.rollouts import Rollout
 from torchtune_adaptive.tune.distributed import dtype_of
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
@@ -39,20 +39,24 @@ STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 
 @dataclass(frozen=True)
 class RolloutStage:
-    run_microbatch: RolloutPass
+    """A stage of an iteration and its configured sizes."""
+
+    run_microbatch: RunMicrobatch
     samples: int
-    """Rollouts of a rank that it runs at once: an iteration's or, where it trains, those of an update."""
+    """Rollouts per rank and run: of an iteration or, if the stage trains, of an update."""
     rows: int
-    """What the config allows in a microbatch."""
+    """Configured rows per microbatch."""
     trains: str | None = None
-    """The name under which its model is updated, empty where it is all that is trained; None without a backward."""
+    """Name of the trained model, empty if there is only one; None for a stage without a backward."""
 
     @property
     def model(self) -> nn.Module:
+        """Model that the stage runs."""
         return self.run_microbatch.model
 
 
 def generating(policy: nn.Module, sampling: Sampling, settings: Settings, device: torch.device) -> Generate:
+    """Build the microbatch function that generates answers."""
     return Generate(
         model=cast(TransformerDecoder, policy),
         device=device,
@@ -63,10 +67,10 @@ def generating(policy: nn.Module, sampling: Sampling, settings: Settings, device
 
 
 class RolloutStages:
-    """Runs each stage of an iteration, and remembers how that went."""
+    """Runs the stages of an iteration and collects their results."""
 
     def __init__(self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> None:
-        """Collective."""
+        """Collective: build a step runner for each stage."""
         self.by_name = stages
         self.policy = cast(Generate, stages[GENERATE].run_microbatch)
         models = {id(stage.model): stage.model for stage in stages.values()}
@@ -78,7 +82,7 @@ class RolloutStages:
                     stage.run_microbatch,
                     limit=RowLimit(min(stage.rows, stage.samples)),
                     recovery=recovery,
-                    # how long an answer is shows when it is there, so generating is planned for the longest
+                    # the length of an answer is unknown before generating, so plan for the maximum
                     kind=SampleKind(
                         length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
                         stand_in=self.policy.stand_in if name == GENERATE else Rollout.stand_in,
@@ -90,16 +94,17 @@ class RolloutStages:
             }
         )
         self.results: dict[str, list[StepResult]] = {}
-        """Results of this iteration so far, by stage."""
+        """Results of the current iteration, by stage."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self._gave_up_gathering = False  # in training, and not in a search, which the next start repeats
+        self._gave_up_gathering = False  # set in training only: a search is repeated at the next start
 
     def begin_iteration(self) -> None:
+        """Clear results and timings."""
         self.results.clear()
         self.seconds.clear()
 
     def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: one stage. Where gathered parameters leave no room for one row, they are given up."""
+        """Collective: run one stage. If one row does not fit next to gathered parameters, gather layer by layer."""
         began = time.perf_counter()
         try:
             result = self.runners[name].run(rollouts, step=iteration)
@@ -114,19 +119,20 @@ class RolloutStages:
         return result
 
     def go_layer_by_layer(self) -> None:
-        """Call it on all ranks: from now on, generating communicates otherwise."""
+        """Gather parameters for each token. Must be called on all ranks, because it changes the collectives."""
         say(
             f"{GENERATE}: gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
         )
-        self.policy.stays = False
+        self.policy.keep_gathered = False
         self.runners[GENERATE].start_over()
 
     @property
     def asked_to_stop(self) -> bool:
+        """Return True if any rank was asked to stop in this iteration."""
         return any(result.asked_to_stop for results in self.results.values() for result in results)
 
     def figures(self) -> dict[str, float]:
-        """Tokens a second, microbatches and recoveries, of each stage and of both halves of an iteration."""
+        """Return throughput, microbatches and recoveries of each stage, and throughput of rollouts and of training."""
         ranks = dist.get_world_size()
         before = [name for name, stage in self.by_name.items() if stage.trains is None]
         training = [name for name in self.by_name if name not in before]
@@ -144,12 +150,12 @@ class RolloutStages:
         return {**figures, "oom_recoveries": self.runners.recoveries}
 
     def _rate(self, of: str, during: Sequence[str]) -> float:
-        """Answer tokens of all ranks in one stage, over the seconds of several."""
+        """Return the answer tokens of one stage, over all ranks, per second of the stages `during`."""
         tokens = sum(result.target_tokens for result in self.results[of])
         return tokens / max(1e-9, sum(self.seconds[stage] for stage in during))
 
     def figures_of_run(self, seconds: float) -> dict[str, float]:
-        """Further figures for the record of the run, of an iteration that took so many seconds."""
+        """Return further figures for the run's record of an iteration of this duration."""
         tokens = sum(result.target_tokens for result in self.results[GENERATE])
         peaks = [each.memory for results in self.results.values() for each in results if each.memory is not None]
         fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)
@@ -162,9 +168,11 @@ class RolloutStages:
         }
 
     def state_dict(self) -> SavedLimits:
+        """Return the limits for a checkpoint."""
         return self.runners.state_dict() | {"stays": not self._gave_up_gathering}
 
     def load_state_dict(self, saved: SavedLimits) -> None:
+        """Restore the limits of a checkpoint."""
         if not saved.get("stays", True) and self.policy.gathers:
             self._gave_up_gathering = True
             self.go_layer_by_layer()

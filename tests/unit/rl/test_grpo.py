@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.rl.grpo import SignalWatch, advantages_of, cause_of_update, prepared
-from torchtune_adaptive.rl.passes import policy_loss
+from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     COUNTS,

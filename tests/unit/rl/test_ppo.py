@@ -11,7 +11,7 @@ from torchtune.rlhf.loss import PPOLoss
 
 from tests.unit.rl.test_settings import PPO_DEMO, config
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.passes import answer_masks, policy_loss
+from torchtune_adaptive.rl.microbatches import answer_masks, policy_loss
 from torchtune_adaptive.rl.ppo import cause_of_update, keep_advantages, value_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torchtune.models.llama3_2 import llama3_2
 
-from torchtune_adaptive.rl.passes import AnswerScorer
+from torchtune_adaptive.rl.microbatches import AnswerScorer
 from torchtune_adaptive.rl.rollouts import COUNTS, Rollout
 
 TEMPERATURE = 0.7

@@ -1,4 +1,4 @@
-"""What the stages of an iteration do with one microbatch of rollouts: answer, ask a model, and train on answers."""
+"""Microbatch functions of the stages: generate answers, score them with a model, and train on them."""
 
 from __future__ import annotations
 
@@ -21,43 +21,49 @@ from torchtune_adaptive.rl.rollouts import Rollout, Sequences, answer_tokens, re
 from torchtune_adaptive.tune.finetuning import logits_only_for
 
 
-class RolloutPass(Protocol):
+class RunMicrobatch(Protocol):
+    """Runs one microbatch of rollouts through a model."""
+
     @property
     def model(self) -> nn.Module:
-        """What it runs."""
+        """Model that runs."""
 
-    def __call__(self, rollouts: Sequence[Rollout]) -> Totals: ...
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        """Run the microbatch and return its totals."""
 
 
 @dataclass(kw_only=True)
 class Generate:
-    """A pass in which the policy answers. The numbers that it draws belong to iteration and rollout."""
+    """Generates answers with the policy. Random draws depend only on seed, iteration and rollout."""
 
     model: TransformerDecoder
     device: torch.device
     dtype: torch.dtype
     sampling: Sampling
     reshards: bool
-    """Whether training frees the gathered parameters after a forward."""
-    stays: bool = True
-    """Whether the parameters stay gathered while a microbatch generates; else they are gathered for each token."""
+    """True if training reshards parameters after each forward."""
+    keep_gathered: bool = True
+    """If True, parameters stay gathered while a microbatch generates; otherwise they are gathered for each token."""
 
     @property
     def gathers(self) -> bool:
-        """Whether gathered parameters take room that training does not need."""
-        return self.stays and self.reshards and isinstance(self.model, FSDPModule)
+        """Return True if keeping parameters gathered takes memory that training does not need."""
+        return self.keep_gathered and self.reshards and isinstance(self.model, FSDPModule)
 
     def stand_in(self, rollout: Rollout) -> Rollout:
-        """The least that communicates like the whole: where parameters stay gathered, a single token does, and a rank
-        that has no room for all of them has to keep its peers company, too."""
+        """Return the smallest rollout that issues the same collectives.
+
+        If parameters stay gathered, one token suffices. A rank that cannot hold them must match its peers as well.
+        """
         least = rollout.stand_in()
-        return replace(least, answer=least.answer[:1]) if self.stays else least
+        return replace(least, answer=least.answer[:1]) if self.keep_gathered else least
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        """Collective: generate an answer for each rollout and store it with its masks."""
         prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
         drawn = draws([(self.sampling.seed, "generate", *rollout.attempted) for rollout in rollouts], width)
         policy: Any = self.model
-        # A single token has no next one for which parameters would have to stay.
+        # With a single token, no later one needs the gathered parameters.
         keeps = self.gathers and width > 1
         if keeps:
             policy.set_reshard_after_forward(False)
@@ -84,23 +90,23 @@ class Generate:
 
 
 def answer_masks(answers: Tensor, stop_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Masks of the tokens that count and of those that have a value, as in torchtune."""
+    """Return masks of the tokens that count and of those that have a value, as torchtune's PPO recipe does."""
     stops = torch.isin(answers, answers.new_tensor(stop_tokens))
     counts = stops.cumsum(1) - stops.long() == 0
-    # torchtune's rule: a complete answer has one value more, but not one of a single token
+    # torchtune's rule: a complete answer of more than one token has one extra value
     more = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
     return counts, counts | more
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerScorer:
-    """What models say of answers, whichever rollouts share a microbatch."""
+    """Computes log-probabilities, values and scores of answers, whatever the microbatch."""
 
     device: torch.device
     temperature: float
 
     def log_probs(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
-        """[rollouts, new tokens]; what does not count is 0."""
+        """Return log-probabilities [rollouts, new tokens], 0 for tokens that do not count."""
         sequences = sequences_of(rollouts).to(self.device)
         with logits_only_for(model, sequences.of_answers):
             logits = model(sequences.tokens).float() / self.temperature
@@ -110,48 +116,50 @@ class AnswerScorer:
         return torch.where(counts, log_probs, 0.0)
 
     def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
-        """[rollouts, new tokens]; what has no value is 0."""
+        """Return values [rollouts, new tokens], 0 for tokens without a value."""
         valued = results_of(rollouts, results.VALUED, self.device)
         sequences = sequences_of(rollouts, valued.size(1)).to(self.device)
         return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
 
     def scores(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
-        """[rollouts]: what the model says once it has read a whole answer."""
+        """Return the model's output [rollouts] at the last token of each answer."""
         sequences: Sequences = sequences_of(rollouts).to(self.device)
         outputs: Tensor = model(sequences.tokens)[..., 0]
         return outputs.gather(1, sequences.last[:, None])[:, 0].float()
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A pass without a backward, which stores under a name what the model says of each rollout."""
+class Score:
+    """Runs a model without a backward, and stores its result for each rollout under `name`."""
 
     model: nn.Module
-    question: Callable[[nn.Module, Sequence[Rollout]], Tensor]
+    compute: Callable[[nn.Module, Sequence[Rollout]], Tensor]
     name: str
     around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        """Compute and store the results."""
         with torch.no_grad(), self.around(self.model):
-            results = self.question(self.model, rollouts)
+            results = self.compute(self.model, rollouts)
         store(rollouts, self.name, results)
         return Totals(torch.zeros((), device=results.device), answer_tokens(rollouts))
 
 
 @dataclass(frozen=True)
 class TrainPolicy:
-    """A pass with a backward, through the clipped loss."""
+    """Runs forward and backward of the clipped policy loss."""
 
     model: nn.Module
     scorer: AnswerScorer
     clip: tuple[float, float]
     kl_coeff: float = 0.0
-    """What it costs to leave the reference."""
+    """Coefficient of the divergence from the reference."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        """Add the gradients of the microbatch."""
         of = partial(results_of, rollouts, device=self.scorer.device)
         log_probs = self.scorer.log_probs(self.model, rollouts)
-        # else the policy is still as it was when it answered
+        # without stored log-probabilities, the policy has not changed since it generated
         before = of(results.LOG_PROBS) if results.LOG_PROBS in rollouts[0].results else log_probs.detach()
         reference = of(results.REFERENCE_LOG_PROBS) if self.kl_coeff else None
         advantages, counts, weights = (of(name) for name in (results.ADVANTAGES, results.COUNTS, results.WEIGHT))
@@ -170,9 +178,12 @@ def policy_loss(
     reference: Tensor | None = None,
     kl_coeff: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted loss and what is logged, summed over tokens that count. Rows are answers, columns their tokens;
-    `weights` are those of answers. The divergence from the reference is estimated as e^d - d - 1, of its
-    log-probabilities less ours; half the mean of `squares` is about that from the policy that gave the answers."""
+    """Return the weighted loss and the figures for the log, all summed over tokens that count.
+
+    Rows are answers, columns are tokens; `weights` has one weight per answer. The divergence from the reference is
+    estimated as e^d - d - 1, where d is the reference's log-probability minus the policy's. Half the mean of `squares`
+    estimates the divergence from the policy that generated the answers.
+    """
     change = torch.where(counts, log_probs - before, 0.0)
     ratios, (low, high) = change.exp(), clip
     free, clipped = advantages * ratios, advantages * ratios.clamp(1 - low, 1 + high)
@@ -193,7 +204,7 @@ def policy_loss(
 
 
 def figures_of_policy(policy: StepResult) -> dict[str, float]:
-    """Means over the tokens of all ranks. Reading them waits for the GPU."""
+    """Return means over the tokens of all ranks. Waits for the GPU."""
     mean = {name: float(value) / max(1, policy.target_tokens) for name, value in policy.sums.items()}
     return {
         "clipfrac": mean["clipped"],
