@@ -55,7 +55,7 @@ def fingerprint_of(samples: CheckedDataset, max_seq_len: int | None) -> Fingerpr
 
 
 def check_same_data(samples: CheckedDataset, now: Fingerprint | None, saved: Fingerprint | None) -> None:
-    """Collective: raises if the data differ from those of the checkpoint's run. `plan_course` checks the number of
+    """Collective: raises if the data differ from those of the checkpoint's run. `set_batch_sizes` checks the number of
     samples. After a change of max_seq_len, samples of the same data differ, so they are not compared."""
     if now is None or saved is None or any(now[key] != saved[key] for key in ("samples", "max_seq_len")):
         return
