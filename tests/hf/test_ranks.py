@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from tests.forked_commands import run_forked
-from tests.ranks import run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
@@ -75,6 +77,43 @@ def test_a_failure_at_any_operation_of_a_step_changes_no_figure() -> None:
     assert found == same
     assert found.recovered == found.injected == -(-found.operations // every) > 50
     assert found.difference < 1e-6
+
+
+def train_until_rank_1_is_killed(here: Path) -> None:
+    """Collective: kills rank 1 in the backward of the fifth step, after a failure and a checkpoint."""
+    from transformers import Trainer
+
+    from tests.hf.trainers import arguments, train, use_fsdp2
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    class Killed(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if self.state.global_step == 4 and self.args.process_index == 1 and loss.requires_grad:
+                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            return loss
+
+    use_fsdp2()
+    settings = arguments(here, save_strategy="steps", save_steps=3)
+    train(here, AdaptiveArguments(), base=Killed, faults=[(2, 40)], failing_rank=1, arguments=settings)
+
+
+def resume_and_compare(here: Path) -> tuple[float, list[float]]:
+    """Collective: the difference from an undisturbed stock run, and the microbatches of each step."""
+    from tests.hf.trainers import arguments, difference, train, use_fsdp2
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    use_fsdp2()
+    resumed = train(here, AdaptiveArguments(), resume=str(here / "checkpoint-3"), arguments=arguments(here))
+    return difference(resumed, train(here, arguments=arguments(here))), resumed.column("microbatch_rows")
+
+
+def test_a_run_whose_rank_1_was_killed_resumes_to_the_figures_of_stock(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed):
+        run_on_ranks(2, train_until_rank_1_is_killed, tmp_path, in_group=False, timeout_s=60)
+    for differs, rows in run_on_ranks(2, resume_and_compare, tmp_path, in_group=False, timeout_s=60):
+        assert differs < 1e-6
+        assert rows == [4, 2, 2, 2, 2, 2]
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
