@@ -146,7 +146,8 @@ class Rehearsed:
         return min(self.usable_bytes, int(error["allowed_bytes"]))
 
     def verdict(self) -> str:
-        guessed = "; a value that may decide on sizes was guessed (see below)" if self.guesses else ""
+        places = ", ".join(self._places(what) for what in _GUESSED if self._places(what))
+        guessed = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
         if (error := self.out_of_memory) is not None:
             had = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
             if (room := self._room(error)) < self.usable_bytes:
@@ -234,7 +235,7 @@ class Rehearsed:
                 f"rank {self.rank} of {self.ranks}; of the card's {_size(self.usable_bytes + self.overhead_bytes)}, "
                 f"{_size(self.overhead_bytes)} are left to CUDA's context, NCCL and libraries (--memory-overhead)",
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
-                *[told.format(places=places) for what, told in _GUESSED.items() if (places := self._guessed(what))],
+                *[told.format(places=places) for what, told in _GUESSED.items() if (places := self._places(what))],
             ]
         if self.rest.get("stopped"):
             why = (
@@ -260,7 +261,7 @@ class Rehearsed:
             lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")
         return "\n".join(lines)
 
-    def _guessed(self, what: str) -> str:
+    def _places(self, what: str) -> str:
         places = [f"{each['file']}:{each['line']}" for each in self.guesses if each["what"] == what]
         more = len(places) - SHOWN_PLACES
         return ", ".join(places[:SHOWN_PLACES]) + (f" and {more} more" if more > 0 else "")

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from torchtune_adaptive.rehearse.one_of_many import replace
 from torchtune_adaptive.rehearse.rehearsed import INTEGER, MASK
+from torchtune_adaptive.rehearse.sizes import may_become_size
 
 LARGE = 2**20
 """Elements of a tensor that is read as it is, and of a weight that is not drawn."""
@@ -28,8 +29,6 @@ FROM_INTEGERS = (
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
 )  # fmt: skip
 """Methods that make integers or masks: of known ones, the results are known."""
-COUNTS_OPERATIONS = "store_flos"
-"""The function of transformers' Trainer that reads an integer in every distributed run, from which no size follows."""
 _ALL = "_is_so_of_all"
 
 
@@ -44,6 +43,8 @@ class Values:
         self._on_guess = on_guess
         self.zeros = 0
         """How often a number that only the card would know was read as 0."""
+        self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
+        """Whether a number that was read at a place, called from another, can become a size."""
         self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=4096)
         """The latest of the host's: where they begin and end, what they were written to, and as which version of it."""
 
@@ -213,9 +214,17 @@ class Values:
             return asserted
         number = 0 if wrote is False else self._cpu(tensor).item()
         self.zeros += wrote is False
-        if not wrote and asks.f_code.co_name != COUNTS_OPERATIONS:
+        if not wrote and self._sizes_something(asks):
             self._on_guess(INTEGER, asks)
         return number
+
+    def _sizes_something(self, frame: FrameType) -> bool:
+        while frame.f_code.co_filename == __file__ and frame.f_back:
+            frame = frame.f_back
+        place = tuple((each.f_code, each.f_lasti) for each in (frame, frame.f_back) if each)
+        if place not in self._reads:
+            self._reads[place] = may_become_size(frame)
+        return self._reads[place]
 
     def _selected(self, mask: torch.Tensor) -> torch.Tensor:
         """The most that a mask may select, which needs the most memory, unless the host wrote it."""
