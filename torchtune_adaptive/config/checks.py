@@ -100,14 +100,13 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
         yield f"tensor_parallel_dim is {dim} and optimizer.fused is True: set optimizer.fused: False"
     if isinstance(rate := value_at(settings.config, "optimizer.lr"), float) and not math.isfinite(rate):
         yield f"optimizer.lr is {rate}: allowed is a finite number"
-    repeats = adaptive.recover_from_oom is not False and not settings.optimizer_in_bwd and dim == 1
+    repeats = adaptive.recover_from_oom is not False and not settings.optimizer_in_bwd
     if settings.use_maximum_batch_size and adaptive.search in NEED_RECOVERY and not repeats:
         yield (
             f"adaptive.search is {adaptive.search}, which runs out of memory on purpose, but with "
-            "adaptive.recover_from_oom: False, optimizer_in_bwd or tensor parallelism no step is repeated: set "
-            "adaptive.search: linear"
+            "adaptive.recover_from_oom: False or optimizer_in_bwd no step is repeated: set adaptive.search: linear"
         )
-    if adaptive.measure_noise is not None and not repeats:
+    if adaptive.measure_noise is not None and not (repeats and dim == 1):
         yield (
             f"adaptive.measure_noise is {adaptive.measure_noise}, which watches gradients where recovery does, and "
             "that is off with adaptive.recover_from_oom: False, optimizer_in_bwd or tensor parallelism: set it to null"

@@ -155,7 +155,7 @@ class AdaptiveConfig:
 
     recover_from_oom: bool | None = option(BOOL | NULL, None)
     """repeat a step in smaller microbatches after any rank runs out of memory. null: wherever recovery is possible; it
-    is not with `optimizer_in_bwd` or tensor parallelism. `True`: refuse a config that cannot recover. `False`: end the
+    is not with `optimizer_in_bwd`. `True`: refuse a config that cannot recover. `False`: end the
     run instead"""
     regrow_after: int = option(COUNT_OR_0, 200)
     """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the

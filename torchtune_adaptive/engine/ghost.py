@@ -191,7 +191,7 @@ class GhostPasses:
         """Logs the integers of collectives from now on, which costs a microsecond for each collective."""
 
         def log(arguments: Sequence[Any], result: Any) -> None:
-            if torch.compiler.is_compiling() or not self._logs:
+            if torch.compiler.is_compiling() or not self._logs or _starts_with_float(arguments):
                 return
             tensors = [each for each in tree_iter(arguments) if isinstance(each, Tensor)]
             if not all(map(_is_float, tensors)):
@@ -478,6 +478,11 @@ def _repeated(source: Tensor, shape: torch.Size) -> Tensor:
     """The values of a tensor in another shape, repeated as needed."""
     times = -(-shape.numel() // max(1, source.numel()))
     return source.flatten().repeat(times)[: shape.numel()].view(shape)
+
+
+def _starts_with_float(arguments: Any) -> bool:
+    """Whether the first argument is a floating-point tensor, which decides without looking through all of them."""
+    return isinstance(arguments[0], Tensor) and arguments[0].is_floating_point()
 
 
 def _is_float(tensor: Tensor) -> bool:

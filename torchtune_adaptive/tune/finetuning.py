@@ -209,12 +209,10 @@ def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) 
 
 
 def obstacle_to_recovery(settings: Settings) -> str | None:
-    """Return why a step cannot be repeated: weights change before its end, or peers wait for activations."""
-    reason = None
-    if settings.optimizer_in_bwd:
-        reason = "optimizer_in_bwd is True, which updates weights inside the backward"
-    elif settings.tensor_parallel_dim > 1:
-        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, and its collectives carry activations"
-    if reason is not None and settings.adaptive.recover_from_oom:
+    """Return why a step cannot be repeated: weights change before its end."""
+    if not settings.optimizer_in_bwd:
+        return None
+    reason = "optimizer_in_bwd is True, which updates weights inside the backward"
+    if settings.adaptive.recover_from_oom:
         raise ConfigError(f"adaptive.recover_from_oom is True, but {reason}: a step cannot be repeated; set it to null")
     return reason
