@@ -439,6 +439,7 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({}, ("--memory", "80"), "not an amount of memory: 80; for example 80GB or 24GiB"),
         ({}, ("--ranks", "0"), "--ranks is 0: the least is 1"),
         ({}, ("--steps", "-1"), "--steps is -1: the least is 0"),
+        ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
         ({}, ("--picture", "plan.exe"), "--picture is plan.exe"),
         ({}, ("--picture", "nowhere/plan.png"), "--picture is nowhere/plan.png, which cannot be written"),
     ],
@@ -607,6 +608,59 @@ def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> 
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.status == 0, answer.printed
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+
+
+CHILDREN = """
+    import subprocess, sys, torch
+
+    def train(rank):
+        torch.zeros(1024, device="cuda")
+        subprocess.run(["sleep", "100"])
+
+    if __name__ == "__main__":
+        if sys.argv[1:] == ["launcher"]:
+            subprocess.run([sys.executable, "-u", "train.py", "worker"])
+        elif sys.argv[1:] == ["worker"]:
+            train(0)
+        else:
+            process = torch.multiprocessing.get_context("spawn").Process(target=train, args=(0,))
+            process.start()
+            process.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [(("launcher",), "rehearse that command instead, with --ranks: train.py worker"), ((), "a script of its own")],
+    ids=["a command", "multiprocessing"],
+)
+def test_process_that_uses_a_gpu_and_cannot_be_followed_ends_the_rehearsal(
+    rehearse: Rehearse, words: tuple[str, ...], remedy: str
+) -> None:
+    answer = rehearse(CHILDREN, command=("train.py", *words))
+    assert answer.status == 2
+    assert answer.found["verdict"].startswith(
+        "no answer: the script starts processes that use a GPU, which a rehearsal"
+    )
+    assert remedy in answer.found["verdict"]
+
+
+def test_notebook_launcher_of_accelerate_is_followed(rehearse: Rehearse) -> None:
+    pytest.importorskip("accelerate")
+    script = """
+        import torch
+        from accelerate import notebook_launcher
+
+        def train():
+            model = torch.nn.Linear(1024, 1024).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+
+        notebook_launcher(train, num_processes=4)
+    """
+    answer = rehearse(script)
+    assert (answer.status, answer.found["ranks"], len(answer.found["steps"])) == (0, 4, 1), answer.printed
 
 
 def test_document_mask_is_computed_from_host_values(rehearse: Rehearse) -> None:

@@ -24,6 +24,8 @@ LAUNCHERS = (
 )  # fmt: skip
 """Programs and modules that say themselves as how many ranks they start a script."""
 
+_START_OTHERS = ("deepspeed", "deepspeed.launcher.runner", "mpirun", "mpiexec", "srun", "horovodrun")
+
 
 def is_python(word: str) -> bool:
     return re.fullmatch(r"python[\d.]*", Path(word).name) is not None
@@ -63,6 +65,10 @@ def check(command: Sequence[str]) -> None:
     named = {word.partition("=")[0].replace("_", "-") for word in words}
     if launched(command).startswith("accelerate") and "--num-machines" in named and "--machine-rank" not in named:
         raise ValueError("accelerate needs --machine_rank beside --num_machines: add --machine_rank 0")
+    if (launcher := launched(command)) in _START_OTHERS:
+        at_script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+        instead = " ".join(words[at_script:]) or "the script"
+        raise ValueError(f"{launcher} starts processes that cannot be followed: rehearse {instead}, with --ranks")
     if words[0] == "-m":
         return
     if words[0].startswith("-"):

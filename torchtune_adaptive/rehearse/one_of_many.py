@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.launcher.api as launcher
 import torch.distributed.run
 from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hook
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
@@ -86,12 +87,20 @@ def send_nothing(
         launched(given or _ranks_of(args))
         run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
 
-    def spawn(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def start_processes(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         launched(nprocs)
         function(rank % min(ranks, ONE_MACHINE), *args)
 
+    def elastic_launch(config: Any, entrypoint: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
+        def start(*args: Any) -> dict[int, Any]:
+            launched(config.max_nodes * config.nproc_per_node)
+            return {rank: entrypoint(*args)}
+
+        return start
+
     replace(torch.distributed.run.run, run_here)
-    replace(torch.multiprocessing.spawn, spawn)  # type: ignore[attr-defined]
+    replace(sys.modules["torch.multiprocessing.spawn"].start_processes, start_processes)
+    replace(launcher.elastic_launch, elastic_launch)
 
 
 def start_here(run: Callable[[Sequence[str]], None]) -> None:

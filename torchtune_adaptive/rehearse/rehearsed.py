@@ -32,6 +32,8 @@ _OF_ZERO = re.compile(r"ZeroDivisionError|FloatingPointError|ValueError: (math d
 """Errors of Python that a number of 0 makes."""
 _OF_NO_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
 """Errors of a script that only runs under torchrun."""
+_OF_NO_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
+OTHER_DEVICES = " (--ranks N rehearses one of N processes with a GPU each)"
 _KILLED_BY: dict[int, str] = {
     signal.SIGKILL: " (is this machine out of memory?)",
     signal.SIGBUS: " (is /dev/shm full? If not, remove ~/.cache/torchtune_adaptive, whose library may be cut off)",
@@ -62,6 +64,9 @@ class Rehearsed:
     guesses: list[dict[str, Any]] = field(default_factory=list)
     """Where a value was read that the card would have computed, and on which sizes may depend."""
 
+    child: str = ""
+    """The command line of another process of the script that used a GPU."""
+
     @classmethod
     def read(cls, path: Path, **about: Any) -> Rehearsed:
         """`about`: what is not in the file, or what was taken for likely before a launcher told."""
@@ -71,6 +76,7 @@ class Rehearsed:
             "out_of_memory": [],
             "end": [],
             "share": [],
+            "child": [],
             "guess": [],
         }
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -88,6 +94,7 @@ class Rehearsed:
             errors=found["out_of_memory"],
             rest=dict(*found["end"][:1]),
             guesses=found["guess"],
+            child="".join(each["command"] for each in found["child"][:1]),
         )
 
     @property
@@ -158,6 +165,12 @@ class Rehearsed:
         if self.status and self.interrupted:
             until_then = f"; until then {self._most_reserved}" if self.all_peaks else ""
             return f"no answer: interrupted in step {len(self.steps) + 1}{until_then}"
+        if self.child:
+            command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
+            told = f"rehearse that command instead, with --ranks: {command}"
+            if "multiprocessing" in command or "rehearse.run_script" in command:
+                told = "give the function that it runs a script of its own, and rehearse that, with --ranks"
+            return f"no answer: the script starts processes that use a GPU, which a rehearsal cannot follow: {told}"
         if self.status < 0:
             why = _KILLED_BY.get(-self.status, "") or (f": {self.said}" if self.said else "")
             return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
@@ -169,8 +182,10 @@ class Rehearsed:
                 return f"no answer: {why.partition(': ')[2]}"
             by_zero = " (in a rehearsal, the card's numbers are 0)" if _OF_ZERO.match(why) else ""
             alone = " (torchrun sets it: put torchrun before the script)" if _OF_NO_LAUNCHER.match(why) else ""
+            devices = OTHER_DEVICES if _OF_NO_DEVICE.search(why) else ""
             memory = "; memory had run out before (see below)" if self.unfinished else ""
-            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{by_zero}{alone}{memory}{guessed}"
+            hints = f"{by_zero}{alone}{devices}{memory}{guessed}"
+            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
         if self.given_up is not None:
             return (
                 f"no answer: memory ran out in step {self.given_up['step']}, but the script ended with success: the "

@@ -59,10 +59,11 @@ def main(record: str, asked: str, *command: str) -> None:
         writer.write("share", share)
 
     REHEARSAL.on = True
+    os.environ["NULL_CUDA_REHEARSAL"] = f"{os.getpid()} {Path(record).name}"
     if settings.ranks is not None and settings.ranks > 1:
         become(settings.rank, settings.ranks)
     send_nothing(settings.rank, settings.ranks, run, learn)
-    if launched(command).startswith("accelerate"):
+    if launched(command).startswith(("accelerate", "trl")):
         start_here(run)
     _take_first_choices()
     _draw_no_weights()
