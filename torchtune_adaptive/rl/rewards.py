@@ -1,8 +1,8 @@
-"""Rewards as functions: what answers are worth, computed on the host, one group of answers at a time.
+"""Reward functions, which score one group of answers at a time on the host.
 
-A function is called as TRL calls one, with lists as long as the group: `prompts` and `completions` as text,
-`completion_ids` as tokens, and each further column of the sample under its name. It returns a number for each answer;
-None counts as nothing.
+The signature is TRL's. Arguments are lists with one entry per answer: `prompts` and `completions` as text,
+`completion_ids` as tokens, and each other column of the sample by name. The function returns one number per answer;
+None counts as 0.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from torchtune_adaptive.text import count_of, in_columns, nearest, shown
 from torchtune_adaptive.tune.samples import FILLER, INDEX
 
 NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
-"""Fields of a sample that are no business of a reward."""
+"""Fields of a sample that are not passed to reward functions."""
 IN_WORDS = ("prompts", "completions", "completion_ids")
-"""What functions get besides."""
+"""Arguments of every reward function, in addition to the columns."""
 BY_MODEL = f"reward/{REWARD_SECTION}"
-"""What the reward model has said, where functions add to it."""
+"""Name of the reward model's score if reward functions add to it."""
 
 
 class RewardError(AdaptiveError):
-    """A reward function that has failed; the message names it and the sample."""
+    """Raised if a reward function fails; the message names the function and the sample."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
+    """A configured reward function with its weight."""
+
     name: str
     weight: float
     function: Callable[..., Any]
@@ -51,16 +53,19 @@ class RewardFunction:
 
     @property
     def result(self) -> str:
+        """Name under which its rewards are stored."""
         return f"reward/{self.name}"
 
     def error(self, answers: Sequence[str], sample: object, what: str) -> RewardError:
+        """Build an error that names the function, the sample and its first answer."""
         first = shown(answers[0][:80])
         return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
 
     def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
+        """Return one reward per answer; raise RewardError for an exception, a timeout or an invalid result."""
         answers: list[str] = lists["completions"]
         error = partial(self.error, answers, sample)
-        own = {name: list(values) for name, values in lists.items()}  # which a function may change
+        own = {name: list(values) for name, values in lists.items()}  # a copy, which the function may modify
         try:
             returned = within(self.timeout_s, partial(self.function, **own))
         except TimeoutError:
@@ -80,7 +85,7 @@ class RewardFunction:
 
 
 def within(seconds: float | None, function: Callable[[], Any]) -> Any:
-    """What it returns; TimeoutError where that takes longer."""
+    """Return the function's result; raise TimeoutError if it takes longer."""
     if seconds is None:
         return function()
     returned: Future[Any] = Future()
@@ -91,20 +96,20 @@ def within(seconds: float | None, function: Callable[[], Any]) -> Any:
         except BaseException as error:  # noqa: BLE001
             returned.set_exception(error)
 
-    # nothing can end a function from outside: the thread is left behind, and ends with the process
+    # a thread cannot be killed: after a timeout, the daemon thread runs until the process exits
     threading.Thread(target=run, daemon=True).start()
     return returned.result(seconds)
 
 
 def functions_of(cfg: DictConfig, timeout_s: float | None = None) -> tuple[RewardFunction, ...]:
-    """The functions of the section `reward_functions`, in its order. Further keys of an entry are arguments."""
+    """Build the functions of the section `reward_functions`. Other keys of an entry are keyword arguments."""
     section = cfg.get(REWARD_FUNCTIONS)
     if section is None:
         return ()
     if not isinstance(section, ListConfig):
         raise ConfigError(f"{REWARD_FUNCTIONS} is {shown(section)}: allowed is a list of sections with a _component_")
     functions = [_built(f"{REWARD_FUNCTIONS}.{place}", each, timeout_s) for place, each in enumerate(section)]
-    names = [function.name for function in functions]  # one may be there twice, with other arguments
+    names = [function.name for function in functions]  # a function may be listed twice with different arguments
     return tuple(
         replace(function, name=f"{function.name}_{place}") if names.count(function.name) > 1 else function
         for place, function in enumerate(functions)
@@ -131,7 +136,7 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
     if not callable(component):
         raise ConfigError(f"{key}._component_ is {path}: allowed is a function, or a class whose objects are called")
     parameters = inspect.signature(component).parameters if options else {}
-    # by convention, arguments in `**_` are not used
+    # by convention, `**_` collects arguments that are not used
     takes_any = any(one.kind is one.VAR_KEYWORD and not one.name.startswith("_") for one in parameters.values())
     for option in (name for name in options if name not in parameters):
         meant = nearest(option, ["weight", *parameters])
@@ -142,27 +147,27 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
 
 
 class Rewards:
-    """Scores answers by the config's functions, in the words of a tokenizer."""
+    """Decodes answers and scores them with the configured functions."""
 
     def __init__(self, cfg: DictConfig, timeout_s: float | None, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
         self._functions, self._tokenizer, self._stop_tokens = functions_of(cfg, timeout_s), tokenizer, stop_tokens
 
     def check(self, sample: Mapping[str, object]) -> None:
-        """Refuses functions that cannot be called with what a sample has, before there is an answer to score."""
+        """Raise ConfigError if a function cannot be called with the columns of this sample."""
         names = [*_columns_of(sample), *IN_WORDS]
         for each in self._functions:
             try:
                 inspect.signature(each.function).bind(**dict.fromkeys(names))
             except TypeError as error:
                 raise ConfigError(
-                    f"reward function {each.name} is called with {', '.join(names)}, but {error}: set its own "
-                    f"arguments beside its _component_ in {REWARD_FUNCTIONS}; **_ takes what it does not use"
+                    f"reward function {each.name} is called with {', '.join(names)}, but {error}: set its other "
+                    f"arguments next to _component_ in {REWARD_FUNCTIONS}, and accept unused ones with **_"
                 ) from error
-            except ValueError:  # it has no signature
+            except ValueError:  # a builtin without a signature
                 continue
 
     def score(self, groups: Sequence[Group]) -> None:
-        """Adds the rewards of answers to what a reward model has said of them."""
+        """Add the weighted rewards to the reward model's scores, if any."""
         for sample, rollouts in groups if self._functions else ():
             size = len(rollouts)
             lists = {name: [sample[name]] * size for name in _columns_of(sample)}
@@ -182,6 +187,7 @@ class Rewards:
                         raise function.error(lists["completions"], number, f"{what} {advice}")
 
     def show(self, journal: Journal, group: Sequence[Rollout], iteration: int) -> None:
+        """Log the answers and rewards of one group."""
         (prompt, *_), answers, _ = self._in_words(group)
         rewards = [float(rollout.results[SCORE]) for rollout in group]
         journal.answers(iteration, prompt, answers, rewards)
@@ -189,14 +195,14 @@ class Rewards:
         say(f"iteration {iteration} · answers to {shown(prompt)}\n{in_columns(lines[:8])}")
 
     def _in_words(self, group: Sequence[Rollout]) -> tuple[list[str], list[str], list[list[int]]]:
-        """Prompts and answers as text, answers as tokens, without those at which they stop."""
+        """Return prompts and answers as text, and answers as token ids, all without stop tokens."""
         prompt = self._tokenizer.decode(group[0].prompt.tolist())
         answers = [each.answer[: each.length].tolist() for each in group]
         tokens = [[token for token in answer if token not in self._stop_tokens] for answer in answers]
         return [prompt] * len(group), [self._tokenizer.decode(answer) for answer in tokens], tokens
 
     def figures(self, everyone: Sequence[Rollout]) -> dict[str, float]:
-        """Means over all ranks. An answer is a success where the first function gives it 1 or more."""
+        """Return mean rewards over all ranks, and the share of answers with at least 1 from the first function."""
         if not self._functions:
             return {}
         first, *_ = rewards = {each.result: results_of(everyone, each.result) for each in self._functions}
@@ -214,17 +220,17 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def exact(completions: Sequence[str], answer: Sequence[object], **_: object) -> list[float]:
-    """1 where an answer is the sample's `answer`, spaces around it apart."""
+    """Return 1 for an answer equal to the sample's `answer`, ignoring surrounding spaces."""
     return [float(said.strip() == str(wanted).strip()) for said, wanted in zip(completions, answer, strict=True)]
 
 
 def matching(completions: Sequence[str], pattern: str, **_: object) -> list[float]:
-    """1 where the whole answer matches a regular expression."""
+    """Return 1 for an answer that matches the regular expression as a whole."""
     return [float(re.fullmatch(pattern, said.strip(), re.DOTALL) is not None) for said in completions]
 
 
 def last_number(completions: Sequence[str], answer: Sequence[object], **_: object) -> list[float]:
-    """1 where the last number of an answer is that of the sample's `answer`, as in GSM8K ("... #### 72")."""
+    """Return 1 if the last number of an answer equals that of the sample's `answer`, as in GSM8K ("... #### 72")."""
     wanted = (_last(str(each)) for each in answer)
     return [
         float(number is not None and _last(said) == number) for said, number in zip(completions, wanted, strict=True)
@@ -237,5 +243,5 @@ def _last(text: str) -> float | None:
 
 
 def brief(completion_ids: Sequence[Sequence[int]], free: int, most: int, **_: object) -> list[float]:
-    """0 up to `free` tokens, then down to -1 at `most`: long answers are discouraged before they are cut off."""
+    """Return a length penalty: 0 up to `free` tokens, falling linearly to -1 at `most`."""
     return [-min(1.0, max(0, len(tokens) - free) / max(1, most - free)) for tokens in completion_ids]

@@ -1,8 +1,8 @@
-"""Prompts with their answers, and what the stages of an iteration find for them.
+"""Rollouts: prompts, their answers, and the results that the stages compute for them.
 
-Results are stored on the host, by rollout: a stage that is run again stores the same once more, and the split of a
-stage has nothing to do with that of the next. A rollout has a number among those of all ranks, in the order in which
-ranks take turns through the prompts, so nothing that goes by the number depends on how many ranks there are.
+Results are stored on the host, per rollout. A retried stage overwrites them with equal values, and each stage splits
+rollouts into microbatches independently. Rollouts are numbered across ranks, round-robin through the prompts, so
+anything derived from the number is independent of the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,64 +25,68 @@ from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
 ADVANTAGES, RETURNS, COUNTS, VALUED, WEIGHT = "advantages", "returns", "counts", "valued", "weight"
-"""Results of a rollout: a number for each token of its answer, except for score and weight. COUNTS are the tokens that
-the policy has chosen, VALUED one more, where there is one: the complete answer has a value."""
+"""Results of a rollout: one number per token of its answer, except for score and weight. COUNTS masks the tokens that
+the policy sampled. VALUED includes the next token, if any, because the complete answer has a value."""
 
 
 @dataclass
 class Rollout:
-    """One sample of reinforcement learning."""
+    """A prompt and its answer."""
 
     number: int
     iteration: int
     prompt: Tensor
     answer: Tensor
-    """As many tokens as are generated at most; what follows a stop token is padding."""
+    """Always `max_generated_tokens` long, padded after a stop token."""
     length: int = 0
-    """Tokens of the answer that count; 0 until there is one."""
+    """Number of answer tokens that count; 0 before generation."""
     results: dict[str, Tensor] = field(default_factory=dict)
     group: int | None = None
-    """The number of its prompt, where others answer it too."""
+    """Number of the prompt's group, if the prompt has several answers."""
     attempt: int = 0
-    """How often its group was sampled before, in vain."""
+    """Number of earlier attempts whose group had equal rewards."""
     fills: bool = False
-    """Whether it is there only because other ranks have more."""
+    """True for a filler, which only matches the other ranks' number of rollouts."""
 
     @property
     def attempted(self) -> tuple[int, ...]:
-        """What tells this answer from all others of a run."""
+        """Key that identifies this answer within a run."""
         return (self.iteration, self.number, *[self.attempt] * (self.attempt > 0))
 
     @property
     def tokens(self) -> Tensor:
+        """Prompt and answer without padding."""
         return torch.cat([self.prompt, self.answer[: self.length]])
 
     @property
     def whole_length(self) -> int:
+        """Tokens of prompt and answer without padding."""
         return len(self.prompt) + self.length
 
     @property
     def most_length(self) -> int:
-        """Tokens of the prompt and of all that is generated, whatever of it counts."""
+        """Tokens of the prompt and of the padded answer."""
         return len(self.prompt) + len(self.answer)
 
     def stand_in(self) -> Rollout:
-        """The least that goes through a model like the whole. It generates as many tokens, since ranks do so together,
-        and its results are its own: they must not become the sample's."""
+        """Return a minimal rollout that issues the same collectives.
+
+        It generates the same number of tokens. Its results are a copy, so that the sample keeps its values.
+        """
         length, results = min(1, self.length), dict(self.results)
         return replace(self, prompt=self.prompt[:1], length=length, results=results, group=None)
 
     def filler(self) -> Rollout:
-        """A stand-in that counts nothing."""
+        """Return a stand-in without any token that counts."""
         nothing = torch.zeros_like(self.answer, dtype=torch.bool)
         return replace(self.stand_in(), results={**self.results, COUNTS: nothing, VALUED: nothing}, fills=True)
 
     def prompting(self, most_length: int) -> Rollout:
-        """This rollout with its prompt cut, so that prompt and all new tokens have that length."""
+        """Return this rollout with its prompt cut so that prompt and all new tokens have this length."""
         return replace(self, prompt=self.prompt[: max(1, most_length - len(self.answer))])
 
     def answered(self, whole_length: int) -> Rollout:
-        """This rollout at that length, as much of it answer as possible: no other of that length needs more."""
+        """Return this rollout cut to this length, with the longest possible answer, which needs the most memory."""
         length = max(1, min(len(self.answer), whole_length - 1))
         counts = torch.arange(len(self.answer)) < length
         results = {**self.results, COUNTS: counts, VALUED: counts}
@@ -90,7 +94,7 @@ class Rollout:
 
 
 def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
-    """A rollout that needs the most: all new tokens, all of them counting, with results of every stage."""
+    """Return the rollout with the highest memory use: a full-length answer with the results of all stages."""
     answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
     results = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
     results |= {COUNTS: everywhere, VALUED: everywhere, SCORE: torch.zeros(()), WEIGHT: torch.ones(())}
@@ -99,7 +103,7 @@ def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts and answers as a model takes them: one row each, padded at its end, where attention never looks."""
+    """Model inputs: one row per rollout, padded on the right, where causal attention never looks."""
 
     tokens: Tensor
     before: Tensor
@@ -109,15 +113,16 @@ class Sequences:
     """Position of a row's last token."""
 
     def to(self, device: torch.device) -> Sequences:
+        """Copy all tensors to the device."""
         return Sequences(*(tensor.to(device) for tensor in vars(self).values()))
 
     def of_answers(self, outputs: Tensor) -> Tensor:
-        """The outputs for the tokens before those of answers, out of those for all tokens."""
+        """Select the outputs that predict the answer tokens."""
         return outputs[torch.arange(len(outputs), device=outputs.device)[:, None], self.before]
 
 
 def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Sequences:
-    """`width`: columns of the answers; by default those of the longest."""
+    """Build model inputs; `width` is the number of answer columns (default: the longest answer)."""
     lengths = torch.tensor([rollout.whole_length for rollout in rollouts])
     prompts = torch.tensor([len(rollout.prompt) for rollout in rollouts])
     width = max(rollout.length for rollout in rollouts) if width is None else width
@@ -127,28 +132,33 @@ def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Seque
 
 
 def store(rollouts: Sequence[Rollout], name: str, results: Tensor) -> None:
+    """Store row i of the results in rollout i, on the host."""
     for rollout, result in zip(rollouts, results.detach().cpu().unbind(), strict=True):
         rollout.results[name] = result.clone()
 
 
 def results_of(rollouts: Sequence[Rollout], name: str, device: torch.device | str = "cpu") -> Tensor:
+    """Stack the named results of all rollouts."""
     return torch.stack([rollout.results[name] for rollout in rollouts]).to(device)
 
 
 def answer_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Count the answer tokens, without fillers."""
     return sum(rollout.length for rollout in rollouts if not rollout.fills)
 
 
 def share_cut_off(rollouts: Sequence[Rollout], stop_tokens: Sequence[int]) -> float:
+    """Return the share of answers that reached the maximum length without a stop token."""
     whole = [each.answer.tolist() for each in rollouts if each.length == len(each.answer)]
     return sum(answer[-1] not in stop_tokens for answer in whole) / len(rollouts)
 
 
 Group: TypeAlias = tuple[Sample, list[Rollout]]
-"""A prompt, with the columns that its dataset has for it, and the answers to it."""
+"""A sample of the dataset and the answers to its prompt."""
 
 
 def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answers: int = 1) -> list[Group]:
+    """Create numbered rollouts without answers, `answers` per prompt."""
     groups: list[Group] = []
     for place, sample in enumerate(prompts):
         prompt, first = torch.as_tensor(sample["tokens"]).long(), (place * world_size() + rank()) * answers
@@ -159,12 +169,12 @@ def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answer
 
 
 def differ(group: Sequence[Rollout]) -> bool:
-    """Whether rewards do, so that there is something to learn from them."""
+    """Return True if rewards differ within the group; otherwise all its advantages are 0."""
     return len({float(rollout.results[SCORE]) for rollout in group}) > 1
 
 
 def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
-    """Samples of text, whose tokens are the prompts."""
+    """Build the data, with the tokens of each sample as the prompt."""
 
     def collate(_: object) -> NoReturn:
         raise NotImplementedError("rollouts make their own batches")
@@ -173,18 +183,18 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
     samples = CheckedDataset(dataset, TEXT, labelled=False)
     check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
     data = data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
-    samples.cut_at = data.max_seq_len  # not every dataset has its tokenizer do so
+    samples.cut_at = data.max_seq_len  # not every dataset truncates through its tokenizer
     return data
 
 
 def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
-    """Collective: the rollouts of all ranks, by number, on every rank: so all compute the same advantages."""
+    """Collective: return the rollouts of all ranks in order of their numbers, on every rank."""
     shares = from_all_ranks(list(mine))
     return sorted((rollout for share in shares for rollout in share), key=lambda rollout: rollout.number)
 
 
 def updates_of(everyone: Sequence[Rollout], samples: int, epochs: int, seed: int) -> Iterator[list[Rollout]]:
-    """This rank's share of each update, `samples` a rank: one order for all ranks, another in every epoch."""
+    """Yield this rank's rollouts of each update. All ranks use the same order, which changes every epoch."""
     size = samples * world_size()
     for epoch in range(epochs):
         order = random.Random(repr((seed, "updates", everyone[0].iteration, epoch))).sample(everyone, len(everyone))
