@@ -129,7 +129,7 @@ def test_entry_that_cannot_be_built_is_reported_under_its_key(entry: Any, messag
 def test_function_that_cannot_be_called_is_refused_before_generation() -> None:
     sample = {"tokens": [1], "labels": [1], "answer": "2", INDEX: 7}
     for name, message in {
-        "matching": "is called with answer, prompts, .*, but missing a required argument: 'pattern': set its other arguments",
+        "matching": "is called with answer, prompts, .*, but missing a required argument: 'pattern': set its other",
         "of_completions": ".* but got an unexpected keyword argument 'answer': .* accept unused ones with",
     }.items():
         with pytest.raises(ConfigError, match=rf"reward function {name} {message}"):
