@@ -24,7 +24,7 @@ from torchtune_adaptive.forecast import advice
 from torchtune_adaptive.forecast.answer import command
 from torchtune_adaptive.forecast.question import Question, read_question
 from torchtune_adaptive.forecast.rehearse_recipe import ERASE, Found, progress, rehearse_recipe
-from torchtune_adaptive.rehearse.rehearsed import Rehearsed
+from torchtune_adaptive.rehearse.result import RehearsalResult
 
 GIB = 2**30
 SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -149,7 +149,7 @@ def test_smaller_batches_are_tried_before_other_settings(
 
 def test_no_other_setting_is_tried_if_fewer_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def fits(candidate: Question) -> Found:
-        rehearsed = Rehearsed(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
+        rehearsed = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
                               steps=[{"allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}])  # fmt: skip
         return Found(candidate, rehearsed, {"": {"rows": 8}}, "")
 

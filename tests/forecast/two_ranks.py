@@ -21,7 +21,7 @@ from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe, rehearsed_config
 from torchtune_adaptive.null_cuda import environment
-from torchtune_adaptive.rehearse.rehearsed import Rehearsed
+from torchtune_adaptive.rehearse.result import RehearsalResult
 
 RANKS = 2
 SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -42,7 +42,7 @@ def question(steps: int, *, alike: bool, memory: str = "4500MiB") -> Question:
     return asked
 
 
-def trained(question: Question) -> list[Rehearsed]:
+def trained(question: Question) -> list[RehearsalResult]:
     """Run the config on two ranks that record their steps."""
     usable_bytes = question.gpu.memory - question.overhead_bytes
     with tempfile.TemporaryDirectory() as name:
@@ -58,11 +58,11 @@ def trained(question: Question) -> list[Rehearsed]:
             stdout=subprocess.DEVNULL,
         )
         about = {"usable_bytes": usable_bytes, "overhead_bytes": question.overhead_bytes, "ranks": RANKS, "status": 0}
-        ranks = [Rehearsed.read(folder / f"rank{rank}.jsonl", rank=rank, **about) for rank in range(RANKS)]
+        ranks = [RehearsalResult.read(folder / f"rank{rank}.jsonl", rank=rank, **about) for rank in range(RANKS)]
         return [replace(rank, steps=rank.steps[: question.steps]) for rank in ranks]
 
 
-def errors_and_flushes(found: Rehearsed) -> list[tuple[int, int]]:
+def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
     """Return errors and flushes of each step."""
     return [(sum(error["step"] == step["step"] for error in found.errors), step["flushes"]) for step in found.steps]
 

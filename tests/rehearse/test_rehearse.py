@@ -17,8 +17,7 @@ from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import Rehearse
 from tests.saved_figures import pictures
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.rehearse.picture import draw
-from torchtune_adaptive.rehearse.rehearsed import Rehearsed
+from torchtune_adaptive.rehearse.result import RehearsalResult, draw
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -833,15 +832,15 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
     steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}
     about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
-    first = Rehearsed(**about, status=0, steps=steps, rest=end)
+    first = RehearsalResult(**about, status=0, steps=steps, rest=end)
     assert first.verdict().endswith("; later steps may need more (see below)")
     assert "need different amounts, and the script goes on: --steps 0 runs" in first.as_text()
-    assert not Rehearsed(**about, status=0, steps=steps, rest={**end, "stopped": False}).rises
-    alike = Rehearsed(**about, status=0, steps=steps[:1] * 5, rest=end)
+    assert not RehearsalResult(**about, status=0, steps=steps, rest={**end, "stopped": False}).rises
+    alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, rest=end)
     assert alike.as_text().endswith("such as saving, is not rehearsed: --steps 0 runs the script to its end")
-    failed = Rehearsed(**about, status=1, rest={**end, "error": "KeyError: 'LOCAL_RANK'"})
+    failed = RehearsalResult(**about, status=1, rest={**end, "error": "KeyError: 'LOCAL_RANK'"})
     assert failed.verdict().endswith("put torchrun before the script)")
-    assert not Rehearsed(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises
+    assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises
     error = {
         "step": 6, "tried": False, "trains": True, "file": "train.py", "line": 1,
         "source": "x = y", "operation": "x = y",
@@ -849,13 +848,15 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
         "allowed_bytes": 10 * GIB,
     }  # fmt: skip
     more = {**end, "next_bytes": 9 * GIB, "state_bytes": GIB}
-    assert "the only step" in Rehearsed(**about, status=0, steps=steps[:1], rest=more).as_text()
-    ran_out = Rehearsed(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], rest=more)
+    assert "the only step" in RehearsalResult(**about, status=0, steps=steps[:1], rest=more).as_text()
+    ran_out = RehearsalResult(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], rest=more)
     assert "the only step" not in ran_out.as_text()
-    limited = Rehearsed(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
+    limited = RehearsalResult(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
     assert "8.00 GiB of the 8.00 GiB allocated that the script allows itself" in limited.verdict()
     assert "in one piece" not in limited.as_text()
-    text = Rehearsed(**about, status=1, steps=steps, errors=[error], rest={**end, "error": "out of memory"}).as_text()
+    text = RehearsalResult(
+        **about, status=1, steps=steps, errors=[error], rest={**end, "error": "out of memory"}
+    ).as_text()
     assert "enough is free, but not in one piece: PYTORCH_ALLOC_CONF=expandable_segments:True may help" in text
 
 
@@ -864,13 +865,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return pictures(monkeypatch)
 
 
-def rehearsed(steps: int, **about: Any) -> Rehearsed:
+def rehearsed(steps: int, **about: Any) -> RehearsalResult:
     """Return a rehearsal that runs out of memory after this many steps."""
     peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}
     taken = [{"step": step, **peaks, "flushes": step % 2} for step in range(1, steps + 1)]
     error = {"step": steps + 1, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB}
     error |= {"asked_bytes": 2 * GIB, "allowed_bytes": 4 * GIB, "trains": True}
-    return Rehearsed(4 * GIB, overhead_bytes=0, rank=0, ranks=8, **about, steps=taken, errors=[error])
+    return RehearsalResult(4 * GIB, overhead_bytes=0, rank=0, ranks=8, **about, steps=taken, errors=[error])
 
 
 def test_rehearsal_is_plotted(tmp_path: Path, drawn: list[Any]) -> None:

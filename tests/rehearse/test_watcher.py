@@ -70,7 +70,7 @@ def test_no_cause_is_named_in_a_checkpointed_layer_with_frames_of_dynamo() -> No
 
 READS = """
     import gc, torch
-    from torchtune_adaptive.rehearse.values import Values
+    from torchtune_adaptive.rehearse.device_values import Values
 
     (values,) = (each for each in gc.get_objects() if type(each) is Values)
     loss, rows = torch.ones(3, device="cuda").sum(), torch.tensor([7, 8], device="cuda")

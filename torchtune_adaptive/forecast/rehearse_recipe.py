@@ -24,8 +24,8 @@ from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import trains_on_rollouts
 from torchtune_adaptive.null_cuda import NullCudaError
-from torchtune_adaptive.rehearse.process import rehearse
-from torchtune_adaptive.rehearse.rehearsed import Rehearsed
+from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.start import rehearse
 from torchtune_adaptive.tune.batch_size import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
@@ -43,7 +43,7 @@ class Found:
     """What a rehearsal says about one number of ranks and one length: rows by the search, memory by steps after it."""
 
     question: Question
-    rehearsed: Rehearsed
+    rehearsed: RehearsalResult
     searches: Mapping[str, Search]
     """By stage, that of training under ""; none where a size was asked about."""
     complaint: str

@@ -1,5 +1,6 @@
-"""A training script, unchanged, as one rank of many on GPUs that are not there: `tune-adaptive rehearse`.
+"""Rehearse an unmodified training script as one rank of many on GPUs that are absent: `tune-adaptive rehearse`.
 
-`process` starts it on a null device in a process of its own, where `run_script` makes it that rank and `step_writer`
-writes down each step; `rehearsed` reads that. All this stands on `null_cuda` alone, and nothing in it knows torchtune.
+`start` starts the script on a null device in a separate process. There, `run_script` prepares torch and runs it,
+`fake_ranks` replaces the other ranks, `device_values` answers reads from the GPU, and `step_recorder` records each
+step. `result` reads the record. The package depends on `null_cuda` only.
 """

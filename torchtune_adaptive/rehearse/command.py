@@ -16,8 +16,7 @@ from pathlib import Path
 
 from torchtune_adaptive.null_cuda import NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse.launchers import check
-from torchtune_adaptive.rehearse.process import rehearse
+from torchtune_adaptive.rehearse.start import check, rehearse
 
 STEPS = 10
 GPU = "h100"
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     if options.picture is not None and (found.steps or found.errors):
-        from torchtune_adaptive.rehearse.picture import draw
+        from torchtune_adaptive.rehearse.result import draw
 
         draw(found, options.picture)
     print(found.as_json() if options.format == "json" else found.as_text())

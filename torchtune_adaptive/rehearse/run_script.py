@@ -21,7 +21,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,20 +33,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.rehearse.hub import ModelsNeedNoWeights
-from torchtune_adaptive.rehearse.launchers import (
+from torchtune_adaptive.rehearse.device_values import LARGE, Values
+from torchtune_adaptive.rehearse.fake_ranks import become, replace, send_nothing, start_here
+from torchtune_adaptive.rehearse.result import RECURRENT
+from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
     ONE_MACHINE,
     CannotRehearse,
+    RankSettings,
     launched,
     script_of,
     without_python,
 )
-from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing, start_here
-from torchtune_adaptive.rehearse.process import RankSettings
-from torchtune_adaptive.rehearse.rehearsed import RECURRENT
-from torchtune_adaptive.rehearse.step_writer import StepWriter, flush, innermost
-from torchtune_adaptive.rehearse.values import LARGE, Values
+from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush, innermost
 from torchtune_adaptive.text import count_of
 
 SILENT_S = 60
@@ -51,7 +54,7 @@ SILENT_S = 60
 def main(record: str, asked: str, *command: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     settings = RankSettings(**json.loads(asked))
-    writer = StepWriter(Path(record), most_steps=settings.steps)
+    writer = StepRecorder(Path(record), most_steps=settings.steps)
 
     def learn(ranks: int) -> None:
         share = settings.share(ranks)
@@ -92,7 +95,7 @@ def main(record: str, asked: str, *command: str) -> None:
     _leave(status)
 
 
-def _say_where_it_waits(writer: StepWriter, values: Values) -> None:
+def _say_where_it_waits(writer: StepRecorder, values: Values) -> None:
     """In a thread: a loop may wait for a value that the card never computes."""
     done, zeros = -1, 0
     while True:
@@ -252,3 +255,47 @@ def run(command: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+MODELS = "transformers.modeling_utils"
+BUILDS = ("dtype", "torch_dtype", "attn_implementation")
+"""Arguments of from_pretrained that matter for a model without weights."""
+
+
+class ModelsNeedNoWeights(MetaPathFinder):
+    """Put first into `sys.meta_path`, it waits for the script to import transformers, which takes seconds."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != MODELS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def then_replace(module: ModuleType) -> None:
+                execute(module)
+                _need_no_weights(module.PreTrainedModel)
+
+            spec.loader.exec_module = then_replace  # type: ignore[method-assign]
+        return spec
+
+
+def _need_no_weights(models: Any) -> None:
+    loads = models.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        try:
+            return loads(cls, name, *args, config=config, **{**kwargs, "local_files_only": True})
+        except OSError:
+            if "quantization_config" in kwargs:
+                raise
+        built = {key: kwargs.pop(key) for key in BUILDS if kwargs.get(key) not in (None, "auto")}
+        device = kwargs.pop("device_map", None)
+        if config is None or isinstance(config, str | os.PathLike):
+            config, _ = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
+        print(f"rehearse: no weights of {name} on this machine; it is built from its config", file=sys.stderr)
+        model = cls._from_config(config, **built).eval()
+        return model if device is None else model.to("cuda")
+
+    models.from_pretrained = classmethod(from_pretrained)

@@ -18,7 +18,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.rehearse.launchers import ONE_MACHINE, CannotRehearse
+from torchtune_adaptive.rehearse.start import ONE_MACHINE, CannotRehearse
 
 
 def become(rank: int, ranks: int) -> None:
