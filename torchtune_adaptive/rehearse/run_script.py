@@ -253,10 +253,6 @@ def run(command: Sequence[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 MODELS = "transformers.modeling_utils"
 BUILDS = ("dtype", "torch_dtype", "attn_implementation")
 """Arguments of from_pretrained that matter for a model without weights."""
@@ -299,3 +295,7 @@ def _need_no_weights(models: Any) -> None:
         return model if device is None else model.to("cuda")
 
     models.from_pretrained = classmethod(from_pretrained)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
