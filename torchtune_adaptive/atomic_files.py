@@ -99,6 +99,12 @@ def of_its_types(record: FromFile) -> FromFile:
     return record
 
 
+def directory_id(path: Path) -> tuple[int, int]:
+    """Return device and inode of a directory, which it keeps when it is renamed. Raises OSError."""
+    here = path.stat()
+    return here.st_dev, here.st_ino
+
+
 def reason(error: BaseException) -> str:
     """Return the cause of an error in one line; for an OSError without the path, which the caller names."""
     if isinstance(error, OSError) and error.strerror:

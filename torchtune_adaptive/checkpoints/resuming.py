@@ -245,14 +245,15 @@ def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
     """Collective: leaves a note for whoever will start the run again; any rank may be the one that tells of its end."""
     if REHEARSAL.on:
         return
-    THIS_RUN.place = Path(settings.output_dir).absolute()
+    place = Path(settings.output_dir).absolute()
+    THIS_RUN.keep_record_in(place)
     finished = None
     if dist.get_rank() == 0:
-        before = this_run.read(THIS_RUN.place)
+        before = this_run.read(place)
         if before and before.ended == this_run.FINISHED:
             finished = before
         serial = before.serial if before and THIS_RUN.restarted else start.serial
-        this_run.begin(THIS_RUN.place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
+        this_run.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
     THIS_RUN.finished_before = from_rank_0(finished)
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtune_adaptive.atomic_files import of_its_types, read_json, sync
+from torchtune_adaptive.atomic_files import directory_id, of_its_types, read_json, sync
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import count_of, printable
 
@@ -135,9 +135,8 @@ class Claim:
 
     directory: Path
     mark: str
-    device: int
-    inode: int
-    """Inode of the directory on rank 0's machine."""
+    directory_id: tuple[int, int]
+    """On rank 0's machine."""
 
     @property
     def staging(self) -> Path:
@@ -150,11 +149,10 @@ class Claim:
 
         The open lock file prevents reuse of the inode number.
         """
-        try:
-            here = self.directory.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            here = None
-        if here is None or (here.st_dev, here.st_ino) != (self.device, self.inode):
+        here = None
+        with suppress(FileNotFoundError, NotADirectoryError):
+            here = directory_id(self.directory)
+        if here != self.directory_id:
             raise NotOurs(
                 "is not the directory in which this run started: it was moved, removed or replaced, and the "
                 "checkpoints with it; resume from where it is now (output_dir=..., resume_from_checkpoint=auto), or "
@@ -176,8 +174,7 @@ class Claim:
 
 def claim(directory: Path) -> Claim:
     """Mark an existing directory as this run's."""
-    here = directory.stat()
-    claimed = Claim(directory=directory.absolute(), mark=uuid.uuid4().hex, device=here.st_dev, inode=here.st_ino)
+    claimed = Claim(directory=directory.absolute(), mark=uuid.uuid4().hex, directory_id=directory_id(directory))
     claimed.staging.mkdir(parents=True)
     (claimed.staging / MARKER_FILE).touch()
     return claimed

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from torchtune_adaptive.atomic_files import keep_file, of_its_types, read_json
+from torchtune_adaptive.atomic_files import directory_id, keep_file, of_its_types, read_json
 
 RUN_FILE = "adaptive_run.json"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -101,7 +101,9 @@ class ThisRun:
     """What has ended the run, once all ranks know it: `SIGTERM`, `SIGHUP on rank 1`."""
     newest: Path | None = None
     place: Path | None = None
-    """The folder of its record; None before it has found out where it starts."""
+    """The directory of `adaptive_run.json`; None before the run knows where it starts."""
+    place_id: tuple[int, int] | None = None
+    """Another run may start under the name of a directory that was renamed; this run does not write there."""
     finished_before: RunFile | None = None
     """What a finished run has left there, to be put back where this one fails before it trains."""
     restarted: bool = False
@@ -109,9 +111,15 @@ class ThisRun:
     _noting: threading.Lock = field(default_factory=threading.Lock)
     """A signal is noted by the thread that hears it, an end by the one that trains."""
 
+    def keep_record_in(self, directory: Path) -> None:
+        """Note the directory of `adaptive_run.json`, which may be missing on other nodes than rank 0's."""
+        self.place = directory
+        with suppress(OSError):
+            self.place_id = directory_id(directory)
+
     def note_end(self, how: str, message: str = "") -> None:
-        with self._noting:
-            if self.place is None:
+        with self._noting, suppress(OSError):
+            if self.place is None or directory_id(self.place) != self.place_id:
                 return
             if self.finished_before is not None and how == ERROR and self.doing is Doing.SETTING_UP:
                 write(self.place, self.finished_before)

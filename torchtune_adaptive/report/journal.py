@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from torchtune_adaptive.atomic_files import reason
+from torchtune_adaptive.atomic_files import directory_id, reason
 from torchtune_adaptive.engine.governor import Change
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,11 @@ class Journal:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._incomplete = False
+        self._directory_id: tuple[int, int] | None = None
         try:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
+                self._directory_id = directory_id(directory)
         except OSError as error:
             self._report(directory, error)
 
@@ -92,6 +94,8 @@ class Journal:
         if self._directory is None:
             return
         try:
+            if self._directory_id not in (None, directory_id(self._directory)):
+                raise OSError(f"{self._directory} was moved or replaced")
             _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **record}))
         except Exception as error:  # noqa: BLE001 - a metric of any type, or any disk failure
             self._report(self._directory / name, error)

@@ -55,10 +55,10 @@ class Run:
         self.settings = settings
         self.place = join(settings)
         self._start = find_start(settings, contents.recipe, steps=steps)
+        self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
         self.checkpoints = Checkpoints(settings, self._start, contents, self.place.device, build)
         self.progress = start_progress(settings, self.place.ranks)
         prepare(settings)
-        self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
         self.metrics = Metrics(settings, self.place.device, self.journal)
 
     def resume(

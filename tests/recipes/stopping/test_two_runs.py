@@ -1,5 +1,6 @@
 """Two runs in one output_dir: the second ends before it changes any file, and they never both write into it."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tests.recipes.signal_runs import run_with_signals
 from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
 from tests.unit.life.test_output_lock import another_run
 from torchtune_adaptive.cli.status import Condition, look
+from torchtune_adaptive.report.journal import STEPS_FILE
 
 RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64")
 HELD = """
@@ -103,4 +105,7 @@ def test_run_whose_directory_was_renamed_does_not_write_into_that_of_the_next_ru
             (tmp_path / "hold_second").unlink()
             assert second.process.wait(120) == 0
     assert look(tmp_path / "out")[0] is Condition.FINISHED
+    lines = (tmp_path / "out" / STEPS_FILE).read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(set(steps))  # no step of the first run
     assert (tmp_path / "moved" / "step_4" / "adaptive_checkpoint.json").is_file()

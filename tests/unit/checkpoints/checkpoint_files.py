@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchtune_adaptive.atomic_files import directory_id
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.store import Claim, Manifest, Position, record_files, write_manifest
 
@@ -21,8 +22,7 @@ def manifest(serial: int = 0, **changes: Any) -> Manifest:
 def claim(directory: Path) -> Claim:
     """Return the claim of the run that stages here."""
     directory.mkdir(parents=True, exist_ok=True)
-    here = directory.stat()
-    held = Claim(directory=directory, mark="made", device=here.st_dev, inode=here.st_ino)
+    held = Claim(directory=directory, mark="made", directory_id=directory_id(directory))
     held.staging.mkdir(parents=True, exist_ok=True)
     (held.staging / store.MARKER_FILE).touch()
     return held

@@ -82,7 +82,9 @@ def test_finished_run_stays_finished_if_the_next_attempt_fails_before_training(
     before = this_run.read(run_folder)
     assert before is not None
     this_run.begin(run_folder, "tune run recipe epochs=9", run_folder, serial=4)
-    ThisRun(doing=doing, place=run_folder, finished_before=before).note_end(this_run.ERROR, "no such file")
+    run = ThisRun(doing=doing, finished_before=before)
+    run.keep_record_in(run_folder)
+    run.note_end(this_run.ERROR, "no such file")
     assert status(run_folder)[0] == code
     left = this_run.read(run_folder)
     assert left is not None

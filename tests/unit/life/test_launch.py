@@ -112,7 +112,9 @@ def test_unrecoverable_run_does_not_offer_to_resume(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     this_run.begin(tmp_path, "tune run", tmp_path, 0)
-    monkeypatch.setattr(launch.THIS_RUN, "place", tmp_path)
+    monkeypatch.setattr(launch.THIS_RUN, "place", None)
+    monkeypatch.setattr(launch.THIS_RUN, "place_id", None)
+    launch.THIS_RUN.keep_record_in(tmp_path)
 
     def question(*_: object) -> None:
         raise error
@@ -123,6 +125,18 @@ def test_unrecoverable_run_does_not_offer_to_resume(
     run = this_run.read(tmp_path)
     assert run is not None
     assert run.ended == ended
+
+
+def test_end_of_a_run_is_not_recorded_in_a_directory_that_replaced_its_own(tmp_path: Path) -> None:
+    first, out = this_run.ThisRun(), tmp_path / "out"
+    this_run.begin(out, "tune run", out, 0)
+    first.keep_record_in(out)
+    out.rename(tmp_path / "moved")
+    this_run.begin(out, "tune run", out, 0)
+    first.note_end(this_run.STOPPED, "SIGTERM")
+    record = this_run.read(out)
+    assert record is not None
+    assert record.ended is None
 
 
 def test_only_rank_0_runs_a_query(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
