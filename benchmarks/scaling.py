@@ -33,7 +33,7 @@ from torchtune_adaptive.engine.fsdp import AllGather, ReduceScatter
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.plans import load_of, plan_step, spread
 from torchtune_adaptive.engine.ranks import Agreement
-from torchtune_adaptive.engine.reports import Report, Reports
+from torchtune_adaptive.engine.results import REPORT_COLUMNS, AttemptReport, AttemptReports
 
 SAMPLES = [2**exponent for exponent in range(4, 17)]
 RANKS = [2, 4, 8, 16, 32, 64]
@@ -84,7 +84,7 @@ def run(pairs: int) -> Result:
     curves = [*planning(pairs), *agreement(pairs), *counting(pairs)]
     note = (
         "CPU time of a rank in one step; exponent: of the upper half of the sizes, 1 is linear. Ranks that agree are "
-        f"processes, connected by gloo, and their table has {8 * len(Report._fields)} bytes for each; "
+        f"processes, connected by gloo, and their table has {8 * REPORT_COLUMNS} bytes for each; "
         "modules are those of one process, whose collectives do nothing"
     )
     return Result([curve.to_json() for curve in curves], note, [curve.shown() for curve in curves])
@@ -113,7 +113,7 @@ def plan(lengths: Sequence[int], limit: Limit) -> None:
 
 def agreement(rounds: int) -> list[Curve]:
     """One process a rank, and the table that each of them reads."""
-    width = len(Report._fields)
+    width = REPORT_COLUMNS
     measured = {ranks: run_on_ranks(ranks, time_agreements, rounds, width, timeout_s=120)[0] for ranks in RANKS}
     wide = run_on_ranks(FEW, time_tables, rounds, width, timeout_s=120)[0]
     read = {ranks: milliseconds(partial(conclude, ranks), rounds) for ranks in SIMULATED_RANKS}
@@ -150,10 +150,10 @@ def time_agreements(rounds: int, width: int) -> float:
 
 def conclude(ranks: int) -> None:
     """What every rank works out from the reports of all."""
-    reports = Reports([Report(position=7, target_tokens=rank, tokens=rank) for rank in range(ranks)])
+    reports = AttemptReports([AttemptReport(position=7, target_tokens=rank) for rank in range(ranks)])
     reports.check_positions()
     assert not reports.failed
-    assert reports.target_tokens == sum(report.tokens for report in reports)
+    assert reports.target_tokens == sum(range(ranks))
     assert sum(report.loss_sum for report in reports) == reports.upcoming_microbatches == 0
 
 

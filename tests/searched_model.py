@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import world_size
-from torchtune_adaptive.engine.reports import StepResult, Totals
+from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 

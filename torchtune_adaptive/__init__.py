@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.engine.length_profile import Profile
     from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
     from torchtune_adaptive.engine.memory import CudaMemory
     from torchtune_adaptive.engine.meter import MemoryMeter
     from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
-    from torchtune_adaptive.engine.profile import Profile
     from torchtune_adaptive.engine.ranks import make_replicas_alike
-    from torchtune_adaptive.engine.reports import StepResult, Totals
+    from torchtune_adaptive.engine.results import StepResult, Totals
     from torchtune_adaptive.engine.search import SearchResult
     from torchtune_adaptive.engine.step import Recovery, SampleKind, Stages, StepRunner
     from torchtune_adaptive.errors import (
@@ -57,11 +57,11 @@ _HOMES = (
     "report.tables",
     "engine.limits",
     "engine.search",
-    "engine.profile",
+    "engine.length_profile",
     "engine.memory",
     "engine.meter",
     "engine.ranks",
-    "engine.reports",
+    "engine.results",
     "engine.step",
     "engine.probes",
 )

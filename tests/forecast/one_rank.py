@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from torchtune_adaptive.engine.reports import Reports
+from torchtune_adaptive.engine.results import AttemptReports
 from torchtune_adaptive.rehearse.step_recorder import StepRecorder
 
 if __name__ == "__main__":
     _, folder, steps, recipe, *_ = sys.argv
     sys.argv = sys.argv[3:]
-    alike = mock.patch.object(Reports, "rate", 1.0)
+    alike = mock.patch.object(AttemptReports, "rate", 1.0)
     with alike, StepRecorder(Path(folder) / f"rank{os.environ['RANK']}.jsonl", most_steps=int(steps)):
         runpy.run_module(recipe, run_name="__main__", alter_sys=True)

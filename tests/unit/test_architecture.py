@@ -62,7 +62,7 @@ WITHOUT_TORCH = {
     "engine.plans",
     "engine.governor",
     "engine.search",
-    "engine.profile",
+    "engine.length_profile",
     "null_cuda",
     "rehearse.command",
     "config.keys",

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine import fsdp
+from torchtune_adaptive.engine.length_profile import Profile, SampleLengths, measure_profile
 from torchtune_adaptive.engine.limits import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, release
-from torchtune_adaptive.engine.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.engine.ranks import Agreement, rank
-from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import (
     NEED_RECOVERY,
     NEEDS_LESS,
@@ -157,7 +157,7 @@ class TrainingStep(Generic[Sample]):
         return [self.runner.kind.stand_in(self.sample)]
 
 
-class RankReport(NamedTuple):
+class ProbeReport(NamedTuple):
     """What one rank measured in a probe."""
 
     room: Room
@@ -173,7 +173,7 @@ class RankReport(NamedTuple):
         return max(self.peaks) - self.room.budget_bytes
 
 
-def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
+def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """One peak for all ranks, in the room of the tightest of them.
 
     Ranks differ in what they need and in what they have. What counts is the share of its free memory that a rank
@@ -217,7 +217,7 @@ class Prober:
         self._room: Room | None = None
         self._samples = {name: step.sample for name, step in steps.items()}
         # Of the last probe, the same on every rank:
-        self._reports: list[RankReport] = []
+        self._reports: list[ProbeReport] = []
         self._failed: tuple[str, int] | None = None  # the step and the rank that ran out of memory
 
     def warm_up(self) -> Room:
@@ -288,15 +288,15 @@ class Prober:
                 self._memory.reset_peak()
                 room = Room(self._memory.budget_bytes, self._memory.peak_bytes)
             measured_peaks = tuple(peaks.get(phase, 0) for phase in self._phases)
-            self.exchange(RankReport(room, retries, perf_counter() - started, measured_peaks, fullness))
+            self.exchange(ProbeReport(room, retries, perf_counter() - started, measured_peaks, fullness))
             if self._failed is None:
                 return
 
-    def exchange(self, report: RankReport) -> None:
+    def exchange(self, report: ProbeReport) -> None:
         """Collective: one small table of numbers."""
         table = self._agreement.gather([*report.room, report.retries, report.seconds, report.fullness, *report.peaks])
         self._reports = [
-            RankReport(Room(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)), fullness)
+            ProbeReport(Room(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)), fullness)
             for budget, resident, retries, seconds, fullness, *peaks in table
         ]
 
@@ -447,4 +447,4 @@ def profile_memory(
             padded=all(step.runner.kind.padded for step in named.values()),
         )
         room = prober.warm_up()
-        return profile(prober.measure, room, lengths, refuse=prober.refuse, most_rows=most_rows)
+        return measure_profile(prober.measure, room, lengths, refuse=prober.refuse, most_rows=most_rows)

@@ -47,7 +47,15 @@ from torchtune_adaptive.engine.ranks import (
     rank,
     world_size,
 )
-from torchtune_adaptive.engine.reports import Report, Reports, StepResult, Totals, exchange, result_of
+from torchtune_adaptive.engine.results import (
+    REPORT_COLUMNS,
+    AttemptReport,
+    AttemptReports,
+    StepResult,
+    Totals,
+    exchange,
+    result_of,
+)
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import (
     ConfigError,
@@ -129,7 +137,7 @@ class Recovery:
         self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
         self.asked_to_stop, self.on_change, self.on_attempt = asked_to_stop, on_change, on_attempt
         self.ledger = CollectiveLedger(*models, watches=enabled, exchanges_activations=exchanges_activations)
-        self.agreement = Agreement(len(Report._fields))
+        self.agreement = Agreement(REPORT_COLUMNS)
         self._stages: set[str] = set()
         self._compared = self._closed = False
 
@@ -353,7 +361,7 @@ class StepRunner(Generic[Sample]):
             self._tell(replace(change, lost_seconds=time.perf_counter() - began), reports)
             recoveries += 1
 
-    def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, Reports]:
+    def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, AttemptReports]:
         """Collective: forward and backward over exactly these microbatches, once.
 
         Nothing shrinks and nothing is run again: where memory runs out, on any rank, there is no result, and all
@@ -402,7 +410,7 @@ class StepRunner(Generic[Sample]):
         if self._checks_steps:
             self._equal_steps.announce("by length")
             self._equal_steps.check(waits=True)
-        most = exchange(self.recovery.agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
+        most = exchange(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan))).upcoming_microbatches
         return spread(plan, lengths, limit, most, padded=padded)
 
     def _plan_ahead(self, upcoming: Sequence[Sample]) -> _Ahead:
@@ -499,7 +507,7 @@ class StepRunner(Generic[Sample]):
 
     def _agree(
         self, totals: Totals | None, failed: int | None, plan: Plan, samples: Sequence[Sample], upcoming: int = 0
-    ) -> Reports:
+    ) -> AttemptReports:
         """Collective: what happened on every rank, the same everywhere."""
         kind, reading, lengths = self.kind, self._gauge.read(), self.kind.lengths(samples)
         sizes, trouble = [size_of(rows, lengths, padded=kind.padded) for rows in plan], Microbatch(0, 0)
@@ -508,18 +516,16 @@ class StepRunner(Generic[Sample]):
         elif reading.retries:
             trouble = max(sizes, key=lambda size: size.room_tokens)
         rows = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
-        mine = Report(
+        mine = AttemptReport(
+            microbatch=trouble,
+            load=load_of(plan, lengths, padded=kind.padded, rows=rows, cost=kind.cost_of),
+            reading=reading,
             failed=failed is not None,
-            rows=trouble.rows,
-            length=trouble.length,
-            joined_tokens=trouble.tokens or 0,
             position=self._ledger.position,
             target_tokens=totals.target_tokens if totals else 0,
             # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
             loss_sum=totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0,
             upcoming_microbatches=upcoming,
-            **load_of(plan, lengths, padded=kind.padded, rows=rows, cost=kind.cost_of)._asdict(),
-            **reading._asdict(),
             asked_to_stop=self.recovery.asked_to_stop(),
             foreign_messages=self._ledger.foreign_messages,
             gradients=(self.trains is None or self._averages) and _has_gradients(self.model),
@@ -527,7 +533,7 @@ class StepRunner(Generic[Sample]):
         )
         reports = exchange(self.recovery.agreement, mine)
         reports.check_positions()
-        foreign = int(max(report.foreign_messages for report in reports))
+        foreign = max(report.foreign_messages for report in reports)
         if self.recovers and foreign:
             self.recovers, why = False, self._ledger.refuse_recovery(foreign)
             where = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
@@ -539,7 +545,7 @@ class StepRunner(Generic[Sample]):
                 )
         return reports
 
-    def _complete(self, totals: Totals, reports: Reports, plan: Plan, recoveries: int) -> StepResult:
+    def _complete(self, totals: Totals, reports: AttemptReports, plan: Plan, recoveries: int) -> StepResult:
         """Collective: the result of an attempt in which no rank failed."""
         gradients = any(report.gradients for report in reports)
         if self.trains is None:
@@ -560,7 +566,7 @@ class StepRunner(Generic[Sample]):
                 average_gradients(self.model.parameters())
         return result_of(totals, reports, len(plan), recoveries)
 
-    def _exhausted(self, change: Change, reports: Reports) -> LimitExhaustedError:
+    def _exhausted(self, change: Change, reports: AttemptReports) -> LimitExhaustedError:
         """The error where there is no smaller limit, with the memory of the rank that failed."""
         fact, remedies = change.reason, [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS]
         if (shortage := reports.shortage) is not None:
@@ -568,7 +574,7 @@ class StepRunner(Generic[Sample]):
         self._tell(replace(change, reason=fact), reports)
         return LimitExhaustedError(fact, *(without_backward(remedies) if self.trains is False else remedies))
 
-    def _tell(self, change: Change, reports: Reports) -> None:
+    def _tell(self, change: Change, reports: AttemptReports) -> None:
         if rank() == 0 and change.kind != EXHAUSTED:  # which is an error
             logger.log(logging.WARNING if change.kind == RECOVERY else logging.INFO, "%s", change.reason)
         fullest = reports.fullest

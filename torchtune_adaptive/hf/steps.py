@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.meter import memory_within, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner

@@ -1,6 +1,6 @@
 """Tables of searches and profiles for the log."""
 
-from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.search import Probe, SearchResult
 from torchtune_adaptive.text import count_of, format_bytes, in_columns, times
 

@@ -19,7 +19,7 @@ from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import rank, world_size
-from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy

@@ -18,12 +18,12 @@ from torch import nn
 
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
+from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.probes import TrainingStep
-from torchtune_adaptive.engine.profile import Profile
-from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import leaving_no_trace
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError

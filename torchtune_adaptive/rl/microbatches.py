@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, pad
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.engine.reports import StepResult, Totals
+from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling, draws, generate
 from torchtune_adaptive.rl.rollouts import Rollout, Sequences, answer_tokens, results_of, sequences_of, store

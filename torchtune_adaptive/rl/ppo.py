@@ -17,7 +17,7 @@ from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.reports import StepResult, Totals
+from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import stages

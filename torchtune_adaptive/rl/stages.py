@@ -17,7 +17,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune_adaptive.checkpoints.progress import SavedLimits
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.life.console import say

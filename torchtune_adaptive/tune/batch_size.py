@@ -29,10 +29,10 @@ from torchtune_adaptive.atomic_files import keep_file, read_json
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, on_gpu, value_at
 from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
-from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
 from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy

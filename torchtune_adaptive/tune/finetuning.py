@@ -22,7 +22,7 @@ from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import sum_over_ranks
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say

@@ -24,7 +24,7 @@ from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.noise import FEWEST, NoiseScale, StepNoise
-from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing

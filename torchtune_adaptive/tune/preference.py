@@ -24,7 +24,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.reports import StepResult, Totals
+from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import shown

@@ -22,7 +22,7 @@ from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.meter import memory_within, resident_tensors
 from torchtune_adaptive.engine.ranks import from_rank_0, rank, world_size
-from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.report.journal import Journal

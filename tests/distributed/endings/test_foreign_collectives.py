@@ -27,7 +27,7 @@ from tests.distributed.models import (
 )
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.ranks import gloo_group_aside
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 

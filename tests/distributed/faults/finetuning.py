@@ -22,7 +22,7 @@ from tests.distributed.models import (
     samples_of,
 )
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 

@@ -28,7 +28,7 @@ from torchtune.models.llama3 import llama3
 
 from tests.distributed.faults.fault_variants import fail_there, operations_of
 from tests.distributed.models import VOCABULARY, Gradients, gradients_equal, gradients_of, runner_of
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
 

@@ -22,7 +22,7 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine import ghost
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 

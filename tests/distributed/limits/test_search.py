@@ -22,7 +22,7 @@ from tests.searched_model import (
     state_of,
 )
 from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 

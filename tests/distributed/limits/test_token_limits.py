@@ -23,7 +23,7 @@ from tests.distributed.models import (
 )
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.testing import FaultInjector

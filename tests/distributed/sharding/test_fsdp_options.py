@@ -18,7 +18,7 @@ from tests.distributed.sharding.test_hybrid import (
     whole_gradients,
 )
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.testing import FaultInjector

@@ -13,7 +13,7 @@ from tests.distributed.count_collectives import CountCollectives
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import LATE_S
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector

@@ -13,8 +13,8 @@ from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.ppo.test_runs import compare
 from tests.recipes.recorders import events_of, read_log
 from tests.recipes.running import load_ours
+from torchtune_adaptive.engine.length_profile import MOST_POINTS
 from torchtune_adaptive.engine.plans import Plan
-from torchtune_adaptive.engine.profile import MOST_POINTS
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.rl.stages import FORWARD, STAGES

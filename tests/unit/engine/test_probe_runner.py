@@ -12,8 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.searched_model import Shape, Trained, search_within
 from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.engine.probes import RankReport, agreed_peak, find_max_batch_size, measuring_phases, phase_names
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.probes import (
+    ProbeReport,
+    agreed_peak,
+    find_max_batch_size,
+    measuring_phases,
+    phase_names,
+)
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import Peak, Room
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 
@@ -116,8 +122,8 @@ def test_progress_is_reported_before_and_after_each_probe():
 
 def report(
     budget: int, resident: int, *peaks: int, retries: int = 0, seconds: float = 1.0, fullness: float = 0.0
-) -> RankReport:
-    return RankReport(Room(budget, resident), retries, seconds, peaks, fullness)
+) -> ProbeReport:
+    return ProbeReport(Room(budget, resident), retries, seconds, peaks, fullness)
 
 
 def test_ranks_agree_on_the_largest_share_of_memory_per_phase():

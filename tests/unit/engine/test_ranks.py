@@ -12,7 +12,7 @@ from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine import ranks
 from torchtune_adaptive.engine.plans import load_of
 from torchtune_adaptive.engine.ranks import EqualSteps, checksum, explaining_failures
-from torchtune_adaptive.engine.reports import Report, Reports
+from torchtune_adaptive.engine.results import AttemptReport, AttemptReports
 from torchtune_adaptive.errors import UnrecoverableError
 
 NCCL = (
@@ -53,9 +53,9 @@ def test_oom_before_a_collective_is_not_converted():
 
 
 def test_ranks_at_different_positions_end_the_run() -> None:
-    Reports([Report(position=9), Report(position=9)]).check_positions()
+    AttemptReports([AttemptReport(position=9), AttemptReport(position=9)]).check_positions()
     with pytest.raises(UnrecoverableError, match=r"\[9, 8\], by rank"):
-        Reports([Report(position=9), Report(position=8)]).check_positions()
+        AttemptReports([AttemptReport(position=9), AttemptReport(position=8)]).check_positions()
 
 
 def attention(length: int) -> float:
@@ -65,7 +65,7 @@ def attention(length: int) -> float:
 def imbalance_of(*shares: list[int], cost: Callable[[int], float], padded: bool = False) -> float:
     """Return the imbalance of ranks with samples of these lengths, each rank in a single microbatch."""
     loads = [load_of((tuple(range(len(lengths))),), lengths, padded=padded, cost=cost) for lengths in shares]
-    return Reports(Report(**load._asdict()) for load in loads).imbalance
+    return AttemptReports(AttemptReport(load=load) for load in loads).imbalance
 
 
 def test_rank_with_the_higher_cost_has_more_work() -> None:
@@ -79,7 +79,7 @@ def test_rank_with_the_higher_cost_has_more_work() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 49])
 def test_equal_work_is_balanced_in_any_unit_of_cost(ranks: int) -> None:
     assert imbalance_of(*[[7, 2]] * ranks, cost=lambda length: 1e-6 * length) == 1
-    assert Reports([Report()] * ranks).imbalance == 1, "without work, no rank waits"
+    assert AttemptReports([AttemptReport()] * ranks).imbalance == 1, "without work, no rank waits"
 
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {

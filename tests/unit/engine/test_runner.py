@@ -11,7 +11,7 @@ from tests.fake_memory import FakeMemory
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
@@ -211,15 +211,15 @@ def test_every_attempt_reports_its_plan_before_it_begins():
 @pytest.mark.parametrize(
     ("returned", "text"),
     [
-        (torch.ones(()), "returned Tensor; it has to return Totals"),
-        (None, "returned NoneType; it has to return Totals"),
-        (Totals(1.5, 3), "loss_sum of Totals has to be a detached tensor without dimensions, but is 1.5"),
-        (Totals(torch.ones((), requires_grad=True), 3), "loss_sum of Totals has to be a detached tensor"),
+        (torch.ones(()), "must return Totals.* but returned Tensor"),
+        (None, "must return Totals.* but returned NoneType"),
+        (Totals(1.5, 3), "loss_sum of Totals must be a detached scalar tensor, but is 1.5"),
+        (Totals(torch.ones((), requires_grad=True), 3), "loss_sum of Totals must be a detached scalar tensor"),
         *(
-            (Totals(torch.ones(()), count), f"target_tokens of Totals is {count}: it counts, so it is a whole number")
+            (Totals(torch.ones(()), count), f"target_tokens of Totals is {count}, but must be a whole number")
             for count in (-3, 2.5, float("nan"))
         ),
-        (Totals(torch.ones(()), 3, {"margin": 2}), "margin of Totals has to be a detached tensor"),
+        (Totals(torch.ones(()), 3, {"margin": 2}), "margin of Totals must be a detached scalar tensor"),
     ],
 )
 def test_microbatch_that_returns_no_totals_is_an_error_with_the_remedy(returned: object, text: str):

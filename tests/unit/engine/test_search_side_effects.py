@@ -12,7 +12,7 @@ from tests.searched_model import Shape, Trained, search_within, state_of
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import TrainingStep
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 

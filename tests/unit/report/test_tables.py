@@ -1,7 +1,7 @@
 """Tables of searches and profiles."""
 
 from tests.simulated_memory import refuse_nothing
-from torchtune_adaptive.engine.profile import Profile, SampleLengths, profile
+from torchtune_adaptive.engine.length_profile import Profile, SampleLengths, measure_profile
 from torchtune_adaptive.engine.search import Peak, Room, SearchResult, search
 from torchtune_adaptive.report.tables import profile_table, search_table
 
@@ -61,7 +61,7 @@ def profiled() -> Profile:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
 
-    return profile(measure, Room(6 * GIB, GIB), SampleLengths(1024), refuse=refuse_nothing, most_rows=512)
+    return measure_profile(measure, Room(6 * GIB, GIB), SampleLengths(1024), refuse=refuse_nothing, most_rows=512)
 
 
 def test_table_of_a_profile_has_rows_lengths_and_the_error() -> None:

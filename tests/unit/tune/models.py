@@ -16,7 +16,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.finetuning import ForwardBackward

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.unit.report.test_tables import example, profiled
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleTooLargeError
 from torchtune_adaptive.report.journal import Event

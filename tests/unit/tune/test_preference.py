@@ -10,7 +10,7 @@ from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.plans import Load
-from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset

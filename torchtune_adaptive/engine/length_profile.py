@@ -167,7 +167,7 @@ class _Known:
         return next((each for each in (*self.points, *self.checks) if (each.rows, each.length) == (rows, length)), None)
 
 
-def profile(
+def measure_profile(
     measure: Callable[[int, int], Peak],
     room: Room,
     lengths: SampleLengths,

@@ -1,0 +1,243 @@
+"""The totals that a microbatch returns, each rank's report about its attempt, and the result of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtune_adaptive.engine.limits import Microbatch
+from torchtune_adaptive.engine.memory import Reading
+from torchtune_adaptive.engine.noise import Squares
+from torchtune_adaptive.engine.plans import Load
+from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
+from torchtune_adaptive.text import format_apart
+
+
+class Totals(NamedTuple):
+    """Sums over the samples of a microbatch."""
+
+    loss_sum: Tensor
+    """The loss summed over the target tokens: a detached scalar tensor."""
+    target_tokens: int
+    sums: Mapping[str, Tensor] = MappingProxyType({})
+    """More sums, by name: tensors like `loss_sum`. Every microbatch has the same names."""
+
+    @classmethod
+    def of(cls, returned: object) -> Totals:
+        """Validate the return value of a microbatch, and convert its sums to at least single precision.
+
+        Ranks add the sums, so their types must be equal, but on a rank without labels they may be bf16.
+        """
+        if not isinstance(returned, Totals):
+            raise TypeError(
+                f"forward_backward must return Totals(loss.detach(), target_tokens), but returned "
+                f"{type(returned).__name__}"
+            )
+        for name, value in {"loss_sum": returned.loss_sum, **returned.sums}.items():
+            if not isinstance(value, Tensor) or value.dim() or value.requires_grad:
+                raise TypeError(f"{name} of Totals must be a detached scalar tensor, but is {value!r}")
+        tokens = float(returned.target_tokens)
+        if tokens < 0 or not tokens.is_integer():
+            raise ValueError(
+                f"target_tokens of Totals is {tokens:g}, but must be a whole number from 0; "
+                "put weighted counts into sums"
+            )
+        return cls(_wide(returned.loss_sum), int(tokens), {name: _wide(value) for name, value in returned.sums.items()})
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the totals of two microbatches. Raises KeyError if their sums have different names."""
+        sums = {name: self.sums[name] + other.sums[name] for name in self.sums.keys() | other.sums.keys()}
+        return Totals(self.loss_sum + other.loss_sum, self.target_tokens + other.target_tokens, sums)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+class Fullest(NamedTuple):
+    """Peak and budget of the rank that came closest to its budget."""
+
+    peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The result of a step. Gradients are complete on every rank and include each sample exactly once."""
+
+    loss_sum: Tensor
+    """The loss summed over the target tokens of all ranks."""
+    target_tokens: int
+    """Target tokens of all ranks."""
+    microbatches: int
+    """Microbatches of each rank, in the attempt that succeeded."""
+    recoveries: int
+    """Number of times the step was repeated."""
+    load: Load
+    """Tokens and cost summed over the ranks, and the largest microbatch."""
+    retries: int = 0
+    """Allocator retries of all ranks."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sums of `Totals`, over all microbatches and ranks."""
+    imbalance: float = 1.0
+    """Cost of the rank with the highest cost, padding included, relative to the mean."""
+    memory: Fullest | None = None
+    """None if memory is not measured."""
+    asked_to_stop: bool = False
+    """True on all ranks if any rank was asked to end the run."""
+    squares: Squares | None = None
+    """What the noise of the gradient follows from, in steps that measure it."""
+
+
+class AttemptReport(NamedTuple):
+    """One rank's attempt at a step."""
+
+    microbatch: Microbatch = Microbatch(0, 0)
+    """The microbatch that ran out of memory, or the largest one if the allocator only retried."""
+    load: Load = Load(0, 0, 0, 0, 0.0)
+    reading: Reading = Reading(0.0, 0, 0, 0)
+    loss_sum: float = 0.0
+    failed: int = 0
+    """1 if a microbatch ran out of memory."""
+    position: int = 0
+    """Collectives issued in this step."""
+    target_tokens: int = 0
+    upcoming_microbatches: int = 0
+    """Microbatches that this rank needs for the next step; 0 if unknown."""
+    asked_to_stop: int = 0
+    foreign_messages: int = 0
+    """Messages of microbatches besides FSDP's."""
+    gradients: int = 0
+    """1 if the attempt left gradients; only set if that is unknown, or if gradients are to be averaged."""
+    step: int = 0
+    """The number of the step; 0 in a probe."""
+
+    def to_row(self) -> list[float]:
+        """Return the report as a row of the agreement's table."""
+        rows, length, tokens = self.microbatch
+        return [rows, length, tokens or 0, *self.load, *self.reading, *self[3:]]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> AttemptReport:
+        """Return the report that `to_row` turned into this row."""
+        rows, length, joined, tokens, padded_tokens, most_rows, most_tokens = map(int, row[:7])
+        return cls(
+            Microbatch(rows, length, joined or None),
+            Load(tokens, padded_tokens, most_rows, most_tokens, row[7]),
+            Reading(row[8], *map(int, row[9:12])),
+            row[12],
+            *map(int, row[13:]),
+        )
+
+
+REPORT_COLUMNS = len(AttemptReport().to_row())
+
+
+class AttemptReports(tuple[AttemptReport, ...]):
+    """The reports of all ranks, in order of rank, equal on all ranks."""
+
+    @property
+    def failed(self) -> dict[int, Microbatch]:
+        """The microbatches that ran out of memory, by rank."""
+        return {rank: report.microbatch for rank, report in enumerate(self) if report.failed}
+
+    @property
+    def retrying(self) -> dict[int, Microbatch]:
+        """The largest microbatch of each rank whose allocator flushed its cache in this step."""
+        return {rank: report.microbatch for rank, report in enumerate(self) if report.reading.retries}
+
+    @property
+    def rate(self) -> float:
+        """Target tokens per second. A rehearsal has no timing: its rate is constant, so smaller limits are kept."""
+        return 1.0 if REHEARSAL.on else self.target_tokens / max(report.reading.seconds for report in self)
+
+    @property
+    def fullest(self) -> Fullest | None:
+        """Peak and budget of the rank that came closest to its budget, if memory is measured."""
+        measured = [Fullest(*report.reading[2:]) for report in self if report.reading.budget_bytes]
+        return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
+
+    @property
+    def shortage(self) -> str | None:
+        """Describe the failed rank with the smallest budget, if memory is measured."""
+        readings = {rank: report.reading for rank, report in enumerate(self) if report.failed}
+        measured = [(reading.budget_bytes, rank) for rank, reading in readings.items() if reading.budget_bytes]
+        if not measured:
+            return None
+        budget_bytes, rank = min(measured)
+        budget, peak = format_apart(budget_bytes, readings[rank].peak_bytes)
+        return f"rank {rank} peaked at {peak} of its budget of {budget}"
+
+    @property
+    def target_tokens(self) -> int:
+        """Target tokens of all ranks."""
+        return sum(report.target_tokens for report in self)
+
+    @property
+    def upcoming_microbatches(self) -> int:
+        """The most microbatches that a rank needs for the next step; 0 unless all ranks know their number."""
+        needs = [report.upcoming_microbatches for report in self]
+        return max(needs) if all(needs) else 0
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """True if any rank was asked to end the run."""
+        return any(report.asked_to_stop for report in self)
+
+    @property
+    def imbalance(self) -> float:
+        """The highest cost of a rank relative to the mean."""
+        costs = [report.load.cost for report in self]
+        # fsum is exact, so the result is never below 1, and 1 if all costs are equal
+        return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
+
+    def check_positions(self) -> None:
+        """Raise UnrecoverableError if ranks ran different steps or issued different numbers of collectives."""
+        if len({report.step for report in self}) > 1:
+            raise UnrecoverableError(
+                f"the ranks are in different steps ({[report.step for report in self]}, by rank), so they mixed "
+                "their gradients: if one rank leaves a step because of an error, all ranks must end"
+            )
+        positions = [report.position for report in self]
+        if len(set(positions)) > 1:
+            raise UnrecoverableError(
+                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they "
+                "exchanged the wrong data; use the same model and the same number of samples on all ranks"
+            )
+
+
+def exchange(agreement: Agreement, report: AttemptReport) -> AttemptReports:
+    """Collective: return the reports of all ranks."""
+    return AttemptReports(map(AttemptReport.from_row, agreement.gather(report.to_row())))
+
+
+def result_of(totals: Totals, reports: AttemptReports, microbatches: int, recoveries: int) -> StepResult:
+    """Collective for sums and, on CUDA, for the loss: return the result of a complete step."""
+    names = sorted(totals.sums)
+    mine = [totals.sums[name] for name in names]
+    if totals.loss_sum.device.type == "cpu":
+        loss_sum = totals.loss_sum.new_tensor(sum(report.loss_sum for report in reports))
+        sums = list(sum_over_ranks(torch.stack(mine))) if mine else []
+    else:
+        loss_sum, *sums = sum_over_ranks(torch.stack([totals.loss_sum, *mine]))
+    tokens, padded_tokens, most_rows, most_tokens, cost = zip(*(report.load for report in reports), strict=True)
+    return StepResult(
+        loss_sum=loss_sum,
+        target_tokens=reports.target_tokens,
+        microbatches=microbatches,
+        recoveries=recoveries,
+        load=Load(sum(tokens), sum(padded_tokens), max(most_rows), max(most_tokens), sum(cost)),
+        retries=sum(report.reading.retries for report in reports),
+        imbalance=reports.imbalance,
+        sums=dict(zip(names, sums, strict=True)),
+        memory=reports.fullest,
+        asked_to_stop=reports.asked_to_stop,
+    )
