@@ -70,9 +70,9 @@ def test_no_cause_is_named_in_a_checkpointed_layer_with_frames_of_dynamo() -> No
 
 READS = """
     import gc, torch
-    from torchtune_adaptive.rehearse.device_values import Values
+    from torchtune_adaptive.rehearse.device_values import DeviceValues
 
-    (values,) = (each for each in gc.get_objects() if type(each) is Values)
+    (values,) = (each for each in gc.get_objects() if type(each) is DeviceValues)
     loss, rows = torch.ones(3, device="cuda").sum(), torch.tensor([7, 8], device="cuda")
     counts = []
     for read in rows.tolist, rows.sum().item, loss.item, loss.cpu, loss.long().item, (loss > 1).item:

@@ -1,4 +1,4 @@
-"""One rank of many, alone: all process groups are torch's fake ones, and launchers start nothing."""
+"""Stand-ins for the other ranks: process groups are torch's fake ones, and launchers run the script in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.launcher.api as launcher
 import torch.distributed.run
 from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hook
-from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -21,90 +21,88 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.rehearse.start import ONE_MACHINE, CannotRehearse
 
 
-def become(rank: int, ranks: int) -> None:
-    """Sets the variables that torchrun gives a rank."""
+def set_rank_variables(rank: int, ranks: int) -> None:
+    """Set the environment variables that torchrun sets for a rank."""
     local = min(ranks, ONE_MACHINE)
     cores = os.cpu_count() or 1
-    os.cpu_count = lambda: max(cores, local)  # each rank of a machine is given some
+    os.cpu_count = lambda: max(cores, local)  # scripts divide the cores by the ranks of a machine
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
         GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",
     )  # fmt: skip
 
 
-def send_nothing(
-    rank: int, given: int | None, run: Callable[[Sequence[str]], None], learn: Callable[[int], None]
-) -> None:
-    """Collectives go on as if all ranks sent what this one does. Launchers start nothing: they call `run` with the
-    command that they would start on each rank, and `learn` with their number of ranks if `given` is None."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+class FakeRanks:
+    """Replaces process groups and launchers. A collective returns as if all ranks had sent the data of this one."""
 
-    ranks = given or 1
-    joined, made = dist.init_process_group, dist.new_group
+    def __init__(
+        self, rank: int, ranks: int | None, run: Callable[[Sequence[str]], None], on_ranks: Callable[[int], None]
+    ) -> None:
+        """Take the number of ranks from the launcher if `ranks` is None, and pass it to `on_ranks`.
 
-    def init_process_group(*_: Any, **__: Any) -> None:
-        joined("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        _save_alone()
+        `run` runs the command that a launcher would start on each rank.
+        """
+        self._rank, self._ranks, self._given = rank, ranks or 1, ranks
+        self._run, self._on_ranks = run, on_ranks
 
-    def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
-        return made(ranks, backend="fake", use_local_synchronization=use_local_synchronization)
+    def install(self) -> None:
+        """Replace torch's functions in all modules."""
+        self._real_init, self._real_new_group = dist.init_process_group, dist.new_group
+        replace(dist.init_process_group, self._init_process_group)
+        replace(rendezvous, self._rendezvous)
+        replace(dist.new_group, self._new_group)
+        replace(dist.broadcast_object_list, self._broadcast_object_list)
+        replace(torch.distributed.run.run, self._run_torchrun)
+        replace(sys.modules["torch.multiprocessing.spawn"].start_processes, self._start_processes)
+        replace(launcher.elastic_launch, self._elastic_launch)
+        # with a fake backend, a mesh would not make LOCAL_RANK's device the current one
+        torch.distributed.device_mesh.get_backend = lambda *_: "nccl"  # type: ignore[attr-defined]
+        # a fake group cannot gather the statistics of these layers, which are a few numbers
+        torch.nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
+        _skip_reductions_of_ddp()
 
-    def broadcast_object_list(objects: Sequence[Any], *_: Any, **__: Any) -> None:
-        """What rank 0 would say is what this rank has."""
-        if rank and all(each is None for each in objects):
-            raise CannotRehearse(f"rank {rank} waits for objects of another one: rehearse rank 0, which has them")
+    def _init_process_group(self, *_: Any, **__: Any) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def rendezvous(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
-        yield HashStore(), rank, ranks
+        self._real_init("fake", store=FakeStore(), rank=self._rank, world_size=self._ranks)
+        _save_checkpoints_without_other_ranks()
 
-    replace(joined, init_process_group)
-    replace(torch_rendezvous, rendezvous)
-    replace(made, new_group)
-    replace(dist.broadcast_object_list, broadcast_object_list)
-    # under a fake group a mesh would not make LOCAL_RANK's device the current one
-    torch.distributed.device_mesh.get_backend = lambda *_: "nccl"  # type: ignore[attr-defined]
+    def _new_group(self, ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
+        return self._real_new_group(ranks, backend="fake", use_local_synchronization=use_local_synchronization)
 
-    made_parallel = DistributedDataParallel.__init__
+    def _broadcast_object_list(self, objects: Sequence[Any], *_: Any, **__: Any) -> None:
+        if self._rank and all(each is None for each in objects):
+            raise CannotRehearse(
+                f"rank {self._rank} waits for objects of another rank: rehearse rank 0, which has them"
+            )
 
-    def parallel(self: Any, *args: Any, **kwargs: Any) -> None:
-        made_parallel(self, *args, **kwargs)
-        _register_comm_hook(self.reducer, None, _as_it_is)
+    def _rendezvous(self, *_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
+        yield HashStore(), self._rank, self._ranks
 
-    DistributedDataParallel.__init__ = parallel  # type: ignore[method-assign]
-    replace(_verify_param_shape_across_processes, lambda *_, **__: None)  # which reads numbers in C++
-    DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
-    # a fake group cannot gather these layers' statistics, which are a few numbers
-    torch.nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
+    def _launch(self, ranks: int) -> None:
+        if self._given is None:
+            self._ranks = ranks
+            self._on_ranks(ranks)
+        set_rank_variables(self._rank, self._ranks)
 
-    def launched(told: int) -> None:
-        nonlocal ranks
-        if given is None:
-            ranks = told
-            learn(ranks)
-        become(rank, ranks)
+    def _run_torchrun(self, args: Namespace) -> None:
+        self._launch(self._given or _ranks_of(args))
+        self._run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
 
-    def run_here(args: Namespace) -> None:
-        launched(given or _ranks_of(args))
-        run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
+    def _start_processes(self, function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        self._launch(nprocs)
+        function(self._rank % min(self._ranks, ONE_MACHINE), *args)
 
-    def start_processes(function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-        launched(nprocs)
-        function(rank % min(ranks, ONE_MACHINE), *args)
-
-    def elastic_launch(config: Any, entrypoint: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
+    def _elastic_launch(self, config: Any, entrypoint: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
         def start(*args: Any) -> dict[int, Any]:
-            launched(config.max_nodes * config.nproc_per_node)
-            return {rank: entrypoint(*args)}
+            self._launch(config.max_nodes * config.nproc_per_node)
+            return {self._rank: entrypoint(*args)}
 
         return start
 
-    replace(torch.distributed.run.run, run_here)
-    replace(sys.modules["torch.multiprocessing.spawn"].start_processes, start_processes)
-    replace(launcher.elastic_launch, elastic_launch)
 
-
-def start_here(run: Callable[[Sequence[str]], None]) -> None:
-    """The same for a single rank, which accelerate starts without torchrun's code."""
+def replace_simple_launcher(run: Callable[[Sequence[str]], None]) -> None:
+    """Run the script of accelerate's launcher for one rank, which does not use torchrun, in this process."""
     from accelerate.commands import launch
 
     def simple_launcher(args: Namespace) -> None:
@@ -116,35 +114,47 @@ def start_here(run: Callable[[Sequence[str]], None]) -> None:
 
 
 def _ranks_of(args: Namespace) -> int:
-    each = str(args.nproc_per_node)
-    if not each.isdecimal():
-        raise CannotRehearse(f"--nproc_per_node {each}: give the number of ranks as --ranks, before the command")
-    return int(each) * int(str(args.nnodes).rpartition(":")[2])  # of machines that come and go, the most
+    per_node = str(args.nproc_per_node)
+    if not per_node.isdecimal():
+        raise CannotRehearse(f"--nproc_per_node {per_node}: pass the number of ranks as --ranks, before the command")
+    return int(per_node) * int(str(args.nnodes).rpartition(":")[2])  # with MIN:MAX nodes, the maximum
 
 
-def _save_alone() -> None:
-    """Distributed checkpoints hold this rank's shards alone, and are not refused for it."""
+def _skip_reductions_of_ddp() -> None:
+    construct = DistributedDataParallel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        _register_comm_hook(self.reducer, None, _bucket_unchanged)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
+    replace(_verify_param_shape_across_processes, lambda *_, **__: None)  # it reads numbers of the device in C++
+
+
+def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return DDP's bucket as it is: the fake group's all-reduce returns no tensor."""
+    reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
+def _save_checkpoints_without_other_ranks() -> None:
+    """Let distributed checkpoints contain the shards of this rank only."""
     from torch.distributed.checkpoint import default_planner, utils
     from torch.distributed.checkpoint.metadata import Metadata
 
-    made, validated = utils._DistWrapper.__init__, default_planner._validate_global_plan
+    construct, validate = utils._DistWrapper.__init__, default_planner._validate_global_plan
 
-    def alone(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
-        made(self, group, False, 0)
+    def init(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
+        construct(self, group, False, 0)
 
-    utils._DistWrapper.__init__ = alone  # type: ignore[method-assign]
-    default_planner._validate_global_plan = lambda *_: validated([], Metadata({}))
-
-
-def _as_it_is(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's bucket, sent nowhere: of the fake group's own all-reduce DDP gets no tensor back."""
-    sent: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    sent.set_result(bucket.buffer())
-    return sent
+    utils._DistWrapper.__init__ = init  # type: ignore[method-assign]
+    default_planner._validate_global_plan = lambda *_: validate([], Metadata({}))
 
 
 def replace(function: Any, by: Any) -> None:
-    """In every module that has imported it."""
+    """Replace a function in every module that has imported it."""
     for module in [each for each in sys.modules.values() if each is not None]:
         for name in [name for name, value in vars(module).items() if value is function]:
             setattr(module, name, by)

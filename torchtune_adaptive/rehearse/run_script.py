@@ -2,7 +2,7 @@
 
 1. This process becomes the rank: a launcher's variables, a process group that sends nothing (one_of_many.py).
 2. What would only cost this machine time or memory is left out: random weights, offloaded copies, autotuning.
-3. Numbers that the card would have computed are known or guessed when they are read (values.py).
+3. Numbers that the card would have computed are known or guessed when they are read (device_values.py).
 4. The script runs, and each optimizer step is written down (step_writer.py). torchrun, `tune run` and `accelerate
    launch` are seen through: what they would start runs here.
 """
@@ -33,8 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.rehearse.device_values import LARGE, Values
-from torchtune_adaptive.rehearse.fake_ranks import become, replace, send_nothing, start_here
+from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
+from torchtune_adaptive.rehearse.fake_ranks import FakeRanks, replace, replace_simple_launcher, set_rank_variables
 from torchtune_adaptive.rehearse.result import RECURRENT
 from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
@@ -64,16 +64,16 @@ def main(record: str, asked: str, *command: str) -> None:
     REHEARSAL.on = True
     os.environ["NULL_CUDA_REHEARSAL"] = f"{os.getpid()} {Path(record).name}"
     if settings.ranks is not None and settings.ranks > 1:
-        become(settings.rank, settings.ranks)
-    send_nothing(settings.rank, settings.ranks, run, learn)
+        set_rank_variables(settings.rank, settings.ranks)
+    FakeRanks(settings.rank, settings.ranks, run, learn).install()
     if launched(command).startswith(("accelerate", "trl")):
-        start_here(run)
+        replace_simple_launcher(run)
     _take_first_choices()
     _draw_no_weights()
     _leave_what_is_offloaded()
     _run_recurrent_layers_without_cudnn(writer.notes)
     sys.meta_path.insert(0, ModelsNeedNoWeights())
-    values = Values(writer.guessed)
+    values = DeviceValues(writer.guessed)
     values.install()
     threading.Thread(target=_say_where_it_waits, args=(writer, values), daemon=True).start()
     status = 0
@@ -95,7 +95,7 @@ def main(record: str, asked: str, *command: str) -> None:
     _leave(status)
 
 
-def _say_where_it_waits(writer: StepRecorder, values: Values) -> None:
+def _say_where_it_waits(writer: StepRecorder, values: DeviceValues) -> None:
     """In a thread: a loop may wait for a value that the card never computes."""
     done, zeros = -1, 0
     while True:
