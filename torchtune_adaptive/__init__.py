@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtune_adaptive.engine.length_profile import Profile
     from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
-    from torchtune_adaptive.engine.memory import CudaMemory
-    from torchtune_adaptive.engine.meter import MemoryMeter
+    from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter
     from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
     from torchtune_adaptive.engine.ranks import make_replicas_alike
     from torchtune_adaptive.engine.results import StepResult, Totals
@@ -59,7 +58,6 @@ _HOMES = (
     "engine.search",
     "engine.length_profile",
     "engine.memory",
-    "engine.meter",
     "engine.ranks",
     "engine.results",
     "engine.step",

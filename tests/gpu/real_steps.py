@@ -27,8 +27,7 @@ from torchtune_adaptive.config.checks import read_full_settings, read_lora_setti
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
-from torchtune_adaptive.engine.meter import MemoryMeter, resident_tensors
+from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, plain_tensors, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora

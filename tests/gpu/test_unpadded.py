@@ -10,7 +10,7 @@ from tests.gpu.real_steps import use
 from tests.ranks import run_on_ranks
 from tests.unit.tune.models import build, furthest, padded, samples, totals_and_gradients, unpadded
 from torchtune_adaptive.engine.limits import fit_surface
-from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.memory import MemoryMeter
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CLOSE = {"cpu": 2e-6, "cuda": 3e-2}

@@ -1,4 +1,4 @@
-"""Reports the operations that communicate, each with the line that called it."""
+"""Find the operations that communicate, and the line of the user's code that calls them."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ if TYPE_CHECKING:
 
 COMMUNICATING = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
-"""Operations of those namespaces that only wait, or wrap what has been waited for."""
+"""Operations of these namespaces that do not communicate."""
 _OTHERS_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Files that are not the user's: torch, this package, code without a file."""
+"""Prefixes of files that do not belong to the user: torch, this package, generated code."""
 
 
 class Listener(TorchDispatchMode):
-    """Reports every operation that communicates, with the line that called it, before it runs.
+    """Dispatch mode that calls `report` with each communicating operation and its caller, before it runs.
 
-    Compiled code runs eagerly under a dispatch mode, so this is open for a single microbatch, or for a stand-in.
+    A dispatch mode makes compiled code run eagerly, so use it for one microbatch only.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._report = report
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and similar types dispatch their inner operations
             return NotImplemented
         if getattr(func, "namespace", "") in COMMUNICATING and func._opname not in SILENT:
-            self._tell(f"{func.namespace}::{func._opname}{caller()}")
+            self._report(f"{func.namespace}::{func._opname}{caller()}")
         return func(*args, **(kwargs or {}))
 
 
 def caller() -> str:
-    """` at model.py:57`: the innermost line of the user's code, if there is one."""
+    """Return the innermost line of the user's code, for example ` at model.py:57`; "" if there is none."""
     return place_of(sys._getframe(1))
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The same from a frame outwards."""
+    """Return the innermost line of the user's code from `frame` outwards, formatted as in `caller`."""
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS_CODE):
         frame = frame.f_back
     return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,55 +1,71 @@
-"""Device memory: how much there is, and how much a step needed."""
+"""Device memory: the budget and the peak of a step, from CUDA's allocator or, on a CPU, from a meter.
+
+A CPU has no allocator that reports a peak or enforces a limit. The meter observes every operation instead, so that
+search and recovery work, and can be tested, without a GPU.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from enum import Enum, auto
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
+from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.text import MemorySize
 
-FRAGMENTATION = 0.05
-"""The share of a GPU that a search leaves free.
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
-A probe shows what one step needs, and is not accepted if the allocator had to flush its cache for it. This is for
-what a probe cannot show: holes that steps of different lengths leave between blocks (measured: docs/decisions.md).
-"""
+FRAGMENTATION = 0.05
+"""Share of a GPU that a search leaves free, for the fragmentation that steps of different lengths cause. A probe does
+not show it. Measured in docs/decisions.md."""
 
 
 class MemorySource(Protocol):
-    """What a search asks the memory of this rank's device."""
+    """Memory of this rank's device, as a search and the steps read it."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at once since the last reset."""
+        """Peak of allocated memory since the last reset."""
 
     @property
     def budget_bytes(self) -> int:
-        """What `peak_bytes` may reach, with what is in use now."""
+        """Largest acceptable `peak_bytes`, given what other processes use now."""
 
     @property
     def retries(self) -> int:
-        """How often an allocation succeeded only after the allocator had returned cached blocks to the device."""
+        """Number of allocations that succeeded only after the allocator flushed its cache."""
 
     @property
     def fullness(self) -> float:
-        """The largest share of obtainable memory that was taken since the last reset, cached blocks included; from 1 on
-        the allocator flushes its cache. 0 where there is no cache."""
+        """Peak of reserved memory since the last reset, as a share of obtainable memory; 0 without a cache.
+
+        At 1 the allocator flushes its cache.
+        """
 
     def reset_peak(self) -> None:
-        """Starts a new peak; the old one is lost."""
+        """Start a new peak."""
 
     def unlimited(self) -> AbstractContextManager[None]:
-        """Suspends a limit that is lower than what the device has."""
+        """Suspend a limit below the size of the device."""
 
 
 class CudaMemory:
-    """The memory of a GPU, the current one by default. What other processes hold of it is not available.
+    """Memory of a GPU, by default the current one, without the memory that other processes use.
 
-    A limit stays in force: the allocator itself runs out of memory there, so a big GPU can stand in for a small one.
+    The allocator enforces `limit`, so a large GPU behaves like a smaller one.
     """
 
     def __init__(self, limit: MemorySize | None = None, device: torch.device | None = None) -> None:
@@ -61,14 +77,17 @@ class CudaMemory:
 
     @property
     def peak_bytes(self) -> int:
+        """Return the peak of allocated memory since the last reset."""
         return torch.cuda.max_memory_allocated(self._device)
 
     @property
     def budget_bytes(self) -> int:
+        """Return the memory that the process can obtain, minus `FRAGMENTATION`."""
         return int(self._obtainable_bytes * (1 - FRAGMENTATION))
 
     @property
     def fullness(self) -> float:
+        """Return the peak of reserved memory as a share of obtainable memory."""
         return torch.cuda.max_memory_reserved(self._device) / self._obtainable_bytes
 
     @property
@@ -79,13 +98,16 @@ class CudaMemory:
 
     @property
     def retries(self) -> int:
+        """Return the number of times that the allocator flushed its cache to succeed."""
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
     def reset_peak(self) -> None:
+        """Start a new peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
+        """Suspend the limit."""
         fraction = torch.cuda.get_per_process_memory_fraction(self._device)
         torch.cuda.set_per_process_memory_fraction(1.0, self._device)
         try:
@@ -94,49 +116,231 @@ class CudaMemory:
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
 
-def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The plain tensors inside a tensor (for example, a DTensor), each with its own storage."""
+def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
+    """Return the plain tensors inside a tensor such as a DTensor, each with its own storage."""
     if not wraps_tensors(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = [getattr(tensor, name) for name in names]  # from torch 2.13, also the mesh of a DTensor
-    return [plain for each in inner if isinstance(each, torch.Tensor) for plain in plain_tensors(each)]
+    return [plain for each in inner if isinstance(each, Tensor) for plain in plain_tensors(each)]
 
 
 def wraps_tensors(kind: type) -> bool:
+    """Return True for tensor subclasses that consist of other tensors, such as DTensor."""
     return hasattr(kind, "__tensor_flatten__")
 
 
+class MemoryMeter(TorchDispatchMode):
+    """Count the bytes of all live storages that were allocated inside it or passed to `count`.
+
+    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. The operation
+    has already run then, but its allocation is not part of the peak, as on a device.
+
+    Temporary memory inside a kernel is not counted. Under any dispatch mode autograd accumulates gradients out of
+    place, so without FSDP the peak is one parameter higher than without the meter.
+    """
+
+    counts_fakes = False
+    """Whether fake tensors are counted. DTensor creates some to infer shapes."""
+
+    def __init__(self, cap_bytes: int | None = None) -> None:
+        super().__init__()
+        self.cap_bytes = cap_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._storages: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self._resize: Callable[[UntypedStorage, int], object] | None = None
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Add existing tensors, such as parameters and optimizer state; never raises an OOM error."""
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                self._update(plain.untyped_storage(), may_be_new=True)
+
+    def reset_peak(self) -> None:
+        """Set the peak to the memory in use."""
+        self.peak_bytes = self.live_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """The cap; raises ConfigError without one."""
+        if self.cap_bytes is None:
+            raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
+        return self.cap_bytes
+
+    @property
+    def retries(self) -> int:
+        """Always 0: a CPU's allocator flushes no cache."""
+        return 0
+
+    @property
+    def fullness(self) -> float:
+        """Always 0, for the same reason."""
+        return 0.0
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Suspend the cap, to measure a peak above it."""
+        cap_bytes, self.cap_bytes = self.cap_bytes, None
+        try:
+            yield
+        finally:
+            self.cap_bytes = cap_bytes
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and similar types dispatch their inner operations
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        effect = _effect_of(func)
+        if effect is _Effect.NONE:
+            return result
+        before, peak_before = self.live_bytes, self.peak_bytes
+        for tensor in (result,) if type(result) is Tensor else tree_iter(result):
+            if isinstance(tensor, Tensor) and (self.counts_fakes or not isinstance(tensor, FakeTensor)):
+                self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
+        if self.live_bytes > before and effect is not _Effect.MATCHED:
+            try:
+                self._check(0, str(func))
+            except torch.OutOfMemoryError:
+                self.peak_bytes = peak_before
+                del result, tensor  # otherwise the traceback keeps them alive
+                raise
+        return result
+
+    def __enter__(self) -> MemoryMeter:
+        if self._resize is not None:
+            raise RuntimeError("this MemoryMeter is already active: enter it only once")
+        # FSDP allocates parameters by growing their storages, which is not an operation.
+        resize = self._resize = UntypedStorage.resize_
+
+        def counted_resize(storage: UntypedStorage, size: int) -> object:
+            extra_bytes = size - storage.size()
+            if extra_bytes > 0:
+                self._check(extra_bytes, "UntypedStorage.resize_")
+            result = resize(storage, size)
+            self._update(storage, may_be_new=extra_bytes > 0)
+            return result
+
+        UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        UntypedStorage.resize_, self._resize = self._resize, None  # type: ignore[method-assign, assignment]
+        super().__exit__(*error)
+
+    def _check(self, extra_bytes: int, what: str) -> None:
+        wanted = self.live_bytes + extra_bytes
+        if self.cap_bytes is not None and wanted > self.cap_bytes:
+            raise torch.OutOfMemoryError(
+                f"{what} would raise the memory in use to {wanted} bytes, but the limit is {self.cap_bytes} bytes"
+            )
+
+    def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
+        """Record a storage that is new or was resized."""
+        key, size = storage._cdata, storage.size()
+        known = self._storages.get(key)
+        if known is not None:
+            self._storages[key] = size, known[1]
+            self.live_bytes += size - known[0]
+        elif may_be_new:
+            self._storages[key] = size, weakref.ref(storage, lambda _: self._forget(key))
+            self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._storages.pop(key)[0]
+
+
+class _Effect(Enum):
+    """Possible effects of an operation on the storages of its results."""
+
+    NONE = auto()
+    CHANGES_SIZE = auto()
+    ALLOCATES = auto()
+    MATCHED = auto()
+    """Allocates in a collective that peers have already matched, so it must not fail."""
+
+
+@cache
+def _effect_of(func: OpOverload) -> _Effect:
+    if func.namespace == "c10d":  # a collective returns its arguments
+        return _Effect.NONE
+    if func.namespace == "_c10d_functional":
+        return _Effect.MATCHED
+    if func is torch.ops.aten.lift_fresh.default:
+        # torch.tensor() allocates outside dispatch modes and then passes its result to lift_fresh.
+        return _Effect.ALLOCATES
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    if any(alias is None for alias in aliases):
+        return _Effect.ALLOCATES
+    return _Effect.CHANGES_SIZE if any(alias is not None and alias.is_write for alias in aliases) else _Effect.NONE
+
+
+@contextmanager
+def memory_within(
+    limit: MemorySize | None, device: torch.device, resident: Iterable[Tensor]
+) -> Iterator[MemorySource | None]:
+    """Enforce this rank's limit while open, through the allocator on CUDA and through a meter on a CPU.
+
+    `resident` are the tensors already on the device. Yields None on a CPU without a limit.
+    """
+    if device.type == "cuda":
+        yield CudaMemory(limit, device)
+    elif limit is None:
+        yield None
+    else:
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Dispatch modes prevent compilation, and code that requires it fails, for example torchao's optimizers.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with eagerly, MemoryMeter(limit.bytes_of(machine_bytes)) as meter:
+            meter.count(resident)
+            yield meter
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the tensors that stay on the device between steps."""
+    states = [leaf for optimizer in optimizers for leaf in tree_iter(dict(optimizer.state))]
+    return [*model.parameters(), *model.buffers(), *(leaf for leaf in states if isinstance(leaf, Tensor))]
+
+
 class Reading(NamedTuple):
+    """Time and memory of a step so far."""
+
     seconds: float
-    """Seconds since the last step that counted; in the first step, since it began."""
+    """Seconds since the last successful step; in the first step, since its start."""
     retries: int
     """Allocator retries since the last reading."""
     peak_bytes: int
     budget_bytes: int
-    """0 where nothing measures memory."""
+    """0 without a memory source."""
 
 
 class Gauge:
-    """Reads a clock, and a memory source where there is one."""
+    """Reads the clock and, if there is one, a memory source."""
 
     def __init__(self, memory: MemorySource | None, *, shared: bool) -> None:
-        """`shared`: other stages of a step use the memory too, so only what a stage sees while it runs is its own."""
+        """`shared`: the step has other stages; do not count the allocator retries between two runs of this one."""
         self._memory, self._shared = memory, shared
-        self._budget_bytes = 0 if memory is None else memory.budget_bytes  # asking a GPU's driver takes time
+        self._budget_bytes = 0 if memory is None else memory.budget_bytes  # slow on a GPU, so read once
         self._retries = 0 if memory is None else memory.retries
         self._since: float | None = None
 
     def begin_step(self) -> None:
+        """Start the clock in the first step."""
         if self._shared and self._memory is not None:
             self._retries = self._memory.retries
         if self._since is None:
             self._since = time.perf_counter()
 
     def end_step(self) -> None:
+        """Restart the clock after a successful step."""
         self._since = time.perf_counter()
 
     def read(self) -> Reading:
+        """Return time and memory, and reset the count of retries."""
         seconds = 0.0 if self._since is None else time.perf_counter() - self._since
         if self._memory is None:
             return Reading(seconds, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Running out of memory: which errors mean it, and how to let go of what a failed attempt holds."""
+"""Recognize out-of-memory errors, and free the memory that a failed pass still holds."""
 
 import gc
 import re
@@ -10,8 +10,8 @@ import torch
 
 from torchtune_adaptive.errors import AdaptiveError
 
-# Backends without a type for it raise RuntimeError, or a kind of it such as torch.AcceleratorError. Their texts are
-# matched here and nowhere else. NCCL's "Cuda failure 2 'out of memory'" is not among them: its communicator is broken.
+# Backends without an exception type for it raise RuntimeError or a subclass, such as torch.AcceleratorError.
+# NCCL's "Cuda failure 2 'out of memory'" is excluded: it breaks the communicator.
 _OOM_TEXTS = re.compile(
     "|".join(
         (
@@ -26,11 +26,11 @@ _OOM_TEXTS = re.compile(
             r"\b(CU|HIP|ROC)(BLAS|DNN|FFT|SOLVER|SPARSE)_(STATUS_)?ALLOC_FAILED\b",
             r"\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b",  # since cuDNN 9
             r"resource allocation failed when calling `cusparse",  # cusparseGetErrorString, of CUSPARSE_…_ALLOC_FAILED
-            # Each thread makes its handle at its first matrix product, and on a GPU that is full cuBLAS says this in
-            # place of ALLOC_FAILED. The same stands for a context that is broken; then release() meets the error that
-            # broke it, which is no matter of memory and ends the run. From any other call it is not about memory.
+            # cuBLAS creates a handle at the first matrix product of a thread, and on a full GPU reports this instead of
+            # ALLOC_FAILED. A broken context has the same text; release() then raises the error that broke it. From any
+            # other call, this text does not mean out of memory.
             r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create\b",
-            r"\bstd::bad_alloc\b",  # the host's, wherever C++ code of torch allocates
+            r"\bstd::bad_alloc\b",  # the host is out of memory
             r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",  # c10/core/impl/alloc_cpu.cpp
         )
     )
@@ -38,17 +38,16 @@ _OOM_TEXTS = re.compile(
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, the device's or the host's, so that a smaller microbatch may fit.
+    """Return True if the device or the host ran out of memory, so that a smaller microbatch may succeed.
 
-    That may be hidden in what the exception was raised from: torch.compile and DTensor wrap it. Our own errors never
-    count: the code that raised them has already decided to end the run.
+    Follows causes, because torch.compile and DTensor wrap exceptions. An AdaptiveError never counts: it ends the run.
     """
-    return any(_says_oom(each) for each in _origins(error))
+    return any(_reports_oom(each) for each in _causes(error))
 
 
 @contextmanager
 def fatal_where_memory_runs_out(explain: Callable[[Exception], AdaptiveError]) -> Iterator[None]:
-    """Raises what `explain` makes in the place of an error about memory, where nothing can be run again."""
+    """Replace an out-of-memory error by `explain(error)`, in code that cannot be repeated."""
     try:
         yield
     except Exception as error:
@@ -57,16 +56,16 @@ def fatal_where_memory_runs_out(explain: Callable[[Exception], AdaptiveError]) -
         raise explain(error) from error
 
 
-def _says_oom(error: BaseException) -> bool:
+def _reports_oom(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _OOM_TEXTS.search(str(error)) is not None
 
 
-def _origins(error: BaseException) -> Iterator[BaseException]:
-    """The error, and everything that it was raised from.
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and its causes.
 
-    `__context__` is left out: an error met while another was being handled is not about that other one.
+    `__context__` is ignored: an error that is raised while another one is handled has a different subject.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -80,13 +79,13 @@ def _origins(error: BaseException) -> Iterator[BaseException]:
 
 
 def _inner(error: BaseException) -> BaseException | None:
-    """Where torch.compile keeps what its backend raised: BackendCompilerFailed, InductorError."""
+    """Return the backend's exception inside torch.compile's BackendCompilerFailed or InductorError."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, BaseException) else None
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drops the local variables that an exception keeps alive: among them is the graph of the failed pass."""
+    """Drop the local variables that an exception keeps alive, among them the autograd graph of the failed pass."""
     seen: set[int] = set()
     pending = [error]
     while pending:
@@ -100,7 +99,7 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def release() -> None:
-    """Returns what a failed pass held to the allocator. Call it outside of `except`."""
+    """Free the memory of a failed pass. Call it outside of `except`."""
     _flush_autograd()
     gc.collect()
     if torch.cuda.is_initialized():
@@ -109,11 +108,11 @@ def release() -> None:
 
 
 def _flush_autograd() -> None:
-    """Runs a trivial backward on this thread, and on autograd's thread for the device. It takes no memory.
+    """Run an empty backward on this thread and on autograd's thread for the device.
 
-    After an exception in backward() a thread's ready queue holds the failed graph, and all its activations, until its
-    next backward(). The device's thread may not even have got that far when the exception arrives here; it starts the
-    next backward() only after it has let go of the last.
+    After an exception in backward(), the ready queue of a thread keeps the failed graph and its activations until the
+    next backward(). The device's thread may still be busy when the exception arrives here; it starts the next
+    backward() only after it has freed the previous one.
     """
     for device in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
         with torch.enable_grad():

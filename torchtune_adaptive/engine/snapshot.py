@@ -1,4 +1,4 @@
-"""What a step changes, put back: random generators before a step is repeated; after a probe, weights and state too."""
+"""Save and restore what a step changes: random generators before a retry; after a probe, also weights and state."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 @dataclass(frozen=True)
 class RngState:
-    """The state of the random generators that dropout draws from, on the host and on this rank's GPU."""
+    """State of torch's random generators, on the host and on this rank's GPU."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
 
     @staticmethod
     def capture() -> RngState:
-        # Asked of the process rather than of a parameter, which may be offloaded to the host.
+        """Return the current state."""
+        # not `parameter.is_cuda`: parameters may be offloaded to the host
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return RngState(torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
+        """Set the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
@@ -37,9 +39,9 @@ class RngState:
 
 @contextmanager
 def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Puts parameters, gradients, buffers, optimizer state and random generators back.
+    """Restore parameters, gradients, buffers, optimizer state and random generators at the end.
 
-    Gradients are not copied, so there must be none that anything could be added to.
+    Gradients are not copied, so nothing inside may accumulate into existing ones.
     """
     rng = RngState.capture()
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
@@ -65,16 +67,16 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
         for module, name, buffer in buffers:
             setattr(module, name, buffer)
         for state in states:
-            state.put_back()
+            state.restore()
         for tensor, parts in copies:
-            # Looked up again: FSDP's first pass moves shards that need padding to a storage of their own.
+            # looked up again, because FSDP's first pass moves shards that need padding to new storages
             for plain, copied in zip(plain_tensors(tensor), parts, strict=True):
                 plain.detach().copy_(copied)
         rng.restore()
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    # In a storage of its own making: a meter that stands in for device memory must not count the copy.
+    # a storage that no operation allocates, so that a MemoryMeter does not count the copy
     storage = UntypedStorage(tensor.numel() * tensor.element_size())
     host: Tensor = torch.empty(0, dtype=tensor.dtype, device="cpu")
     host.set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
@@ -82,9 +84,9 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def copied_to_host(tensor: Tensor) -> Tensor:
-    """A copy of the same type (for example, a DTensor of quantized shards) with every part on the host.
+    """Return a copy of the same type (for example, a DTensor of quantized shards) with all parts on the host.
 
-    A deep copy, which torch uses to stage a state, would copy it twice, and its mesh as well.
+    A deep copy, as torch makes to stage a state, would copy everything twice, and the mesh as well.
     """
     if not wraps_tensors(type(tensor)):
         return _to_host(tensor)
@@ -98,19 +100,19 @@ def copied_to_host(tensor: Tensor) -> Tensor:
 
 
 class _OptimizerState:
-    """State and options of an optimizer: the tensors in them, and a copy of all that is no tensor."""
+    """The tensors in an optimizer's state and options, and a copy of everything else."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         trees = dict(optimizer.state), optimizer.param_groups
         self.tensors = [leaf for leaf in tree_iter(trees) if isinstance(leaf, Tensor)]
-        # Containers and numbers are copied. Tensors stay the same objects, whose contents are put back by themselves.
+        # copies containers and numbers; tensors stay the same objects, and the caller restores their contents
         same = {id(tensor): tensor for tensor in (*self.tensors, *optimizer.state)}
         self._state: dict[Tensor, object]
         self._groups: list[dict[str, object]]
         self._state, self._groups = copy.deepcopy(trees, same)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):

@@ -20,8 +20,7 @@ from transformers import Trainer
 
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
-from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.meter import memory_within, resident_tensors
+from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.results import Totals

@@ -19,8 +19,7 @@ from torchtune_adaptive.checkpoints.saving import Checkpoints, Contents
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
-from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.meter import memory_within, resident_tensors
+from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
 from torchtune_adaptive.engine.ranks import from_rank_0, rank, world_size
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages

@@ -21,7 +21,7 @@ from tests.distributed.models import gradients_equal, gradients_of, runner_of
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine import ghost
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.testing import FaultInjector

@@ -25,7 +25,7 @@ from tests.distributed.models import (
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
-from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery
 from torchtune_adaptive.testing import FaultInjector

@@ -16,7 +16,7 @@ from tests.searched_model import (
     naive_rows,
     search_within,
 )
-from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.probes import find_max_batch_size
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.searched_model import Shape, Trained, search_within, state_of
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
