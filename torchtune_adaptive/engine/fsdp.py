@@ -1,7 +1,7 @@
-"""FSDP2's insides: whether a step can be run again, and how FSDP2 is returned to its state between two steps.
+"""FSDP2's private state: check whether a step can be repeated, and reset FSDP2 to its state between two steps.
 
-This is the only file that knows them. Everything private that it touches is in one list, `_TOUCHED`, which is compared
-with the installed torch at import: a version that lacks a name is refused there, not in the first recovery.
+No other module uses private names of FSDP2. `_TOUCHED` lists them. The import fails if the installed torch lacks one,
+so that the first recovery does not.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _TOUCHED: dict[Any, str] = {
     AllGather.__call__: "async_op group input_tensor output_tensor",
     ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
 }
-"""Names by class, parameters by function."""
+"""Attributes by class, parameters by function."""
 
 
 def missing_names(touched: dict[Any, str]) -> list[str]:
-    """Names that the installed torch does not have."""
+    """Return the names that the installed torch lacks."""
     return [
         f"{owner.__qualname__}.{name}" if isinstance(owner, type) else f"{name} in {owner.__qualname__}()"
         for owner, names in touched.items()
@@ -57,7 +57,7 @@ def missing_names(touched: dict[Any, str]) -> list[str]:
 
 
 def _names_of(owner: Any) -> set[str]:
-    """Attributes of a class, those that only its methods mention included; parameters of a function."""
+    """Return the attributes of a class, also those that only its methods assign, or the parameters of a function."""
     if not isinstance(owner, type):
         return set(inspect.signature(owner).parameters)
     members = [inspect.unwrap(getattr(each, "fget", None) or each) for each in vars(owner).values() if callable(each)]
@@ -75,10 +75,9 @@ def replace_collectives(
     scatter_through: Callable[[ReduceScatter], ReduceScatter],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
-    """Wraps the collectives of every module. Returns a function that restores FSDP's own, unless another wrapper was
-    installed on top in the meantime.
+    """Wrap the collectives of every module. Return a function that restores FSDP's, except below another wrapper.
 
-    The reduction over replicas has no setter, so the process group in the module's mesh is replaced.
+    FSDP2 has no setter for the all-reduce over replicas, so the process group in the module's mesh is replaced.
     """
     replacements: list[tuple[Any, str, object, object]] = []
     meshes = set()
@@ -89,34 +88,34 @@ def replace_collectives(
             module.set_custom_reduce_scatter(scatter_through(scatter))
             replacements.append((group, "_all_gather_comm", gather, group._all_gather_comm))
             replacements.append((group, "_reduce_scatter_comm", scatter, group._reduce_scatter_comm))
-            if isinstance(mesh, DDPMeshInfo) and id(mesh) not in meshes:  # groups of one module may share it
+            if isinstance(mesh, DDPMeshInfo) and id(mesh) not in meshes:  # groups may share a mesh
                 meshes.add(id(mesh))
                 own = mesh.replicate_process_group
                 mesh.replicate_process_group = reduce_through(own, scatter)
                 replacements.append((mesh, "replicate_process_group", own, mesh.replicate_process_group))
 
-    def put_back() -> None:
-        for owner, name, own, ours in replacements:
-            if getattr(owner, name) is ours:
-                setattr(owner, name, own)
+    def restore() -> None:
+        for owner, name, original, replacement in replacements:
+            if getattr(owner, name) is replacement:
+                setattr(owner, name, original)
 
-    return put_back
+    return restore
 
 
 def why_recovery_is_off(model: nn.Module) -> str | None:
-    """Why a step of this model cannot be repeated after running out of memory; None if it can."""
+    """Return the reason why a step of this model cannot be repeated after an out-of-memory error, if there is one."""
     if hooks := why_hooks_forbid_it(model):
         return hooks
     if world_size() == 1:
         return None
     if isinstance(model, DistributedDataParallel):
-        return "DistributedDataParallel communicates inside the backward: pass the module in it"
+        return "DistributedDataParallel communicates in the backward (pass its `module` instead)"
     if is_whole(model):
         return None
     if not isinstance(model, FSDPModule) and any(isinstance(each, FSDPModule) for each in model.modules()):
         return (
-            "fully_shard has wrapped parts of the model but not the model itself, so its collectives are unknown (wrap "
-            "it too, or pass the part that is wrapped)"
+            "fully_shard was applied to parts of the model but not to the model itself, so its collectives are unknown "
+            "(apply it to the model, too, or pass only the sharded part)"
         )
     groups = groups_of(model) if isinstance(model, FSDPModule) else []
     spans = [each.device_mesh.size() == world_size() for each in model.parameters() if isinstance(each, DTensor)]
@@ -128,6 +127,7 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
 
 
 def why_hooks_forbid_it(model: nn.Module) -> str | None:
+    """Return the reason why gradient hooks prevent a repetition, if they do."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         return (
             "hooks use gradients during backward (for example, an optimizer in the backward), and would use them twice"
@@ -136,13 +136,13 @@ def why_hooks_forbid_it(model: nn.Module) -> str | None:
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Whether every rank holds all of the model, so that a microbatch has nothing to communicate."""
+    """Return True if every rank holds the whole model, so that microbatches do not communicate."""
     sharded = any(isinstance(each, FSDPModule) for each in model.modules())
     return not sharded and not any(isinstance(each, DTensor) for each in model.parameters())
 
 
 def gathers_from_all(model: nn.Module) -> bool:
-    """Whether each collective of the model needs every rank: one mesh of shards, without replicas."""
+    """Return True if all ranks take part in each collective of the model: one mesh of shards, no replicas."""
     groups = groups_of(model) if isinstance(model, FSDPModule) else []
     alone = all(group.mesh_info.mesh.size() == world_size() for group in groups)
     return bool(groups) and alone and not has_replicas(cast(FSDPModule, model))
@@ -155,7 +155,7 @@ def scatters_gradients(model: FSDPModule) -> bool:
 
 
 def exchanges_activations(model: nn.Module) -> bool:
-    """Whether a mesh of its parameters has dimensions other than FSDP2's shards and replicas."""
+    """Return True if a mesh of the parameters has other dimensions than FSDP2's shards and replicas."""
     groups = groups_of(model) if isinstance(model, FSDPModule) else []
     by_fsdp = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
     if any(isinstance(each, DTensor) and id(each) not in by_fsdp for each in model.parameters()):
@@ -168,7 +168,7 @@ def exchanges_activations(model: nn.Module) -> bool:
 
 
 def states_of(model: nn.Module) -> Iterator[object]:
-    """The objects in which FSDP2 keeps what a pass changes."""
+    """Yield the objects of FSDP2 whose attributes a pass changes."""
     for module in _modules(model):
         state = module._get_fsdp_state()
         yield from (state, state._comm_ctx)
@@ -177,7 +177,7 @@ def states_of(model: nn.Module) -> Iterator[object]:
 
 
 def _modules(root: Any) -> Iterator[FSDPModule]:
-    """One module per FSDP state: the first of those that `fully_shard` wrapped together."""
+    """Yield one module for each FSDP state, since `fully_shard` can wrap several modules together."""
     seen = set()
     for module in root.modules() if root is not None else ():
         if isinstance(module, FSDPModule) and (state := id(module._get_fsdp_state())) not in seen:
@@ -186,55 +186,55 @@ def _modules(root: Any) -> Iterator[FSDPModule]:
 
 
 def groups_of(root: FSDPModule) -> list[FSDPParamGroup]:
+    """Return the parameter groups of a model."""
     return [group for module in _modules(root) for group in _groups(module)]
 
 
 def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """The parameter groups of one module: none, or one for each of its meshes."""
+    """Return the parameter groups of one module, one for each mesh."""
     return list(cast(Any, module._get_fsdp_state())._fsdp_param_groups)
 
 
 def has_replicas(root: FSDPModule) -> bool:
-    """Whether gradients are also summed over replicas: a two-dimensional mesh, or `replicate()`."""
+    """Return True if gradients are all-reduced over replicas: a two-dimensional mesh, or `replicate()`."""
     return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))
 
 
 def partially_summed(root: FSDPModule) -> list[str]:
-    """Modules with gradients that are not summed over replicas yet: the next backward would add them to its own."""
+    """Return the modules with gradients that were reduce-scattered but not all-reduced over replicas yet."""
     return [group._module_fqn or "the model" for group in groups_of(root) if group._partial_reduce_output is not None]
 
 
 def abandon(root: FSDPModule) -> None:
-    """Cleans up after an aborted step, so that the next backward adds nothing of it. Waits for nothing, since peers may
-    have exited."""
+    """Drop unreduced gradients of an aborted step. Does not wait for communication, since peers may have exited."""
     root.set_requires_all_reduce(True)
     for group in groups_of(root):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
-            _drop_whole_gradient(parameter)
+            _drop_unsharded_gradient(parameter)
 
 
 def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
-    """Raises if gradients were left unreduced, as `set_requires_gradient_sync(False)` leaves them."""
+    """Raise ValueError if gradients are not reduce-scattered, as after `set_requires_gradient_sync(False)`."""
     for parameter in (each for group in groups for each in group.fsdp_params):
-        whole = getattr(parameter, "_unsharded_param", None)
-        if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        if parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
             raise ValueError(
-                "gradients were not reduce-scattered (set_requires_gradient_sync(False)), so they are missing from a "
-                "step and would be added to the next one's: leave that to the step"
+                "gradients were not reduce-scattered (set_requires_gradient_sync(False)), so this step lacks them and "
+                "the next one would add them: do not call set_requires_gradient_sync"
             )
 
 
-def _drop_whole_gradient(parameter: FSDPParam) -> None:
+def _drop_unsharded_gradient(parameter: FSDPParam) -> None:
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
-    # From torch 2.15 on this only reads the gradient above.
+    # since torch 2.15 a property that reads this gradient
     if not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property):
         cast(Any, parameter).unsharded_accumulated_grad = None
 
 
 def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
-    """Why microbatches issue different collectives, by a setting of the user's; None if they do not."""
+    """Return the setting that makes microbatches issue different collectives, if there is one."""
     for group in groups:
         if (group.reduce_grads and group.reshard_after_backward) or not any(trainable([group])):
             continue
@@ -245,28 +245,28 @@ def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def trainable(groups: Iterable[FSDPParamGroup]) -> tuple[bool, ...]:
-    """Whether each weight is trained. A frozen one has no gradient to communicate."""
+    """Return for each parameter whether it is trained. Gradients of frozen ones are not communicated."""
     return tuple(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
 
 
 def prepare(root: FSDPModule) -> None:
-    """Before a step: runs FSDP's lazy initialization, and resets what a pass outside of steps left."""
-    # The initialization cannot be repeated if it fails halfway, so it must not run inside a microbatch.
+    """Prepare a step: run FSDP's lazy initialization, and reset the state that other passes left."""
+    # not inside a microbatch: it cannot be repeated if it fails halfway
     root._get_fsdp_state()._lazy_init()
-    begun = awaits_backward(root) or partially_summed(root)
-    if begun or not all(group.is_sharded for group in groups_of(root)):  # for example, after an evaluation
+    idle = not awaits_backward(root) and not partially_summed(root)
+    if not (idle and all(group.is_sharded for group in groups_of(root))):  # for example, after an evaluation
         reset(root)
 
 
 def awaits_backward(root: FSDPModule) -> bool:
-    """Whether a forward has run whose backward has not. Cheap enough to ask after every microbatch."""
+    """Return True after a forward without its backward. Cheap enough to call after every microbatch."""
     return bool(root._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
 def settle(root: FSDPModule) -> None:
-    """Returns FSDP to idle after a forward without a backward.
+    """Return FSDP to idle after a forward without a backward.
 
-    Unlike `reset`, it waits for nothing: parameters are freed in the order of the stream that used them.
+    Unlike `reset`, it does not wait: parameters are freed in the order of the stream that used them.
     """
     if not awaits_backward(root):
         return
@@ -278,22 +278,22 @@ def settle(root: FSDPModule) -> None:
 
 
 def reset(root: FSDPModule) -> None:
-    """Returns FSDP to its state between two steps, and drops the gradients of an unfinished pass."""
+    """Return FSDP to its state between two steps, and drop the gradients of an unfinished pass."""
     root.reset_iter_state()
-    # Off if the step ended before its last microbatch. A backward outside of steps relies on it.
+    # False if the step ended before its last microbatch; a backward outside of steps needs True
     root.set_requires_all_reduce(True)
-    # What `reset_iter_state` leaves behind, and the next pass would add to its own gradients:
+    # `reset_iter_state` keeps the following, which the next pass would use:
     for group in groups_of(root):
         for parameter in group.fsdp_params:
-            # Even if the group claims to be sharded: some of its parameters may be allocated already.
+            # even if the group is marked as sharded: some of its parameters may be allocated
             parameter.to_sharded()
-            _drop_whole_gradient(parameter)
-            # A gradient may still be on its way to the host.
+            _drop_unsharded_gradient(parameter)
+            # the gradient may still be on its way to the host
             if parameter.grad_offload_event is not None:
                 parameter.grad_offload_event.synchronize()
                 parameter.grad_offload_event = None
-            # A weight with its own all-gather (for example, NF4) keeps data between the two halves of it.
+            # a tensor subclass with its own all-gather (for example, NF4) keeps data between its two parts
             if hasattr(parameter, "_extensions_data"):
                 parameter._extensions_data.clear()
-        # The group's own method would skip all of this if the group claims to be sharded.
+        # not `group._to_sharded()`, which does nothing for a group that is marked as sharded
         group._sharded_state = ShardedState.SHARDED

@@ -1,7 +1,6 @@
-"""Communication between the ranks of a step, besides FSDP's. Without a process group, one rank is the world.
+"""Communication between ranks, except FSDP's. Without a process group, the world is one rank.
 
-Replicas of a sharded model are compared here too: FSDP2 never checks that they start equal, and unequal ones never
-become equal.
+Also compares the replicas of a sharded model. FSDP2 does not check that they start equal, and they stay different.
 """
 
 import re
@@ -25,31 +24,33 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 Value = TypeVar("Value")
 
 ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups that no microbatch uses, but perhaps a thread that saves: their messages are not counted."""
+"""Groups whose messages are not counted: no microbatch uses them, but a thread that saves may."""
 LATE_S = 2.0
-"""By how much a peer may be behind: on a null device no stream waits for what gloo still carries."""
-SAME = "as many as before"
-"""What the step of a rank is that has written nothing, or not yet."""
+"""Seconds that a peer may be late in announcing its step: on a null device, streams do not wait for gloo."""
+SAME = "as before"
+"""The step of a rank that has not announced a change."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
-"""By the group of all ranks, one for tensors on the host; None is the training group."""
+"""By training group, the group that communicates tensors on the host; None if the training group does."""
 
 
 def rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
-    """The backend that carries tensors of a device in a group, such as "nccl"; None if the group has none."""
+    """Return the backend of a group for tensors on this type of device, for example "nccl"."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return dict(entry.split(":") for entry in config.split(",")).get(device_type)
 
 
 def gloo_group_aside() -> dist.ProcessGroup:
-    """Collective: a group of all ranks for messages between microbatches."""
+    """Collective: create a group of all ranks for messages outside of microbatches."""
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     ASIDE.add(group)
     return group
@@ -57,76 +58,77 @@ def gloo_group_aside() -> dist.ProcessGroup:
 
 @contextmanager
 def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterator[None]:
-    """Turns any error of a collective into one that explains it, except running out of memory while the collective can
-    still be issued again (not `is_lost`)."""
+    """Replace errors of a collective by ones that explain them.
+
+    Out-of-memory errors are raised unchanged, because the collective can be issued again; unless it `is_lost`, that is,
+    peers have matched it already.
+    """
     try:
         yield
     except Exception as error:
-        remedies: tuple[Remedy, ...] = ()
-        failed = f"{what} failed on rank {rank()} ({error})"
-        if is_oom(error):
-            if not is_lost():
-                raise
-            why = (
-                f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: restart from the "
-                "last checkpoint, if there is one; NCCL does not need this memory"
-            )
-        # NCCL's text where a CUDA call failed inside it, perhaps for lack of memory, and left it half done.
-        elif "unhandled cuda error" in str(error):
-            why = f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint"
-            remedies = (Remedy.ROOM_FOR_NCCL,)
-        else:
-            said = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # gloo begins with its own source
-            waited = ", has left a step by an error, is in another collective," * ("imed out" in said)
-            why = (
-                f"another rank has exited{waited} or the network has failed ({what} failed on rank {rank()}: {said}), "
-                "so the ranks are out of step: restart, from the last checkpoint if there is one"
-            )
-        raise RanksPartedError(why, *remedies) from error
+        if is_oom(error) and not is_lost():
+            raise
+        raise _explanation(what, error) from error
+
+
+def _explanation(what: str, error: Exception) -> RanksPartedError:
+    failed = f"{what} failed on rank {rank()} ({error})"
+    if is_oom(error):
+        return RanksPartedError(
+            f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: restart from the "
+            "last checkpoint, if there is one; NCCL does not need this memory"
+        )
+    # NCCL's text for a CUDA error inside it, which may be out of memory; the collective is then half done
+    if "unhandled cuda error" in str(error):
+        return RanksPartedError(
+            f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint",
+            Remedy.ROOM_FOR_NCCL,
+        )
+    text = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without gloo's file and line
+    other_causes = ", has raised an error, is in another collective," if "imed out" in text else ""
+    return RanksPartedError(
+        f"another rank has exited{other_causes} or the network has failed ({what} failed on rank {rank()}: {text}), "
+        "so the ranks are out of step: restart, from the last checkpoint if there is one"
+    )
 
 
 def message_counters() -> Iterator[tuple[dist.ProcessGroup, Callable[[], int]]]:
-    """Process groups that exist now, except those set aside, with their sequence numbers: the messages that this rank
-    has taken part in.
+    """Yield the process groups, except `ASIDE`, each with a function that returns its number of messages on this rank.
 
-    Each costs one read of a C++ integer. Nothing is hooked, so messages of autograd's threads and of compiled code
-    count, and nothing runs differently for being watched. Point-to-point messages count on gloo, not on NCCL.
+    These are sequence numbers, each one read of a C++ integer. They include messages of autograd's threads and of
+    compiled code, without any hook. NCCL does not count point-to-point messages; gloo does.
     """
     for group in dist.distributed_c10d._world.pg_map:
         if group.size() == 1 or group in ASIDE:
             continue
-        # One per kind of device (for example, gloo for the host and NCCL for GPUs), unless one serves all.
+        # a group has one backend for each type of device, or one for all
         for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
             counter: Callable[[], int] = backend._get_sequence_number_for_group  # type: ignore[attr-defined]
             try:
                 counter()
-            except RuntimeError:  # a backend that does not count, such as "fake"
+            except RuntimeError:  # not supported, for example by the backend "fake"
                 continue
             yield group, counter
 
 
 class Agreement:
-    """A table with one row of numbers a rank, which every rank can read after one collective.
-
-    It runs on the host, so on CUDA it does not wait for the GPU.
-    """
+    """Gathers one row of numbers from every rank, in one collective on the host, which does not wait for the GPU."""
 
     def __init__(self, columns: int) -> None:
-        """Collective: the first creates a gloo group, where the training group cannot carry what is on the host."""
+        """Collective: the first agreement creates a gloo group, if the training group has only NCCL."""
         self._columns = columns
-        # A rank that has just run out of memory takes part, so agreeing allocates no tensor: the buffer
-        # exists from the start, and is read and written as Python numbers. A view of it cannot change its size, which
-        # would move it from under the tensor.
+        # A rank that has just run out of memory takes part, so agreeing allocates no tensor. The memoryview keeps the
+        # array from being resized, and thus moved, while the tensor uses it.
         self._cells = memoryview(array("d", bytes(8 * columns * world_size())))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is not None and world not in _HOST_GROUPS:
-            # all agreements share it, since a group opens a connection between any two of its ranks
+            # shared, because a group opens a connection between every two ranks
             _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else gloo_group_aside()
         self._group = None if world is None else _HOST_GROUPS[world]
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
-        """Collective: the rows of all ranks, in order of rank."""
+        """Collective: return the rows of all ranks, in order of rank."""
         width, cells = self._columns, self._cells
         if REHEARSAL.on:  # all ranks are alike
             return [tuple(map(float, row))] * world_size()
@@ -139,33 +141,33 @@ class Agreement:
 
 
 class EqualSteps:
-    """Checks that all ranks have the same step before them, without a collective, and free while it stays as it is.
+    """Checks that all ranks run the same number of samples and microbatches, without a collective.
 
-    A rank whose step changes writes that into the group's store, and reads what its peers have written once all of them
-    have begun the step. Without the check, ranks with different numbers of samples, or limits, would wait for each
-    other in different collectives until the group's timeout.
+    Otherwise ranks would wait for each other in different collectives until the group's timeout. A rank announces a
+    change in the group's store, and reads the announcements of its peers after all have begun the step. Steps without
+    a change are free.
     """
 
     _made = 0
 
     def __init__(self) -> None:
-        self._name = f"torchtune_adaptive/step/{EqualSteps._made}"  # made in the same order on every rank
+        self._name = f"torchtune_adaptive/step/{EqualSteps._made}"  # same order on every rank
         EqualSteps._made += 1
         self._own, self._changes, self._changed = "", 0, False
 
     def announce(self, step: str) -> None:
-        """Before the first collective of a step."""
-        if step != self._own and world_size() > 1 and dist.get_backend() != "fake":  # whose peers write nothing
+        """Announce this rank's step, if it differs from the previous one. Call it before the first collective."""
+        if step != self._own and world_size() > 1 and dist.get_backend() != "fake":  # it has no peers
             self._own, self._changes, self._changed = step, self._changes + 1, True
             _store().set(self._key(rank()), step)
-            _store().check([self._key(rank())])  # a TCPStore does not acknowledge `set`: a peer might not find it yet
+            _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge
 
     def check(self, *, waits: bool = False) -> None:
-        """After a collective of that step, so that every rank has begun it; or where this rank `waits` for them."""
+        """Raise if a peer has announced another step. Call it after a collective of the step, or let it `wait`."""
         if not self._changed:
             return
         self._changed = False
-        if torch.cuda.is_initialized():  # the host is ahead of what the GPU has communicated
+        if torch.cuda.is_initialized():  # the collective may still be queued
             torch.cuda.synchronize()
         until_s = time.monotonic() + LATE_S
         while set(steps := self._steps()) != {self._own}:
@@ -178,7 +180,7 @@ class EqualSteps:
             time.sleep(0.01)
 
     def _steps(self) -> list[str]:
-        """What every rank has written, in order of rank."""
+        """Return the announcements, in order of rank."""
         store, keys = _store(), [self._key(each) for each in range(world_size())]
         return [store.get(key).decode() if store.check([key]) else SAME for key in keys]
 
@@ -191,17 +193,17 @@ def _store() -> Any:
 
 
 def let_go() -> None:
-    """Gives gloo's threads time to drop their tensors, for which they need the interpreter's lock.
+    """Give gloo's threads time to free their tensors, which requires the interpreter's lock.
 
-    A thread that still waits for the lock when the interpreter ends aborts the process. FSDP keeps the group, and with
-    it these threads, beyond `destroy_process_group` (pytorch #179291).
+    A thread that waits for the lock while the interpreter exits aborts the process. FSDP keeps the group, and thus
+    its threads, alive after `destroy_process_group` (pytorch #179291).
     """
     if dist.is_initialized() and backend_for("cpu") == "gloo":
-        time.sleep(0.2)  # they need microseconds, and milliseconds on a crowded machine
+        time.sleep(0.2)  # microseconds suffice; milliseconds under load
 
 
 def from_all_ranks(value: Value) -> list[Value]:
-    """Collective: every rank's value, in order of rank."""
+    """Collective: return the values of all ranks, in order of rank."""
     values = [value] * world_size()
     if dist.is_initialized():
         with explaining_failures("an exchange between the ranks"):
@@ -210,7 +212,7 @@ def from_all_ranks(value: Value) -> list[Value]:
 
 
 def from_rank_0(value: Value) -> Value:
-    """Collective: rank 0's value, on every rank."""
+    """Collective: return rank 0's value on every rank."""
     values = [value]
     if dist.is_initialized():
         with explaining_failures("an exchange between the ranks"):
@@ -219,7 +221,7 @@ def from_rank_0(value: Value) -> Value:
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Collective: the sum of a tensor over all ranks, on the training communicator."""
+    """Collective: return the sum of a tensor over all ranks, on the training communicator."""
     total = value.clone()
     if world_size() > 1:
         with explaining_failures("the reduction of the loss"):
@@ -228,9 +230,9 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Collective: the mean over all ranks, as FSDP has it, where every rank holds the whole model.
+    """Collective: average the gradients of whole models over all ranks, as FSDP would.
 
-    A gradient that some ranks lack counts as zeros there; one that all ranks lack stays None.
+    A missing gradient counts as zeros; if all ranks lack it, it stays None.
     """
     every = list(parameters)
     has_gradient = torch.tensor([each.grad is not None for each in every], dtype=torch.int32, device=every[0].device)
@@ -244,12 +246,12 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
-    """Collective, where there are replicas: raises on all ranks if those of any shard differ in a bit."""
-    replicated: dict[object, list[Tensor]] = {}  # by the ranks that hold the same
+    """Collective, if there are replicas: raise on all ranks if the replicas of any shard differ in a bit."""
+    replicated: dict[object, list[Tensor]] = {}  # by the ranks that hold them
     for parameter in (each for model in models for each in model.parameters()):
         if not isinstance(parameter, DTensor):
             replicated.setdefault("every rank", []).append(parameter)
-        # not those of which each rank has a part of its own, as most are under tensor parallelism
+        # parameters without replicas, such as most under tensor parallelism, are skipped
         elif dims := _replicated_dims(parameter):
             replicated.setdefault((parameter.device_mesh, dims), []).append(parameter)
     if not replicated or world_size() == 1 or REHEARSAL.on:
@@ -262,15 +264,15 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
             if sums[column + 1] != table[first][column + 1]:
                 raise UnrecoverableError(
                     f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: "
-                    "replicas get the same gradients, so they would never become equal; load the same weights on all "
-                    "ranks, or call torchtune_adaptive.make_replicas_alike(model.parameters()) before the first step"
+                    "replicas get the same gradients, so they stay different; load the same weights on all ranks, or "
+                    "call torchtune_adaptive.make_replicas_alike(model.parameters()) before the first step"
                 )
 
 
 def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
-    """Collective, where there are replicas: gives all of them the values of the first.
+    """Collective, if there are replicas: copy the first replica's values to the others.
 
-    For what is initialised after sharding, from random generators that differ from rank to rank.
+    Needed for weights that were initialized after sharding, from different random generators.
     """
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
@@ -281,29 +283,29 @@ def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
 
 
 def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
-    """Dimensions of a parameter's mesh along which all ranks hold the same."""
+    """Return the dimensions of the mesh along which the parameter is replicated."""
     size = parameter.device_mesh.size
     return tuple(dim for dim, each in enumerate(parameter.placements) if each.is_replicate() and size(dim) > 1)
 
 
 def _first_holder(parameter: Tensor) -> int:
-    """The first of the ranks that hold the same shard as this one."""
+    """Return the lowest rank that holds the same shard as this one."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh = parameter.device_mesh
     here = mesh.get_coordinate()
-    assert here is not None, "a rank trains what is on its own mesh"
+    assert here is not None, "this rank is in the mesh of its parameters"
     same = _replicated_dims(parameter)
     return int(mesh.mesh[tuple(slice(None) if dim in same else at for dim, at in enumerate(here))].min())
 
 
 def checksum(parameters: Iterable[Tensor]) -> int:
-    """A checksum of this rank's shards, bit by bit: NaN equals itself, and -0.0 is not 0.0."""
+    """Return a checksum of the bits of this rank's shards: NaN equals itself, and -0.0 differs from 0.0."""
     checked = 0
     for parameter in parameters:
         local = _local(parameter)
-        if type(local) is Tensor:  # what wraps tensors has no bits of its own
-            # A copy of 4 MiB at a time: `numpy()` makes a storage one that FSDP cannot resize any more.
+        if type(local) is Tensor:  # skips other tensor subclasses, whose bits are in several tensors
+            # copied in pieces of 4 MiB, because FSDP cannot resize a storage after `numpy()`
             for piece in local.flatten().view(torch.uint8).split(2**22):
                 checked = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checked)
     return checked

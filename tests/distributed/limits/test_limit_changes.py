@@ -67,8 +67,8 @@ ROWS = (RowLimit(2), RowLimit(2))
     ("counts", "limits", "message"),
     [
         (([8], [6]), ROWS, "8 in 4, 6 in 3"),
-        (([8, 8], [8, 6]), ROWS, "as many as before, 6 in 3"),
-        (([8, 10], [8, 8]), ROWS, "10 in 5, as many as before"),
+        (([8, 8], [8, 6]), ROWS, "as before, 6 in 3"),
+        (([8, 10], [8, 8]), ROWS, "10 in 5, as before"),
         (([8], [8]), (RowLimit(2), RowLimit(4)), "8 in 4, 8 in 2"),
         (([8], [8]), (RowLimit(2), TokenLimit(16)), "8 in 4, by length"),
     ],
