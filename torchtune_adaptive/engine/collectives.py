@@ -420,7 +420,7 @@ class CollectiveLedger:
     def _finish_as_ghost(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
         """Collective: issues what is left of this microbatch and of those that follow."""
         ghosts.check(passes[self._number], self._owned, self._stage)
-        with ghosts.leaving_no_trace(self._owned) as ghost:
+        with ghosts.ghost_mode(self._owned) as ghost:
             if self._replicated and self._number:
                 # Peers hold sums of earlier microbatches, which FSDP may send by themselves.
                 self._sum_over_replicas(wanted=False)
