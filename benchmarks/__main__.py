@@ -25,7 +25,6 @@ BENCHMARKS = (
     "stages",
     "rollouts",
     "scaling",
-    "noise",
 )
 BY_NAME = ("learning", "plans", "growth", "large_saves")
 """Run where they are asked for: PPO learns, every config is forecast, batches grow, a save takes 20 GiB of memory."""

@@ -1,10 +1,10 @@
-"""Samples and steps to a loss: a small batch, a large one, one that doubles by epoch, one that follows the noise.
+"""Samples and steps to a loss: a small batch, a large one, and one that doubles by epoch.
 
     python -m benchmarks --only growth
 
 The demo's model from scratch, in one process, on two problems: its instructions; and the same with the loss on the
 instructions too, whose numbers and words nobody can foresee, so that gradients are mostly noise. The rate goes by the
-square root of the samples per step. The loss to reach is the worst of those that the four end with, smoothed over 256
+square root of the samples per step. The loss to reach is the worst of those that they end with, smoothed over 256
 samples; all are means over seeds.
 """
 
@@ -43,11 +43,6 @@ SCHEDULES = {
     f"{SMALL} samples": (),
     f"{LARGE} samples": (f"batch_size={LARGE // 2}", f"optimizer.lr={3e-3 * (LARGE / SMALL) ** 0.5}"),
     "double_every epoch": (f"{SCHEDULE}.double_every", "batch_increase_function.epochs=1"),
-    "follow_noise": (
-        f"{SCHEDULE}.follow_noise",
-        f"adaptive.increase_every.samples={SAMPLES // 8}",
-        "adaptive.measure_noise=1",
-    ),
 }
 
 

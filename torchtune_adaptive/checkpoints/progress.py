@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
@@ -67,15 +66,8 @@ class Progress:
     """Samples of this epoch that all ranks together have trained on, excluding prefetched ones."""
     step: int = 0
     """Steps since the start of the run; 0 for torchtune's checkpoints, which do not count them."""
-    samples: int = 0
-    """Samples on all ranks; `target_tokens` are on all ranks, too."""
-    target_tokens: int = 0
-    loss: float | None = None
-    """Moving average of the loss, in which a new step has a weight of 0.1."""
     limit: SavedLimits | None = None
     """None before the first epoch and in torchtune's checkpoints."""
-    noise: Sequence[float] = ()
-    """State of the gradient noise scale, if it is measured."""
     ranks: int
     """Data-parallel ranks; in a resumed run, those of the earlier run."""
     dataset_samples: int | None = None
@@ -101,19 +93,13 @@ class Progress:
         prefix = "dist_" if distributed else ""  # the name under which torchtune's recipes look for them
         return f"{prefix}epoch_{self.epochs_run - 1}"
 
-    def after_step(self, sizes: EpochSizes, ranks: int, target_tokens: int, loss: float) -> Progress:
-        late = self.loss
-        if math.isfinite(loss):
-            late = loss if late is None else 0.9 * late + 0.1 * loss
+    def after_step(self, sizes: EpochSizes, ranks: int) -> Progress:
         return replace(
             self,
             begun=sizes,
             steps_in_epoch=self.steps_in_epoch + 1,
             samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
             step=self.step + 1,
-            samples=self.samples + sizes.samples_per_step * ranks,
-            target_tokens=self.target_tokens + target_tokens,
-            loss=late,
         )
 
     def after_epoch(self, sizes: EpochSizes) -> Progress:

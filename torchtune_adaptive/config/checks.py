@@ -106,11 +106,6 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
             f"adaptive.search is {adaptive.search}, which runs out of memory on purpose, but with "
             "adaptive.recover_from_oom: False or optimizer_in_bwd no step is repeated: set adaptive.search: linear"
         )
-    if adaptive.measure_noise is not None and not (repeats and dim == 1):
-        yield (
-            f"adaptive.measure_noise is {adaptive.measure_noise}, which watches gradients where recovery does, and "
-            "that is off with adaptive.recover_from_oom: False, optimizer_in_bwd or tensor parallelism: set it to null"
-        )
     if of_pairs and "collate_fn" in settings.config:  # torchtune's recipe does not read it either
         yield f"collate_fn is {settings.collate_fn}, but preference training has its own collation: remove the key"
 

@@ -139,17 +139,6 @@ def plain(section: Any, name: str) -> Mapping[Any, object]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IncreaseEvery:
-    """The section `adaptive.increase_every`."""
-
-    samples: int = option(COUNT)
-
-
-def _increase_every(value: Any, key: str) -> int:
-    return read_section(IncreaseEvery, value, key).samples
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
     """The `adaptive:` section."""
 
@@ -185,8 +174,6 @@ class AdaptiveConfig:
     parallelism or packed data)"""
     show_answers: int | None = option(COUNT | NULL, None)
     """reinforcement learning: log the answers to one prompt every N iterations, to `adaptive_answers.jsonl`"""
-    measure_noise: int | None = option(COUNT | NULL, None)
-    """measure the gradient noise scale every N steps; it estimates the largest useful batch"""
 
     search: str = option(one_of(*STRATEGIES), "linear")
     """how `use_maximum_batch_size` finds the limit. `linear`: measure a few sizes, extrapolate, verify. `binary`:
@@ -199,9 +186,6 @@ class AdaptiveConfig:
     sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
     """length in tokens of the samples that a search measures with, at most `tokenizer.max_seq_len`. null:
     `tokenizer.max_seq_len`, or else the longest sample, for which the whole dataset is read"""
-    increase_every: int | None = option(SECTION, None, convert=_increase_every)
-    """`{samples: 10000}`: also call a `batch_increase_function` that takes `measured` within an epoch, after every
-    10,000 samples. null: call it only at the start of each epoch"""
     accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
     """how a search changes the step. `rebalance`: keep the configured samples per step, unless one microbatch can hold
     more. `fixed`: keep `gradient_accumulation_steps`, so that the step grows with the microbatch. `keep`: never change

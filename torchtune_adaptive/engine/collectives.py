@@ -8,8 +8,8 @@ It cannot do so for anything else that a microbatch communicates, so it detects 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -64,8 +64,6 @@ class _Counted:
     def __call__(self, *, async_op: bool = False, **arguments: Any) -> dist.Work | None:
         """Collective: FSDP's own, which FSDP calls by keywords."""
         whole, group = arguments[self.whole], arguments["group"]
-        if self.kind == "reduce-scatter":  # a part of one microbatch's gradient on this rank
-            self._ledger.show(whole)
         this = Collective(self.kind, whole.numel(), whole.dtype, whole.device, group, arguments.get("op"), self._comm)
         return self._ledger.issue(this, partial(self._comm, **arguments), async_op)
 
@@ -196,7 +194,6 @@ class CollectiveLedger:
         self._begun_at = (0, 0)  # messages and position
         self._already_issued = 0  # collectives that a stand-in must not repeat
         self._issuing = False
-        self.show: Callable[[torch.Tensor], object] = lambda _: None
         self._put_back = [
             fsdp.replace_collectives(
                 root,
@@ -221,19 +218,6 @@ class CollectiveLedger:
         """Cleans up after an aborted step, so that a later backward does not add to its gradients."""
         for root in self._roots:
             fsdp.abandon(root)
-
-    def sees_gradients_of(self, model: object) -> bool:
-        """Whether every gradient of this model is scattered through this ledger."""
-        return self._watches and isinstance(model, FSDPModule) and fsdp.scatters_gradients(model)
-
-    @contextmanager
-    def showing_gradients(self, to: Callable[[torch.Tensor], object]) -> Iterator[None]:
-        """While open, shows every part of a gradient before it is scattered."""
-        self.show = to
-        try:
-            yield
-        finally:
-            self.show = lambda _: None
 
     def forget(self, stage: str) -> None:
         """Call it on all ranks if a stage issues other collectives from its next step on."""

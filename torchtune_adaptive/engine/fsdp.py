@@ -148,12 +148,6 @@ def gathers_from_all(model: nn.Module) -> bool:
     return bool(groups) and alone and not has_replicas(cast(FSDPModule, model))
 
 
-def scatters_gradients(model: FSDPModule) -> bool:
-    """Whether every microbatch scatters its gradients: replicas that are not sharded only sum them, once a step."""
-    meshes = [group.mesh_info for group in groups_of(model)]
-    return all(mesh.shard_mesh_dim is not None and mesh.mesh.size(mesh.shard_mesh_dim) > 1 for mesh in meshes)
-
-
 def exchanges_activations(model: nn.Module) -> bool:
     """Return True if a mesh of the parameters has other dimensions than FSDP2's shards and replicas."""
     groups = groups_of(model) if isinstance(model, FSDPModule) else []

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchtune_adaptive.engine.limits import Microbatch
 from torchtune_adaptive.engine.memory import Reading
-from torchtune_adaptive.engine.noise import Squares
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
@@ -93,8 +92,6 @@ class StepResult:
     """None if memory is not measured."""
     asked_to_stop: bool = False
     """True on all ranks if any rank was asked to end the run."""
-    squares: Squares | None = None
-    """What the noise of the gradient follows from, in steps that measure it."""
 
 
 class AttemptReport(NamedTuple):

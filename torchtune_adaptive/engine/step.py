@@ -35,7 +35,6 @@ from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, Microbatch
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
-from torchtune_adaptive.engine.noise import SquareMeter
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
 from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, spread
 from torchtune_adaptive.engine.ranks import (
@@ -235,7 +234,6 @@ class StepRunner(Generic[Sample]):
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
         self._around_pass: AroundPass = lambda _: nullcontext()
         self._ahead: _Ahead | None = None
-        self._measures_noise_every = 0
         self._gradients_beside = 0  # models of other stages that had some before the first attempt
         self._equal_steps = EqualSteps()
         # where a collective needs every rank, its end shows that all have begun the step
@@ -269,16 +267,6 @@ class StepRunner(Generic[Sample]):
     def watch(self, memory: MemorySource | None) -> None:
         """Watches memory from the next step on: results have its peak, and a thrashing allocator changes the limit."""
         self._gauge = Gauge(memory, shared=bool(self.stage))
-
-    def measure_noise(self, every: int) -> None:
-        """From the next step on, steps whose number `every` divides return the `squares` that `StepNoise` is made of;
-        0: none do."""
-        if every and not (fsdp.is_whole(self.model) or self._ledger.sees_gradients_of(self.model)):
-            raise RecoveryUnsupportedError(
-                "the noise of gradients is measured where FSDP scatters them: shard the model over several ranks, with "
-                "recovery from out-of-memory errors on, or do not measure it"
-            )
-        self._measures_noise_every = every
 
     @contextmanager
     def wrapping(self, around: AroundPass) -> Iterator[None]:
@@ -322,16 +310,13 @@ class StepRunner(Generic[Sample]):
         self.current_step = step
         self._gauge.begin_step()
         lengths, rng, recoveries = self.kind.lengths(samples), RngState.capture(), 0
-        every = self._measures_noise_every
-        squares = SquareMeter(self.model, self._ledger) if every and step % every == 0 else None
         while True:
             plan = self._plan(lengths)
             if self._checks_steps and not self.limit.by_length:
                 self._equal_steps.announce(f"{len(samples)} in {len(plan)}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
-            with squares.attempt() if squares else nullcontext():
-                totals, failed = self._attempt(samples, plan, squares)
+            totals, failed = self._attempt(samples, plan)
             # Before the agreement, which carries the number of microbatches of the next step along.
             ahead = self._plan_ahead(upcoming) if upcoming is not None and self.limit.by_length else None
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
@@ -343,8 +328,7 @@ class StepRunner(Generic[Sample]):
                 # Without recovery no other limit can be tried.
                 if self.recovers and (change := self._governor.completed(step, reports.rate, reports.retrying)):
                     self._tell(change, reports)
-                result = self._complete(totals, reports, plan, recoveries)
-                return replace(result, squares=squares.of_all_ranks(result.loss_sum.device)) if squares else result
+                return self._complete(totals, reports, plan, recoveries)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
             del totals  # a loss on the device, where this rank had not failed
@@ -418,9 +402,7 @@ class StepRunner(Generic[Sample]):
         limit, lengths = self.limit, self.kind.lengths(upcoming)
         return _Ahead(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
-    def _attempt(
-        self, samples: Sequence[Sample], plan: Plan, squares: SquareMeter | None = None
-    ) -> tuple[Totals | None, int | None]:
+    def _attempt(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory. After either,
         all ranks are at the same position."""
         if self.trains is None:
@@ -436,8 +418,6 @@ class StepRunner(Generic[Sample]):
                         own = Totals.of(self._forward_backward(microbatch))
                     self._ledger.end_microbatch()
                     totals = own if totals is None else totals.plus(own)
-                    if squares is not None:
-                        squares.count(own.target_tokens, len(rows))
                 except Exception as error:
                     if not (self.recovery.enabled and is_oom(error)):
                         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,8 +59,6 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     imbalances = timeline.series("rank_imbalance")[1]
     if imbalances and fmean(imbalances) > UNEVEN and any(each[-1].get("unit") != "rows" for each in limits.values()):
         panels.append((1.2, partial(_draw_imbalance, timeline=timeline)))  # only token budgets balance the ranks
-    if timeline.series("gradient_noise_scale")[0]:
-        panels.append((1.8, partial(_draw_noise, timeline=timeline)))
     shown = {name: changes for name, changes in limits.items() if _changes(changes) or not panels}
     panels = [
         (2.2 if len(limits) == 1 else 1.0, partial(_draw_limit, name=name, changes=changes, end=end))
@@ -212,23 +209,6 @@ def _draw_imbalance(axes: Axes, timeline: Timeline) -> None:
     axes.plot(steps, [100 * (imbalance - 1) for imbalance in imbalances], color=GREY, lw=1.2)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:g} %")
-
-
-def _draw_noise(axes: Axes, timeline: Timeline) -> None:
-    axes.set_title("gradient noise scale (samples)", loc="left", fontsize=11)
-    steps, lows = timeline.series("gradient_noise_scale_low")
-    bounded = dict(zip(*timeline.series("gradient_noise_scale_high"), strict=True))
-    scales = dict(zip(*timeline.series("gradient_noise_scale"), strict=True))
-    samples = timeline.series("samples")
-    top = 2 * max(*lows, *bounded.values(), *scales.values(), *samples[1])
-    highs = [bounded.get(step, top) for step in steps]  # extend to the edge of the panel where there is no upper bound
-    axes.fill_between(steps, lows, highs, color=ORANGE, alpha=0.25, lw=0, step="mid", label="95 % interval")
-    finite = [scales.get(step, math.nan) for step in steps]
-    axes.plot(steps, finite, color=ORANGE, lw=1.8, label="gradient noise scale")
-    axes.step(*samples, where="mid", color=GREY, lw=1.4, label="samples of a step")
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(top=top)
-    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _unit_of(count: float) -> tuple[str, int]:

@@ -225,9 +225,6 @@ def _never(cfg: DictConfig, training: str) -> Iterator[str]:
     for key, refused, reason, allowed in NEVER:
         if value_at(cfg, key) == refused:
             yield f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"
-    for key, what in ("measure_noise", "it measures steps of"), ("increase_every", "batches grow in"):
-        if value_at(cfg, f"adaptive.{key}") is not None:
-            yield f"adaptive.{key} is set, but {what} finetuning and DPO only: set it to null"
     component = str(value_at(cfg, "optimizer._component_"))
     if component.startswith("bitsandbytes."):
         yield (

@@ -120,22 +120,14 @@ def set_batch_sizes(trainer: Trainer) -> None:
             if stage in limits and stage != training:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
         run.checkpoints.remove_overwritten()
-    resize = None
-    if schedule.takes_measurements(increase):
-        resize = partial(schedule.size_from_measurements, settings, increase=increase, rows_that_fit=rows_that_fit)
     trainer.schedule = BatchSchedule(
         epochs=sized.epochs,
         limits=limits,
         dealer=dealer,
         looks_ahead=limit is not None and limit.by_length,
-        resize=resize,
-        resize_every=settings.adaptive.increase_every,
     )
     trainer.optimization.start_schedule(
-        total_steps=sized.lr_steps,
-        steps_done=sized.lr_steps_done,
-        lr_factor=sized.lr_factor,
-        strides=resize is not None,
+        total_steps=schedule.total_steps(sized.epochs), steps_done=sized.progress.step, lr_factor=sized.lr_factor
     )
     run.progress = sized.progress
     stages.use_limits(trainer.schedule.limits_of(stages, sized.epochs[run.progress.epochs_run]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,10 +23,9 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.noise import FEWEST, NoiseScale, StepNoise
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
-from torchtune_adaptive.life.console import progress_bar, say
+from torchtune_adaptive.life.console import progress_bar
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
@@ -38,7 +37,6 @@ Item = TypeVar("Item")
 
 CONFIG = "torchtune_config.yaml"
 """The name that torchtune uses for the logged config."""
-NOISE, NOISE_LOW, NOISE_HIGH = "gradient_noise_scale", "gradient_noise_scale_low", "gradient_noise_scale_high"
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
@@ -161,59 +159,6 @@ class Metrics:
         with suppress(OSError):
             self._logger.close()
         draw_run(Path(self._settings.output_dir), read_timeline(Path(self._settings.output_dir)))
-
-
-class NoiseWatch:
-    """Tracks the gradient noise scale, which estimates the largest useful batch."""
-
-    def __init__(self, state: Sequence[float], every: int | None) -> None:
-        self._scale, self._every = NoiseScale(state), every
-        self._samples = 0
-        self._warned = False
-
-    def state(self) -> Sequence[float]:
-        """Return the state that a checkpoint keeps."""
-        return self._scale.state()
-
-    def figures(self, result: StepResult, grad_norm: float | None, samples: float | None) -> dict[str, float]:
-        """Record a step, and return the noise scale for the log once enough steps are measured."""
-        if result.squares is None or grad_norm is None or not math.isfinite(grad_norm):
-            return {}
-        weight = result.target_tokens if samples is None else samples
-        step = StepNoise.of(result.squares, grad_norm, weight, by_samples=samples is not None)
-        if step is None:
-            if not self._warned:
-                say(
-                    "gradient noise · not measured while a single microbatch of one rank is the whole step: lower "
-                    "adaptive.max_batch_size or batch_size, or raise gradient_accumulation_steps"
-                )
-            self._warned = True
-            return {}
-        self._scale.record(step)
-        self._samples = int(result.squares.all_samples)
-        interval = self._scale.interval()
-        names = {} if interval is None else {NOISE: interval.scale, NOISE_LOW: interval.low, NOISE_HIGH: interval.high}
-        return {name: value for name, value in names.items() if math.isfinite(value)}
-
-    def close(self) -> None:
-        """Log the noise scale of the run and compare it with the batch."""
-        interval, step = self._scale.interval(), self._samples
-        if not step:
-            return
-        if interval is None:
-            few = f"fewer than {FEWEST} steps were measured, too few to tell"
-            lower = "lower adaptive.measure_noise, or " * (self._every != 1)
-            say(f"gradient noise · {few}: {lower}train for more steps")
-            return
-        scale = f"above {interval.low:.0f} samples"
-        if math.isfinite(interval.high):
-            scale = f"{interval.scale:.0f} samples ({interval.low:.0f} to {interval.high:.0f})"
-        advice = "the batch size is about right"
-        if step < interval.low:
-            advice = "a larger batch would be about as sample-efficient"
-        elif step > interval.high:
-            advice = "a smaller batch would be more sample-efficient"
-        say(f"gradient noise · the noise scale is {scale}, and a step has {step}: {advice}")
 
 
 class Cause(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer, load_state
@@ -34,17 +34,14 @@ class Optimization:
         self.optimizers = optimizers
         self._cfg, self._model = settings.config, model
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
-        self._factor = self._stride = 1.0
+        self._factor = 1.0
         # torchtune's wrapper copies the learning rate of the first optimizer to the others at every step.
         self._scheduler: LRScheduler | None = None
         # Read before a checkpoint overwrites the rates.
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
-    def start_schedule(self, *, total_steps: int, steps_done: float, lr_factor: float, strides: bool = False) -> None:
-        """Build the learning-rate schedule and move it to `steps_done`.
-
-        `lr_factor` is the current factor. With `strides`, a training step may advance several schedule steps.
-        """
+    def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
+        """Build the learning-rate schedule and move it to `steps_done`, with `lr_factor` as its current factor."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
             return
@@ -53,17 +50,11 @@ class Optimization:
             group.setdefault("initial_lr", rate * lr_factor)
         length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
         self._scheduler = components.build("lr_scheduler", self._cfg, self.optimizers[0], **length)
-        if strides and not isinstance(self._scheduler, LambdaLR):
-            raise ConfigError(
-                f"lr_scheduler is {type(self._scheduler).__name__}, which cannot advance several steps at once, but a "
-                "batch that follows measurements requires it: use one of torchtune.training.lr_schedulers"
-            )
         if isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
             self.checkpointed.set_lr_scheduler(self._scheduler)
 
-    def use_lr_factor(self, factor: float, stride: float = 1) -> None:
-        """Multiply the learning rate by `factor`, and advance the schedule by `stride`, from the next step on."""
-        self._stride = stride
+    def use_lr_factor(self, factor: float) -> None:
+        """Multiply the learning rate by `factor` from the next step on."""
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
             return
@@ -92,7 +83,6 @@ class Optimization:
                 self.checkpointed.step()
             self.checkpointed.zero_grad(set_to_none=True)
         if self._scheduler is not None:
-            self._scheduler.last_epoch += self._stride - 1  # type: ignore[assignment]
             self._scheduler.step()
         return norm
 

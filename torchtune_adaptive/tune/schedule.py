@@ -2,49 +2,31 @@
 
 The recipe calls the increase function before each epoch; it returns the number of rows to add. The whole run is
 simulated before training starts, so the learning-rate schedule knows the number of steps, and mistakes show at once.
-A function that takes `measured` can only be called during training. The simulation then assumes that the batch does not
-grow, and the learning-rate schedule counts samples.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import ABOVE_ZERO, COUNT, NULL, Rule, Settings, value_at
+from torchtune_adaptive.config.keys import COUNT, Rule, Settings
 from torchtune_adaptive.engine.limits import Limit
-from torchtune_adaptive.engine.noise import Interval, NoiseScale
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.text import count_of, in_columns, shown
 from torchtune_adaptive.tune.data import StepLoader
 
-KEY, WITHIN = "batch_increase_function", "adaptive.increase_every"
-MEASURED = "measured"
-Increase = Callable[..., int]
-
-
-class Measured(NamedTuple):
-    """Measurements that an increase function with a third argument gets."""
-
-    noise: Interval | None
-    """The noise scale in samples; None until enough steps are measured."""
-    samples_per_step: int
-    """On all ranks."""
-    target_tokens: int
-    """Trained so far, on all ranks."""
-    loss: float | None
-    """Moving average in which the latest step counts a tenth; None before the first step."""
+KEY = "batch_increase_function"
+Increase = Callable[[int, int], int]
 
 
 def _check(name: str, value: object, rule: Rule) -> None:
@@ -75,41 +57,10 @@ def milestones(batch_sizes: Mapping[int, int]) -> Increase:
     return increase
 
 
-def follow_noise(fraction: float = 0.5, at_most: int | None = None) -> Increase:
-    """Double the batch size while the doubled step has at most `fraction` times the samples of the noise scale."""
-    _check("fraction", fraction, ABOVE_ZERO)
-    _check("at_most", at_most, COUNT | NULL)
-
-    def increase(epoch: int, current: int, measured: Measured) -> int:
-        if measured.noise is None or 2 * current > (at_most or sys.maxsize):
-            return 0
-        scale = measured.noise.low if math.isinf(measured.noise.scale) else measured.noise.scale
-        return current if 2 * measured.samples_per_step <= fraction * scale else 0
-
-    return increase
-
-
-def takes_measurements(increase: Increase | None) -> TypeGuard[Increase]:
-    """Return True for an increase function that has an argument for `Measured`."""
-    return increase is not None and _parameter_for_measured(increase) is not None
-
-
-def _parameter_for_measured(increase: Increase) -> inspect.Parameter | None:
-    """Return the parameter called `measured`, else the third positional one if it has no default."""
-    try:
-        parameters = inspect.signature(increase).parameters
-    except (TypeError, ValueError):  # a builtin
-        return None
-    third = [one for one in parameters.values() if one.kind <= one.POSITIONAL_OR_KEYWORD and one.default is one.empty]
-    return parameters.get(MEASURED) or next(iter(third[2:]), None)
-
-
 def build_increase_function(cfg: DictConfig) -> Increase | None:
     """Build `batch_increase_function`: a section with a _component_, or the dotted path of a function."""
-    section, within = cfg.get(KEY), value_at(cfg, WITHIN) is not None
+    section = cfg.get(KEY)
     if section is None:
-        if within:
-            raise ConfigError(f"{WITHIN} is set, but {KEY} is missing: set it, or remove {WITHIN}")
         return None
     if not isinstance(section, str):
         function: Any = components.build(KEY, cfg)
@@ -123,27 +74,14 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
             ) from error
     if not callable(function):
         raise ConfigError(f"{KEY} is {section!r}; it must be a callable (epoch, batch_size) -> int")
-    if within and not takes_measurements(function):
-        raise ConfigError(
-            f"{WITHIN} is set, but {KEY} does not take `{MEASURED}`, so it has no new information within an epoch: "
-            f"use one that does, such as follow_noise, or remove {WITHIN}"
-        )
-    if takes_measurements(function) and value_at(cfg, "adaptive.measure_noise") is None:
-        raise ConfigError(
-            f"{KEY} takes a third argument, `{MEASURED}`, but adaptive.measure_noise is null: set it, for example to "
-            "10 (steps)"
-        )
     return function  # type: ignore[no-any-return]
 
 
 class SizedRun(NamedTuple):
-    """The sizes of all epochs, and the position of the run in them and in the learning-rate schedule."""
+    """The sizes of all epochs, and the position of the run in them."""
 
     progress: Progress
     epochs: tuple[EpochSizes, ...]
-    lr_steps: int
-    """Length of the learning-rate schedule."""
-    lr_steps_done: float
     lr_factor: float
     """Factor of the epoch in progress or, between epochs, of the last one."""
 
@@ -168,12 +106,8 @@ def size_run(
     epochs = size_epochs(settings, progress, samples_per_rank, rows_that_fit=rows_that_fit, increase=increase)
     # Count the steps here, because checkpoints of torchtune's own recipes do not.
     step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
-    lr_steps, lr_steps_done = total_steps(epochs), float(step)
-    if takes_measurements(increase):  # The number of steps is unknown: count steps of the configured size.
-        steps = min(samples_per_rank // settings.samples_per_step, progress.max_steps_per_epoch or samples_per_rank)
-        lr_steps, lr_steps_done = progress.total_epochs * steps, progress.samples / (settings.samples_per_step * ranks)
     lr_factor = progress.epochs_begun[-1].lr_factor if progress.epochs_begun else 1.0
-    return SizedRun(replace(progress, step=step, ranks=ranks), epochs, lr_steps, lr_steps_done, lr_factor)
+    return SizedRun(replace(progress, step=step, ranks=ranks), epochs, lr_factor)
 
 
 def _rest_of_epoch(
@@ -200,52 +134,28 @@ def size_epochs(
 
     With an increase function, the batch starts at the configured size and grows up to `rows_that_fit`.
     """
-    epochs, by_measured = [*progress.epochs_begun][: progress.total_epochs], takes_measurements(increase)
+    epochs = [*progress.epochs_begun][: progress.total_epochs]
     for epoch in range(len(epochs), progress.total_epochs):
         current = epochs[-1].batch_size if epochs else settings.batch_size
         if increase is None:
             sizes = steady_sizes(settings, epoch, rows_that_fit)
         else:
-            requested = current if by_measured else _requested_size(increase, epoch, current)
-            sizes = grown_sizes(settings, epoch, current, requested, rows_that_fit)
-        samples = samples_per_rank
-        if progress.max_steps_per_epoch:
-            counted = settings.samples_per_step if by_measured else sizes.samples_per_step
-            samples = min(samples, progress.max_steps_per_epoch * counted)
-        epochs.append(_with_steps(sizes, samples))
+            sizes = grown_sizes(settings, epoch, current, _requested_size(increase, epoch, current), rows_that_fit)
+        steps = samples_per_rank // sizes.samples_per_step
+        if steps == 0:
+            raise ConfigError(
+                f"epoch {epoch}: a step takes {sizes.samples_per_step} samples, but a rank has only "
+                f"{samples_per_rank}; lower the batch size or its increase"
+            )
+        epochs.append(replace(sizes, steps=min(steps, progress.max_steps_per_epoch or steps)))
     return tuple(epochs)
 
 
-def size_from_measurements(
-    settings: Settings, progress: Progress, samples_left: int, *, increase: Increase, rows_that_fit: int | None = None
-) -> EpochSizes:
-    """Size the next epoch, or the rest of the one in progress, with `samples_left` samples per rank.
-
-    `max_steps_per_epoch` counts steps of the configured size, like the learning-rate schedule.
-    """
-    current = progress.epochs_begun[-1].batch_size if progress.epochs_begun else settings.batch_size
-    if progress.max_steps_per_epoch:
-        done = progress.samples_in_epoch // progress.ranks
-        samples_left = min(samples_left, progress.max_steps_per_epoch * settings.samples_per_step - done)
-    accumulation = settings.gradient_accumulation_steps
-    samples_per_step = current * accumulation * progress.ranks
-    noise = NoiseScale(progress.noise).interval()
-    measured = Measured(noise, samples_per_step, progress.target_tokens, progress.loss)
-    requested = _requested_size(increase, progress.epochs_run, current, measured)
-    at_most = samples_left // accumulation
-    sizes = grown_sizes(settings, progress.epochs_run, current, requested, rows_that_fit, at_most)
-    if progress.begun is not None and sizes.samples_per_step > samples_left:
-        return progress.begun  # too few samples are left for a step of the new size
-    return _with_steps(sizes, samples_left, progress.steps_in_epoch)
-
-
-def grown_sizes(
-    settings: Settings, epoch: int, current: int, requested: int, rows_that_fit: int | None, at_most: int = sys.maxsize
-) -> EpochSizes:
+def grown_sizes(settings: Settings, epoch: int, current: int, requested: int, rows_that_fit: int | None) -> EpochSizes:
     """Return steps of the requested batch size, or of the current one if the requested one exceeds a bound."""
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
     # A batch may always shrink, even to a size above the bound.
-    batch_size = requested if requested <= max(current, min(most, at_most)) else current
+    batch_size = requested if requested <= max(current, most) else current
     sizes = _sizes(settings, epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
     return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == requested else requested)
 
@@ -281,28 +191,13 @@ def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> Epoc
     )
 
 
-def _with_steps(sizes: EpochSizes, samples: int, steps_done: int = 0) -> EpochSizes:
-    """Add the steps that `samples` per rank fill; like torchtune, drop the samples that do not fill a step."""
-    steps = steps_done + samples // sizes.samples_per_step
-    if steps == 0:
-        raise ConfigError(
-            f"epoch {sizes.epoch}: a step takes {sizes.samples_per_step} samples, but a rank has only {samples}; "
-            "lower the batch size or its increase"
-        )
-    return replace(sizes, steps=steps)
-
-
-def _requested_size(increase: Increase, epoch: int, current: int, *measured: Measured) -> int:
+def _requested_size(increase: Increase, epoch: int, current: int) -> int:
     """Call the increase function and return the new batch size; turn its failures into a ConfigError."""
     named = increase if hasattr(increase, "__qualname__") else type(increase)
     name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # the factory of a closure
     fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
-    third = _parameter_for_measured(increase) if measured else None
     try:
-        if third is not None and third.kind is third.KEYWORD_ONLY:
-            more: object = increase(epoch, current, measured=measured[0])
-        else:
-            more = increase(epoch, current, *measured)
+        more: object = increase(epoch, current)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{fact} raised {components.in_a_line(error)}") from error
     if type(more) is not int:
@@ -319,8 +214,6 @@ def check_growth(settings: Settings) -> None:
         return
     progress = Progress(seed=0, epochs_run=0, total_epochs=settings.epochs, max_steps_per_epoch=1, ranks=1)
     size_epochs(settings, progress, sys.maxsize, increase=increase)
-    if takes_measurements(increase):
-        size_from_measurements(settings, progress, sys.maxsize, increase=increase)
 
 
 def total_steps(epochs: Sequence[EpochSizes]) -> int:

@@ -20,18 +20,18 @@ from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
-from torchtune_adaptive.engine.ranks import from_rank_0, rank, world_size
+from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.report.journal import Journal
-from torchtune_adaptive.text import count_of, size_for_rank
+from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import CutSamples, Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, prepare
 from torchtune_adaptive.tune.fingerprint import check_same_data
-from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, NoiseWatch, StepProfiler, record_epoch
+from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.schedule import log_left_out
@@ -85,14 +85,6 @@ class BatchSchedule:
     """Distributes the samples of each step over the ranks; None: each rank trains on the samples it reads."""
     looks_ahead: bool = False
     """If True, a step gets the samples of the next one, to plan ahead."""
-    resize: Callable[[Progress, int], EpochSizes] | None = None
-    """Returns the sizes of the next epoch, or of the rest of this one; None: `epochs` is final."""
-    resize_every: int | None = None
-    """Number of samples, on all ranks, between calls of `resize` within an epoch; None: only before an epoch."""
-
-    def resizes_between(self, before: int, after: int) -> bool:
-        """Return True if `resize` is due after the step that trains the samples from `before` to `after`."""
-        return self.resize_every is not None and after // self.resize_every > before // self.resize_every
 
     def limits_of(self, stages: Stages[Any], sizes: EpochSizes) -> dict[str, Limit]:
         """Return the limit of every stage in an epoch of these sizes."""
@@ -155,8 +147,6 @@ class Trainer:
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
-        self._noise = NoiseWatch(run.progress.noise, run.settings.adaptive.measure_noise)
-        stages.training.measure_noise(run.settings.adaptive.measure_noise or 0)
         self._cut = CutSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False
 
@@ -184,52 +174,21 @@ class Trainer:
     def _steps(self, called: str) -> Generator[Step]:
         run = self.run
         while run.progress.epochs_run < len(self.schedule.epochs):
-            self._resize_where_due()
             sizes = self._sizes = self.schedule.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
             record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.place.ranks)
-            growth = sizes.samples_per_step / run.settings.samples_per_step
-            self.optimization.use_lr_factor(sizes.lr_factor, stride=1 if self.schedule.resize is None else growth)
+            self.optimization.use_lr_factor(sizes.lr_factor)
             with run.checkpoints.going_on_to_draw(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
-                done = run.progress.samples_in_epoch
-                resizes = self.schedule.resizes_between(done, done + sizes.samples_per_step * run.place.ranks)
                 self._cut.count(samples)
-                yield Step(run.progress.step + 1, samples, None if resizes else upcoming)
-                if resizes and run.progress.steps_in_epoch < sizes.steps:
-                    break
-            else:
-                log_left_out(sizes, run.settings, run.progress, self.data.loader)
-                self._cut.announce(sizes.epoch)
-                run.progress = run.progress.after_epoch(sizes)
-                self._losses.worth_saving(run.progress.step, ends_epoch=True)
-                self.save()
-                run.checkpoints.end_if_asked(run.progress, self._stopping)
-
-    def _resize_where_due(self) -> None:
-        """Collective: size the next epoch, or the rest of this one, from measurements."""
-        if self.schedule.resize is None:
-            return
-        progress, epochs = replace(self.run.progress, noise=self._noise.state()), list(self.schedule.epochs)
-        ranks, done, now = progress.ranks, progress.samples_in_epoch, progress.epochs_run
-        before = (progress.epochs_begun or (epochs[now],))[-1]
-        if done and not self.schedule.resizes_between(done - before.samples_per_step * ranks, done):
-            return
-        left = self.data.loader.samples_left_per_rank(done)
-        # The user's increase function may read a clock or draw random numbers: use what it returned on rank 0.
-        following = epochs[now] = from_rank_0(self.schedule.resize(progress, left))
-        self.schedule = replace(self.schedule, epochs=tuple(epochs))
-        where = f"epoch {following.epoch}" + f" after {count_of(progress.steps_in_epoch, 'step')}" * (done > 0)
-        if following.samples_per_step != before.samples_per_step:
-            after = following.samples_per_step
-            rate = f", learning rate × {following.lr_factor:.3g}" * (following.lr_factor != before.lr_factor)
-            say(f"{where}: {after * ranks} samples a step (before: {before.samples_per_step * ranks}){rate}")
-        elif following.refused_batch_size not in (None, before.refused_batch_size):
-            say(
-                f"{where}: batch size {following.batch_size} stays; {following.refused_batch_size} is more than fits, "
-                "adaptive.max_batch_size or the samples of an epoch allow"
-            )
+                yield Step(run.progress.step + 1, samples, upcoming)
+            log_left_out(sizes, run.settings, run.progress, self.data.loader)
+            self._cut.announce(sizes.epoch)
+            run.progress = run.progress.after_epoch(sizes)
+            self._losses.worth_saving(run.progress.step, ends_epoch=True)
+            self.save()
+            run.checkpoints.end_if_asked(run.progress, self._stopping)
 
     def done(
         self,
@@ -241,7 +200,6 @@ class Trainer:
     ) -> None:
         """Collective: log a step, then save if it is due. The loss is a mean over target tokens, or over `samples`."""
         figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
-        figures |= self._noise.figures(result, grad_norm, samples)
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
         self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
 
@@ -256,7 +214,7 @@ class Trainer:
     ) -> None:
         """Collective: count a logged step, save a checkpoint if it is due, and end the run if a signal arrived."""
         run = self.run
-        run.progress = run.progress.after_step(self._sizes, run.place.ranks, target_tokens, loss)
+        run.progress = run.progress.after_step(self._sizes, run.place.ranks)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
         self._profiler.step()
         self._stopping = asked_to_stop
@@ -267,7 +225,7 @@ class Trainer:
 
     def save(self) -> None:
         """Collective: save a checkpoint of the current position."""
-        progress = replace(self.run.progress, limit=self._limits(), noise=self._noise.state())
+        progress = replace(self.run.progress, limit=self._limits())
         loader_state = self.data.loader.state_dict()
         self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
 
@@ -275,7 +233,6 @@ class Trainer:
         """Collective: finish pending saves, draw the picture of the run, and leave the process group."""
         self.run.checkpoints.close()
         self.stages.training.close()
-        self._noise.close()
         self.run.metrics.close()
         self.run.close()
 

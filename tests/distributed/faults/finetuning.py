@@ -40,8 +40,6 @@ class Case:
     samples: int = 4
     again: str = "never"
     """When a second failure occurs: "never", in the "retry" or in the "drain"."""
-    noise: bool = False
-    """Measure gradient noise as well."""
     first_pass: bool = False
     """Fail in the very first step of the model."""
     error: Callable[[str], Exception] = torch.OutOfMemoryError
@@ -88,9 +86,6 @@ CASES = (
     Case("lora", ModelConfig(lora=True)),
     Case("lora, full checkpointing", ModelConfig(lora=True, checkpointing="full"), stride=3),
     Case("bf16", ModelConfig(bf16=True)),
-    Case("noise measured", noise=True),
-    Case("noise measured, first pass", noise=True, first_pass=True, stride=3),
-    Case("noise measured, hybrid", HYBRID, 4, noise=True, stride=5),
     Case("without padding", JOINED),
     Case("without padding, fails in the drain too", JOINED, rows=4, again="drain"),
     Case("without padding, first pass", JOINED, first_pass=True),
@@ -214,7 +209,6 @@ class Bench:
             kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
             recovery=Recovery(*self.models),
         )
-        runner.measure_noise(int(self.case.noise))
         self.fresh = runner.state_dict()
         return runner
 

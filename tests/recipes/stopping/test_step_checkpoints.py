@@ -18,7 +18,6 @@ from tests.recipes.interrupted_runs import train_until
 from tests.recipes.running import demo_config, load_ours, saved_weights
 from torchtune_adaptive.life.output_lock import LOCK_FILE
 from torchtune_adaptive.report.journal import read_timeline
-from torchtune_adaptive.tune.schedule import Measured
 
 EPOCHS, STEPS = 2, 4
 EVERY = 3
@@ -32,15 +31,16 @@ RUN = (
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
     "lr_scheduler.num_warmup_steps=2",
 )
-GROWING_WITHIN = (
-    "batch_increase_function=tests.recipes.stopping.test_step_checkpoints.grow_within",
-    "adaptive.increase_every.samples=24",
-    "adaptive.measure_noise=1",
+GROWING = (
+    "batch_increase_function._component_=torchtune_adaptive.tune.schedule.add_every",
+    "batch_increase_function.epochs=1",
+    "batch_increase_function.amount=2",
     "adaptive.max_batch_size=16",
+    "adaptive.lr_scaling=sqrt",
     "gradient_accumulation_steps=1",
-    "batch_size=2",
+    "batch_size=6",
 )
-"""Steps of 4 samples on two ranks, of 8 from step 7, and of 16 from step 10."""
+"""Five steps of 12 samples on two ranks, then four of 16."""
 EIGHT_BIT = (
     "optimizer._component_=tests.recipes.stopping.test_step_checkpoints.eight_bit",
     "adaptive.memory_limit=64MiB",
@@ -49,21 +49,15 @@ EIGHT_BIT = (
 KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
     "full-async-8-bit-2-ranks": ("full", 2, ("enable_async_checkpointing=True", *EIGHT_BIT)),
-    "full-growing-within": ("full", 2, ("model.attn_dropout=0.1", *GROWING_WITHIN)),
+    "full-growing": ("full", 2, ("model.attn_dropout=0.1", *GROWING)),
     "lora-tokens": ("lora", 1, ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
 }
 """Recipe, ranks and overrides."""
 SLOW = "full-async-8-bit-2-ranks"
 STOPS = (2, 4, 6, 7)
-"""Steps before which the run ends, in turn: before the first checkpoint, right after one, within an epoch, and right
-after one at which the batch grows.
+"""Steps before which the run ends, in turn: before the first checkpoint, right after one, in the first step of a batch
+that has grown, and after a checkpoint within its epoch.
 """
-
-
-def grow_within(epoch: int, current_batch_size: int, measured: Measured) -> int:
-    """Called on rank 0, whose result counts."""
-    assert measured.samples_per_step == 2 * current_batch_size
-    return current_batch_size * (1 + dist.get_rank()) if measured.target_tokens else 0
 
 
 def eight_bit(parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool) -> torch.optim.Optimizer:
@@ -173,20 +167,6 @@ def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
     """Return the samples of each step, of all ranks in order."""
     files = [path.read_text(encoding="utf-8") for path in folder.glob(f"numbers-{ranks}-*.jsonl")]
     return [(step, found) for step, found in (json.loads(line) for file in files for line in file.splitlines())]
-
-
-@pytest.mark.parametrize("options", [(), ("adaptive.token_budget=512",)], ids=["rows", "dealt"])
-def test_batch_that_grows_within_an_epoch_trains_every_sample_once(tmp_path: Path, options: tuple[str, ...]) -> None:
-    grows = [each for each in GROWING_WITHIN if not (options and "max_batch_size" in each)]
-    run_on_ranks(2, train_numbered, tmp_path, None, (*grows, *options), timeout_s=120, in_group=False)
-    steps = Counter[int]()
-    order = sorted((step, numbers) for step, numbers in numbers(tmp_path, 2))
-    for step, found in order:
-        steps[step] += len(found)
-    assert list(steps.values())[:10] == [4] * 6 + [8] * 3 + [16]
-    everything = [number for _, found in order for number in found]
-    for epoch in (everything[:SAMPLES], everything[SAMPLES : 2 * SAMPLES]):
-        assert sorted(epoch) == list(range(SAMPLES))
 
 
 def base_weights_while_saving(folder: Path) -> list[str]:

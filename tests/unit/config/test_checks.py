@@ -117,8 +117,6 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
         (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
         (FULL, "", {"deal": True}, "adaptive.deal is True, but adaptive.token_budget is null"),
         (FULL, "", {"padding": False}, "adaptive.padding is False, but adaptive.token_budget is null"),
-        (FULL, "", {"measure_noise": 5, "recover_from_oom": False}, "measure_noise is 5, which watches gradients"),
-        (PPO, "", {"measure_noise": 5}, "it measures steps of finetuning and DPO only"),
         (FULL_DPO, "collate_fn=mine.collate", {}, "preference training has its own collation"),
         (LORA, "tensor_parallel_dim=2", {}, "which LoRA finetuning does not support: allowed is 1"),
         (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU; set it to False"),

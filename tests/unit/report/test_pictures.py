@@ -3,7 +3,6 @@
 import runpy
 import subprocess
 import sys
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -190,23 +189,6 @@ def test_samples_per_step_have_a_panel_if_they_change(tmp_path: Path, drawn: lis
     journal.step(1, {"samples": 16})
     journal.step(2, {"samples": 32})
     assert titles(drawn_run(tmp_path, drawn)) == ["samples of a step, all ranks"]
-
-
-def test_gradient_noise_has_a_panel_with_the_samples_per_step(tmp_path: Path, drawn: list[Any]) -> None:
-    journal = started(tmp_path)
-    set_to(journal, 8)
-    scale = "gradient_noise_scale"
-    for step in (1, 2, 3):
-        journal.step(step, {"samples": 16, scale: 10.0 + step, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
-    journal.step(4, {"samples": 16, f"{scale}_low": 8.0})  # neither scale nor interval has an upper bound
-    journal.step(5, {"samples": 16, scale: 12.0, f"{scale}_low": 8.0, f"{scale}_high": 20.0})
-    panel = drawn_run(tmp_path, drawn).axes[-1]
-    steps, noise = line_of(panel, "gradient noise scale")
-    assert (steps, noise) == ([1, 2, 3, 4, 5], pytest.approx([11, 12, 13, nan, 12], nan_ok=True))
-    assert line_of(panel, "samples of a step") == ([1, 2, 3, 4, 5], [16] * 5)
-    (band,) = panel.collections
-    highs = {y: x for x, y in sorted(band.get_paths()[0].vertices.tolist())}
-    assert (highs[panel.get_ylim()[1]], highs[20], highs[8]) == (4.5, 5, 5)
 
 
 @pytest.mark.parametrize("value", [None, "8", True, float("nan"), 10**400], ids=str)

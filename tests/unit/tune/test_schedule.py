@@ -13,25 +13,20 @@ from omegaconf import OmegaConf
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.engine.noise import NoiseScale, StepNoise
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.data import StepLoader
 from torchtune_adaptive.tune.schedule import (
     Increase,
-    Measured,
     add_every,
     build_increase_function,
     double_every,
-    follow_noise,
     log_left_out,
     log_schedule,
     milestones,
     schedule_table,
     size_epochs,
-    size_from_measurements,
     size_run,
     step_line,
-    takes_measurements,
     total_steps,
 )
 
@@ -63,63 +58,6 @@ def plans_of(
     return size_epochs(settings, progress, samples, rows_that_fit=fits, increase=function)
 
 
-@pytest.mark.parametrize(
-    ("noise", "expected"),
-    [((1.0, 10.0), 4), ((1.0, 7.0), 2), (None, 2)],
-    ids=["far below", "near", "not measured"],
-)
-def test_batch_follows_the_noise_once_in_the_starting_epoch(noise: tuple[float, float] | None, expected: int) -> None:
-    """Two samples per step and accumulation of two: eight would be half of 16."""
-    scale = NoiseScale()
-    for _ in range(20 if noise else 0):
-        scale.record(StepNoise(signal=noise[0], noise=1.6 * noise[1]))
-    progress = progress_of(epochs_run=2, total_epochs=4, past=plans_of(None, epochs=2), noise=scale.state())
-    settings, follows = settings_of(2, 2, measure_noise=1), follow_noise(0.5)
-    assert size_from_measurements(settings, progress, 100_000, increase=follows).batch_size == expected
-    assert [sizes.batch_size for sizes in size_epochs(settings, progress, 100_000, increase=follows)] == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize(("done", "left", "expected"), [(3, 40, (4, 3 + 5)), (4, 4, (2, 5))])
-def test_rest_of_an_epoch_is_resized_unless_no_step_of_that_size_remains(
-    done: int, left: int, expected: tuple[int, int]
-) -> None:
-    """Batch size and steps; a step of batch size 4 has 8 samples."""
-    begun = plans_of(None, epochs=1, samples=20)[0]
-    assert begun.steps == 5
-    progress = progress_of(begun=begun, steps_in_epoch=done, target_tokens=70, loss=1.5)
-    asked = []
-
-    def increase(epoch: int, current: int, measured: Measured) -> int:
-        asked.append((epoch, current, measured))
-        return 2
-
-    settings = settings_of(2, 2, measure_noise=1)
-    assert size_epochs(settings, progress, 100, increase=increase)[0] == begun
-    assert not asked
-    sizes = size_from_measurements(settings, progress, left, increase=increase)
-    assert (sizes.batch_size, sizes.steps) == expected
-    assert asked == [(0, 2, Measured(None, 4, 70, 1.5))]
-
-
-@pytest.mark.parametrize("samples", [40, 100_000])
-def test_batch_that_follows_measurements_never_outgrows_its_epoch(samples: int) -> None:
-    """Two samples per step and at most 20 steps of that size per epoch: 2 × 16 is 32 samples, and batch size 32 is
-    refused.
-    """
-    past = plans_of(None, epochs=1, batch_size=8, times=2)
-    progress = progress_of(epochs_run=1, max_steps_per_epoch=20, past=past, samples=99)
-
-    def double(epoch: int, current: int, measured: Measured) -> int:
-        return current
-
-    settings = settings_of(1, 2, measure_noise=1)
-    sizes = size_from_measurements(settings, progress, samples, increase=double)
-    assert (sizes.batch_size, sizes.samples_per_step, sizes.steps) == (16, 32, 1)
-    begun = replace(progress, begun=sizes)
-    again = size_from_measurements(settings, begun, 40, increase=double)
-    assert (again.batch_size, again.refused_batch_size) == (16, 32)
-
-
 def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with_less_memory() -> None:
     begun = plans_of(None, epochs=1, batch_size=4, times=2, samples=80)[0]
     progress = progress_of(begun=begun, steps_in_epoch=4, samples_in_epoch=64, ranks=2)
@@ -131,74 +69,24 @@ def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with
     assert (rest.samples_per_step, rest.steps, rest.microbatches, rest.microbatch_rows) == (8, 4 + 96 // 8, 3, 3)
     assert following.steps == 160 // 8
     assert (sized.progress.step, sized.progress.ranks) == (4, 1)
-    assert (sized.lr_steps, sized.lr_steps_done) == (16 + 20, 4)
-
-
-def test_the_learning_rate_schedule_counts_steps_of_the_configured_size_if_the_batch_follows_measurements() -> None:
-    grown = replace(plans_of(None, epochs=1, samples=100)[0], samples_per_step=8, steps=12, lr_factor=1.4)
-    progress = progress_of(epochs_run=1, total_epochs=3, past=(grown,), samples=96)
-    settings = settings_of(2, 2, measure_noise=1)
-    sized = size_run(
-        settings, progress, ranks=1, samples_per_rank=100, samples_left_per_rank=100, increase=follow_noise()
-    )
-    assert (sized.lr_steps, sized.lr_steps_done, sized.lr_factor) == (3 * 25, 96 / 4, 1.4)
-    assert sized.progress.step == 12
-
-
-def third(epoch: int, current: int, m: Measured) -> int:
-    return m.samples_per_step
-
-
-def named(epoch: int, current: int, *, measured: Measured) -> int:
-    return measured.samples_per_step
-
-
-def by_default(epoch: int, current: int, measured: Measured | None = None) -> int:
-    assert measured is not None
-    return measured.samples_per_step
-
-
-def test_third_or_measured_argument_receives_measurements() -> None:
-    progress = progress_of()
-    for function in (third, named, by_default):
-        assert takes_measurements(function)
-        settings = settings_of(2, 2, measure_noise=1)
-        assert size_from_measurements(settings, progress, 100, increase=function).batch_size == 2 + 4
-    assert not takes_measurements(lambda epoch, current, factor=2: factor)
+    assert total_steps(sized.epochs) == 16 + 20
 
 
 def section_of(function: str, **keys: Any) -> dict[str, Any]:
     return {"_component_": f"torchtune_adaptive.tune.schedule.{function}", **keys}
 
 
-WITHIN = {"increase_every": {"samples": 100}}
-NOT_WITHIN = r"^adaptive\.increase_every is set, but batch_increase_function "
-
-
 @pytest.mark.parametrize(
-    ("section", "adaptive", "message"),
+    ("section", "message"),
     [
-        (None, WITHIN, NOT_WITHIN),
-        (section_of("double_every", epochs=1), WITHIN, NOT_WITHIN),
-        (
-            section_of("follow_noise"),
-            {"measure_noise": None},
-            r"takes a third argument, `measured`, but adaptive\.measure_noise is null: set it",
-        ),
-        ("no.such.function", {}, "is 'no.such.function', which cannot be imported"),
-        ("math.pi", {}, "is 'math.pi'; it must be a callable"),
-        (section_of("milestones", batch_sizes=5), {}, "schedule.milestones: TypeError: 'int' object is not iterable"),
+        ("no.such.function", "is 'no.such.function', which cannot be imported"),
+        ("math.pi", "is 'math.pi'; it must be a callable"),
+        (section_of("milestones", batch_sizes=5), "schedule.milestones: TypeError: 'int' object is not iterable"),
     ],
 )
-def test_section_without_a_callable_function_is_refused(section: Any, adaptive: dict[str, Any], message: str) -> None:
+def test_section_without_a_callable_function_is_refused(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_increase_function(OmegaConf.create({"batch_increase_function": section, "adaptive": adaptive}))
-
-
-def test_function_of_measurements_is_built_if_they_are_measured() -> None:
-    assert build_increase_function(OmegaConf.create({})) is None
-    cfg = {"batch_increase_function": section_of("follow_noise"), "adaptive": {"measure_noise": 10}}
-    assert takes_measurements(build_increase_function(OmegaConf.create(cfg)))
+        build_increase_function(OmegaConf.create({"batch_increase_function": section}))
 
 
 @given(sizes_up_to_200, sizes_up_to_200, sizes_up_to_200, st.sampled_from(["rebalance", "fixed", "keep"]))
@@ -299,9 +187,6 @@ class Callable_:
         (partial(plans_of, raises), f"{__name__}.raises at epoch 0, batch size 2, raised KeyError: 'table'"),
         (partial(plans_of, add_every(1, -1)), "add_every at epoch 2, batch size 1, returned -1, which leaves 0 rows"),
         (partial(double_every, 0), "batch_increase_function.epochs is 0: allowed is a whole number of at least 1"),
-        (partial(follow_noise, -1), "batch_increase_function.fraction is -1: allowed is a number above 0"),
-        (partial(follow_noise, at_most=0), "at_most is 0: allowed is a whole number of at least 1 or null"),
-        (partial(follow_noise, at_most="x"), "batch_increase_function.at_most is 'x': allowed is a whole number of"),
         (partial(plans_of, add_every(1, "2")), "add_every at epoch 1, batch size 2, returned '2' (str); allowed: an"),
         (partial(plans_of, milestones({1: 0})), "milestones at epoch 1, batch size 2, returned -2, which leaves 0 row"),
     ],
