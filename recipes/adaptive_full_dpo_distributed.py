@@ -13,7 +13,7 @@ from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_pairs
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, disable_dropout
@@ -64,4 +64,4 @@ class AdaptiveFullDPODistributed:
 
 
 if __name__ == "__main__":
-    launch.main(AdaptiveFullDPODistributed)
+    run_recipe(AdaptiveFullDPODistributed)

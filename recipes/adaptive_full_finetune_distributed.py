@@ -13,7 +13,7 @@ from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_data
 from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner
@@ -60,4 +60,4 @@ class AdaptiveFullFinetuneDistributed:
 
 
 if __name__ == "__main__":
-    launch.main(AdaptiveFullFinetuneDistributed)
+    run_recipe(AdaptiveFullFinetuneDistributed)

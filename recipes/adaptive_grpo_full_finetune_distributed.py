@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.grpo import (
     SignalWatch,
@@ -83,4 +83,4 @@ class AdaptiveGRPOFullFinetuneDistributed:
 
 
 if __name__ == "__main__":
-    launch.main(AdaptiveGRPOFullFinetuneDistributed, keys=GRPO_KEYS, remedies=KEYS_IN_PPO)
+    run_recipe(AdaptiveGRPOFullFinetuneDistributed, keys=GRPO_KEYS, remedies=KEYS_IN_PPO)

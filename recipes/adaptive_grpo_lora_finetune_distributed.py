@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from adaptive_grpo_full_finetune_distributed import AdaptiveGRPOFullFinetuneDistributed
 
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.rl.settings import GRPO_KEYS, read_grpo_lora_settings
 
 if TYPE_CHECKING:
@@ -27,4 +27,4 @@ class AdaptiveGRPOLoraFinetuneDistributed(AdaptiveGRPOFullFinetuneDistributed):
 
 
 if __name__ == "__main__":
-    launch.main(AdaptiveGRPOLoraFinetuneDistributed, keys=GRPO_KEYS, remedies=KEYS_IN_PPO)
+    run_recipe(AdaptiveGRPOLoraFinetuneDistributed, keys=GRPO_KEYS, remedies=KEYS_IN_PPO)

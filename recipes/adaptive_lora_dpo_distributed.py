@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_lora_dpo_settings
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_pairs
 from torchtune_adaptive.tune.model import build_lora_model
@@ -64,4 +64,4 @@ class AdaptiveLoraDPODistributed:
 
 
 if __name__ == "__main__":
-    launch.main(AdaptiveLoraDPODistributed)
+    run_recipe(AdaptiveLoraDPODistributed)

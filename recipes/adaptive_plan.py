@@ -20,7 +20,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import advice, answer
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_query
 from torchtune_adaptive.text import count_of
 
 if TYPE_CHECKING:
@@ -62,4 +62,4 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run_without_training(main, keys=PLAN_KEYS)
+    run_query(main, keys=PLAN_KEYS)

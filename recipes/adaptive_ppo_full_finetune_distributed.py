@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.models import PPO_CONTENTS, build_checkpointers, build_models
@@ -72,4 +72,4 @@ class AdaptivePPOFullFinetuneDistributed:
 
 
 if __name__ == "__main__":
-    launch.main(AdaptivePPOFullFinetuneDistributed, keys=PPO_KEYS, remedies=KEYS_IN_PPO)
+    run_recipe(AdaptivePPOFullFinetuneDistributed, keys=PPO_KEYS, remedies=KEYS_IN_PPO)

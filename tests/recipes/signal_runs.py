@@ -55,7 +55,7 @@ def run_with_signals(
 
 
 def _run_methods(kind: str, folder: Path, blow: SignalPlan | None) -> Ended:
-    from torchtune_adaptive.life import launch
+    from torchtune_adaptive.lifecycle.entry_point import run_recipe
 
     log = folder / f"lines{os.environ['RANK']}"
     log.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def _run_methods(kind: str, folder: Path, blow: SignalPlan | None) -> Ended:
     recipe, status = load_ours(kind), 0
     with mock.patch.object(sys, "argv", [OURS[kind][0], "--config", str(folder / "config.yaml")]), signals_sent(blow):
         try:
-            launch.main(recipe)
+            run_recipe(recipe)
         except SystemExit as left:
             status = int(left.code or 0)
     logging.shutdown()

@@ -42,14 +42,14 @@ ROOMS: dict[str, set[str]] = {
     "engine": set(),
     "report": {"engine"},
     "config": {"engine.limits", "engine.search"},
-    "life": {"config", "engine.ranks", "engine.memory", "engine.oom"},
-    "checkpoints": {"config", "life", "engine.memory", "engine.oom", "engine.ranks", "engine.snapshot"},
-    "tune": {"config", "life", "checkpoints", "engine", "report"},
-    "rl": {"tune", "config", "life", "checkpoints", "engine", "report"},
+    "lifecycle": {"config", "engine.ranks", "engine.memory", "engine.oom"},
+    "checkpoints": {"config", "lifecycle", "engine.memory", "engine.oom", "engine.ranks", "engine.snapshot"},
+    "tune": {"config", "lifecycle", "checkpoints", "engine", "report"},
+    "rl": {"tune", "config", "lifecycle", "checkpoints", "engine", "report"},
     # a training script on the engine, for any training
     "rehearse": {"null_cuda"},
-    "forecast": {"rehearse", "null_cuda", "config", "life", "tune", "rl"},
-    "cli": {"rehearse.command", "config", "life", "checkpoints", "forecast", "tune", "rl", "engine.search"},
+    "forecast": {"rehearse", "null_cuda", "config", "lifecycle", "tune", "rl"},
+    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "forecast", "tune", "rl", "engine.search"},
     "demo": set(),
     "hf": {"engine", "report"},
     # an independent package, apart from its location
@@ -74,11 +74,10 @@ WITHOUT_TORCH = {
     "cli.status",
     "forecast.keys",
     "checkpoints.store",
-    "life.output_lock",
-    "life.this_run",
-    "life.signals",
+    "lifecycle.run_state",
+    "lifecycle.signals",
 }
-TUNE_SIDE = {"config", "life", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}
+TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}
 ABOUT_A_RUN = {"report.__main__", "hf.arguments"}
 """A command that takes the folder of a run, and arguments with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
@@ -213,7 +212,7 @@ def test_package_does_not_import_recipes() -> None:
 def test_unit_tests_mirror_the_folders_of_the_package() -> None:
     unit = Path(__file__).parent
     folders = {path.parent.relative_to(unit).as_posix() for path in unit.rglob("*.py")}
-    assert {"engine", "life"} < folders
+    assert {"engine", "lifecycle"} < folders
     assert folders <= {*ROOMS, "."}
 
 

@@ -36,7 +36,7 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import Value, from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
-from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:

@@ -12,7 +12,7 @@ from torchtune import training
 from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.console import say
+from torchtune_adaptive.lifecycle.console import say
 
 TORCHTUNE_KEYS = {
     "seed": training.SEED_KEY,

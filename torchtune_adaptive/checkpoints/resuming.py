@@ -25,10 +25,9 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
-from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.launcher import this_launcher
-from torchtune_adaptive.life.output_lock import take, unwritable
-from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN, command_to_go_on
+from torchtune_adaptive.lifecycle import run_state
+from torchtune_adaptive.lifecycle.run_state import RESTARTS, THIS_RUN, lock_directory, resume_command, unwritable
+from torchtune_adaptive.lifecycle.torchrun import this_launcher
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 logger = logging.getLogger(__name__)
@@ -69,12 +68,12 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     locks: list[IO[bytes]] = []
     launchers = sorted(set(filter(None, from_all_ranks(this_launcher()))))
     if dist.get_rank() == 0:
-        before = this_run.read(Path(settings.output_dir))
+        before = run_state.read_record(Path(settings.output_dir))
         # each launcher counts its own restarts, and not those for which another node has asked
         again = before is not None and not set(launchers).isdisjoint(before.launchers)
         THIS_RUN.restarted = again or os.environ.get(RESTARTS, "0") != "0"
         try:
-            locks.extend(map(take, places_of(settings)))
+            locks.extend(map(lock_directory, places_of(settings)))
             decided = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
             decided = error
@@ -136,7 +135,7 @@ def choose(
     if fact := store.in_the_way(directory):
         raise ConfigError(f"{fact}: move it, or change output_dir")
     own: Sequence[FoundCheckpoint] = checkpoints if mode == AUTO else []
-    if mode is True and THIS_RUN.restarted and (begun := this_run.read(Path(settings.output_dir))) is not None:
+    if mode is True and THIS_RUN.restarted and (begun := run_state.read_record(Path(settings.output_dir))) is not None:
         # A launcher repeats the command, and a run that always went back to the same place might never get past it.
         own = [checkpoint for checkpoint in checkpoints if checkpoint.serial >= begun.serial]
     newest, skipped = store.newest_intact(own)
@@ -249,11 +248,11 @@ def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
     THIS_RUN.keep_record_in(place)
     finished = None
     if dist.get_rank() == 0:
-        before = this_run.read(place)
-        if before and before.ended == this_run.FINISHED:
+        before = run_state.read_record(place)
+        if before and before.ended == run_state.FINISHED:
             finished = before
         serial = before.serial if before and THIS_RUN.restarted else start.serial
-        this_run.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
+        run_state.record_start(place, resume_command(), checkpoint_directory(settings), serial, launchers)
     THIS_RUN.finished_before = from_rank_0(finished)
 
 

@@ -51,8 +51,8 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0, gloo_group_aside
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
-from torchtune_adaptive.life.console import say
-from torchtune_adaptive.life.this_run import THIS_RUN, Doing, now
+from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
 from torchtune_adaptive.text import count_of, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class Checkpoints:
     ) -> None:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
         if progress.finished:
-            THIS_RUN.doing = Doing.LAST_SAVE
+            THIS_RUN.phase = RunPhase.LAST_SAVE
         self.wait()
         background = None if progress.finished else self._background
         name = progress.name_of_checkpoint(distributed=background is not None)
@@ -366,7 +366,7 @@ class Checkpoints:
             self._fail(written, problem)
         THIS_RUN.newest = self._directory / written.name
         if written.manifest.finished:
-            THIS_RUN.doing = Doing.SAVED
+            THIS_RUN.phase = RunPhase.SAVED
         say(f"checkpoint {THIS_RUN.newest} saved in {seconds:.1f} s")
 
     def _fail(self, written: Written, problem: str) -> NoReturn:
@@ -388,7 +388,7 @@ class Checkpoints:
         """On every rank: ends the run. What is in the directory may be another run's."""
         if dist.get_rank() == 0:
             self._claim.release()
-        THIS_RUN.newest = THIS_RUN.place = None
+        THIS_RUN.newest = THIS_RUN.record_directory = None
         raise CheckpointError(f"checkpoint {written.name} is not saved: {self._directory} {lost}")
 
 

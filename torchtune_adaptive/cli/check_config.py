@@ -32,7 +32,7 @@ from torchtune_adaptive.config.registry import FULL_DPO, GRPO, GRPO_LORA, LORA_D
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
 from torchtune_adaptive.forecast.question import read_question
-from torchtune_adaptive.life.output_lock import holder, in_use
+from torchtune_adaptive.lifecycle.run_state import in_use, lock_holder
 from torchtune_adaptive.rl.limits import check_room
 from torchtune_adaptive.rl.ppo import build_ppo_loss
 from torchtune_adaptive.rl.rewards import functions_of
@@ -240,7 +240,7 @@ def _check_folders(settings: Settings, recipe: Recipe, findings: Findings) -> No
     else:
         check_what_saves_copy(section)
     for folder in places_of(settings):
-        if (who := holder(folder)) is not None:
+        if (who := lock_holder(folder)) is not None:
             raise in_use(folder, who)
     with suppress(RunFinished):
         choose(settings, recipe.saved_as, find_checkpoints(checkpoint_directory(settings)))

@@ -12,8 +12,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from torchtune_adaptive.checkpoints.store import find_checkpoints, in_the_way, newest_intact
-from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.output_lock import holder
+from torchtune_adaptive.lifecycle import run_state
+from torchtune_adaptive.lifecycle.run_state import lock_holder
 from torchtune_adaptive.text import format_bytes, printable
 
 COMPARED_BYTES = 2**28
@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> int:
 
 def look(directory: Path) -> tuple[Condition, list[str]]:
     """The condition of a run, and what there is to say of it."""
-    run = this_run.read(directory)
+    run = run_state.read_record(directory)
     named = directory / run.checkpoints if run else directory
     place = named if os.path.isdir(named) else directory  # it may have been moved as a whole
-    held_by, found = holder(place), find_checkpoints(place)
+    held_by, found = lock_holder(place), find_checkpoints(place)
     if run is None and not found:
         return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
     newest = found[0] if found and found[0].manifest else None
@@ -60,7 +60,7 @@ def look(directory: Path) -> tuple[Condition, list[str]]:
         position, is_last = "from the beginning, nothing is saved yet", False
     if held_by is not None or is_last:
         condition, reason = (Condition.CAN_GO_ON if held_by else Condition.FINISHED), position
-    elif run is not None and run.ended == this_run.ERROR:
+    elif run is not None and run.ended == run_state.ERROR:
         condition, reason = Condition.BROKEN, run.message
     elif fact := in_the_way(place):
         condition, reason = Condition.BROKEN, fact
@@ -77,7 +77,7 @@ def look(directory: Path) -> tuple[Condition, list[str]]:
     lines += [f"skipped: {each.path} {each.fault}" for each in found if each.manifest is None]
     if held_by:
         return condition, lines
-    if run is not None and run.ended in (this_run.ASKED, this_run.STOPPED):
+    if run is not None and run.ended in (run_state.SIGNALLED, run_state.STOPPED):
         lines.append(f"last time: {run.message}")
     if newest is None and found:
         lines.append("start over with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir")

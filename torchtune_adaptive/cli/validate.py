@@ -50,7 +50,7 @@ def ranks(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     from torchtune_adaptive.cli.check_config import check_config
     from torchtune_adaptive.config.command_line import read_config
-    from torchtune_adaptive.life.console import log_to_stderr
+    from torchtune_adaptive.lifecycle.console import log_to_stderr
 
     path = config_of(options.config)
     recipe = recipe_named(options.recipe) if options.recipe else recipe_of_config(options.config, path)

@@ -12,7 +12,7 @@ from torch import nn
 from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.console import say
+from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.limits import LimitFinder, check_room
 from torchtune_adaptive.rl.rewards import Rewards
 from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, differ, gathered, groups_of, share_cut_off

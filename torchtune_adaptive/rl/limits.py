@@ -27,7 +27,7 @@ from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import leaving_no_trace
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
-from torchtune_adaptive.life.console import say
+from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages

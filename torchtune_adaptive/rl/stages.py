@@ -20,7 +20,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.life.console import say
+from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import Generate, RunMicrobatch
 from torchtune_adaptive.rl.rollouts import Rollout

@@ -25,7 +25,7 @@ from torchtune_adaptive.errors import (
     SampleTooLongError,
     UnrecoverableError,
 )
-from torchtune_adaptive.life.console import progress_bar
+from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.text import shown
 from torchtune_adaptive.tune.samples import INDEX, TEXT, Kind, Sample
 

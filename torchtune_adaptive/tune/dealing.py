@@ -27,8 +27,8 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import deal
 from torchtune_adaptive.engine.ranks import explaining_failures, gloo_group_aside, world_size
 from torchtune_adaptive.errors import ConfigError, SampleError
-from torchtune_adaptive.life.console import say
-from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset, name_of
 from torchtune_adaptive.tune.data import Data

@@ -25,8 +25,8 @@ from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.console import say
-from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.distributed import Place

@@ -25,8 +25,8 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
-from torchtune_adaptive.life.console import progress_bar
-from torchtune_adaptive.life.this_run import THIS_RUN, Doing
+from torchtune_adaptive.lifecycle.console import progress_bar
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
 from torchtune_adaptive.text import count_of, shown
@@ -152,7 +152,7 @@ class Metrics:
             return
         step, first = self._first
         if step:
-            what = "trained" if THIS_RUN.doing is Doing.SAVED else "so far"
+            what = "trained" if THIS_RUN.phase is RunPhase.SAVED else "so far"
             since, directory = "" if step == 1 else f" from step {step}", checkpoint_directory(self._settings)
             skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)

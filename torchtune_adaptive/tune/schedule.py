@@ -21,7 +21,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import COUNT, Rule, Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.console import say
+from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.text import count_of, in_columns, shown
 from torchtune_adaptive.tune.data import StepLoader
 

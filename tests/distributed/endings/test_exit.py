@@ -56,7 +56,7 @@ dist.destroy_process_group()
 
 NOTHING_LEFT = """
 from torchtune_adaptive.errors import RunFinished
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 
 
 class Recipe:
@@ -66,7 +66,7 @@ class Recipe:
         raise RunFinished("nothing left to train")
 
 
-launch.main(Recipe)
+run_recipe(Recipe)
 """
 
 

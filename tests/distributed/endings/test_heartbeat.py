@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.scheduling_delays import SchedulingDelays
-from torchtune_adaptive.life.heartbeat import Heartbeat, Silent, connect_to_store
+from torchtune_adaptive.lifecycle.heartbeat import Heartbeat, Silent, connect_to_store
 
 TIMEOUT_S = 4.0
 
@@ -120,7 +120,7 @@ def fail() -> list[Silent]:
     message = Told()
     heartbeat = Heartbeat(TIMEOUT_S, message)
     if dist.get_rank() == 1:
-        heartbeat.stop(as_it_should=False)
+        heartbeat.stop(normally=False)
     else:
         assert message.captured.wait(10 * TIMEOUT_S)
     dist.barrier()

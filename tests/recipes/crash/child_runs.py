@@ -97,7 +97,7 @@ def _in_process(start: Start, order: Order, file_bytes: int | None) -> Life:
 
 def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
     """Collective: run what `tune run` starts on each rank, with output to a file."""
-    from torchtune_adaptive.life import launch
+    from torchtune_adaptive.lifecycle.entry_point import run_recipe
 
     rank = int(os.environ["RANK"])
     log = os.open(order.notes_folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -109,7 +109,7 @@ def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
     kill_hook.install(order, rank)
     with mock.patch.object(sys, "argv", [start.variant.recipe, *start.arguments]):
         try:
-            launch.main(recipe, keys=start.variant.keys)
+            run_recipe(recipe, keys=start.variant.keys)
         except SystemExit as status:
             if status.code:
                 raise RuntimeError(f"ended with status {status.code}") from None

@@ -10,7 +10,7 @@ import torch
 
 from tests.recipes.crash.variants import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
-from torchtune_adaptive.life.output_lock import LOCK_FILE
+from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
 from torchtune_adaptive.report.journal import STEPS_FILE, read_timeline
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"

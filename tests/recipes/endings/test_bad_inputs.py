@@ -23,7 +23,7 @@ from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import read_question
-from torchtune_adaptive.life import launch
+from torchtune_adaptive.lifecycle.entry_point import run_query, run_recipe
 
 MOST_BYTES = 2 * 2**30
 """Allowed in addition to the memory mapped at the start."""
@@ -59,9 +59,9 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
     resource.setrlimit(limit, (mapped_bytes + MOST_BYTES,) * 2)
     sys.argv = [program, *arguments]
     if program == "plan":
-        launch.run_without_training(adaptive_plan.main, keys=[field.name for field in fields(PlanSettings)])
+        run_query(adaptive_plan.main, keys=[field.name for field in fields(PlanSettings)])
     else:
-        launch.main(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))
+        run_recipe(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))
 
 
 CONFIG = ("--config", "adaptive/demo/full")

@@ -20,7 +20,7 @@ from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError
-from torchtune_adaptive.life.launch import forbid_early_exit
+from torchtune_adaptive.lifecycle.entry_point import forbid_early_exit
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13

@@ -14,7 +14,7 @@ from tests.recipes.running import assert_only_torchruns_report_follows
 from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
 from tests.scheduling_delays import SchedulingDelays
 from torchtune_adaptive.cli.status import Condition, look
-from torchtune_adaptive.life.signals import ONE_SIGNAL_S
+from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
 
 FULL = "adaptive_full_finetune_distributed"
 LONG = ("dataset.samples=100000", "use_maximum_batch_size=False", "adaptive=null", "output_dir=out")

@@ -17,7 +17,7 @@ import yaml
 
 from tests.ranks import PATIENCE
 from tests.recipes.running import COMMAND_MARK, end_marked, environment
-from torchtune_adaptive.life import this_run
+from torchtune_adaptive.lifecycle import run_state
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = str(Path(sys.executable).parent)
@@ -91,7 +91,7 @@ def begin(output_dir: Path, status: int) -> None:
     """Write the files of a run that has just started."""
     output_dir.mkdir()
     if status != NOT_BEGUN:
-        this_run.begin(output_dir, "tune run", output_dir, serial=0)
+        run_state.record_start(output_dir, "tune run", output_dir, serial=0)
 
 
 @pytest.mark.parametrize(

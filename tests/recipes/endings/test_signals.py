@@ -11,7 +11,7 @@ from tests.recipes import signal_runs
 from tests.recipes.running import saved_weights
 from tests.recipes.signal_runs import SignalPlan, run_with_signals
 from torchtune_adaptive.cli.status import Condition, look
-from torchtune_adaptive.life.output_lock import LOCK_FILE
+from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 EPOCHS = 2

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.checkpoints.store import find_checkpoints
-from torchtune_adaptive.life.heartbeat import exit_on_silent_rank
+from torchtune_adaptive.lifecycle.heartbeat import exit_on_silent_rank
 
 ROWS, EPOCHS, READINGS = 2, 2, 30
 SAVE_EVERY, KEEP = 25, 2

@@ -8,7 +8,7 @@ import pytest
 
 from tests.recipes.signal_runs import run_with_signals
 from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
-from tests.unit.life.test_output_lock import another_run
+from tests.unit.lifecycle.test_run_state import another_run
 from torchtune_adaptive.cli.status import Condition, look
 from torchtune_adaptive.report.journal import STEPS_FILE
 

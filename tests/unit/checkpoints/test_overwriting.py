@@ -9,7 +9,7 @@ from tests.unit.checkpoints.run_starts import config, saved, start
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.this_run import RESTARTS, THIS_RUN
+from torchtune_adaptive.lifecycle.run_state import RESTARTS, THIS_RUN
 
 
 def test_without_an_intact_checkpoint_no_refused_command_is_advised(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from tests.unit.checkpoints.run_starts import ADAPTER, config, files_of, saved, 
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.errors import ConfigError, RunFinished
-from torchtune_adaptive.life import this_run
-from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.lifecycle import run_state
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 
 
 def test_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_restarted_run_resumes_from_its_latest_checkpoint(tmp_path: Path, monkey
     saved(tmp_path, "epoch_0", 0)
     saved(tmp_path, "epoch_1", 1, epochs=2)
     assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0"
-    this_run.begin(tmp_path, "tune run", tmp_path, serial=2)
+    run_state.record_start(tmp_path, "tune run", tmp_path, serial=2)
     monkeypatch.setattr(THIS_RUN, "restarted", True)
     assert files_of(start(tmp_path, *NAMED)).folder.name == "epoch_0", "no newer checkpoint"
     saved(tmp_path, "step_6", 2)

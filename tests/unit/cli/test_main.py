@@ -12,7 +12,7 @@ import yaml
 from tests.ranks import PATIENCE
 from torchtune_adaptive.cli.main import COMMANDS, main
 from torchtune_adaptive.config.registry import PLAN, RECIPES, config_files, our_configs, recipe_files
-from torchtune_adaptive.life.printing import CLOSED_PIPE
+from torchtune_adaptive.lifecycle.console import CLOSED_PIPE
 
 ROOT = Path(__file__).parents[3]
 LS = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.checkpoints.checkpoint_files import save
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.life import output_lock, this_run
-from torchtune_adaptive.life.this_run import Doing, ThisRun
+from torchtune_adaptive.lifecycle import run_state
+from torchtune_adaptive.lifecycle.run_state import RunPhase, ThisRun
 
 COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
@@ -31,7 +31,7 @@ def status(capsys: pytest.CaptureFixture[str]) -> Status:
 
 
 def started(directory: Path, serial: int = 0) -> None:
-    this_run.begin(directory, COMMAND, directory, serial)
+    run_state.record_start(directory, COMMAND, directory, serial)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_killed_run_can_resume_from_its_newest_checkpoint(run_folder: Path, stat
 
 
 def test_run_without_a_checkpoint_can_restart(run_folder: Path, status: Status) -> None:
-    this_run.end(run_folder, this_run.STOPPED, "SIGTERM: stopped during the search, before the first step")
+    run_state.record_end(run_folder, run_state.STOPPED, "SIGTERM: stopped during the search, before the first step")
     code, report = status(run_folder)
     assert code == CAN_GO_ON
     assert "from the beginning" in report
@@ -73,27 +73,27 @@ def test_finished_run_stays_finished_until_started_with_more_epochs(run_folder: 
     assert status(run_folder)[0] == FINISHED
 
 
-@pytest.mark.parametrize(("doing", "code"), [(Doing.SETTING_UP, FINISHED), (Doing.TRAINING, BROKEN)])
+@pytest.mark.parametrize(("phase", "code"), [(RunPhase.SETTING_UP, FINISHED), (RunPhase.TRAINING, BROKEN)])
 def test_finished_run_stays_finished_if_the_next_attempt_fails_before_training(
-    doing: Doing, code: int, run_folder: Path, status: Status
+    phase: RunPhase, code: int, run_folder: Path, status: Status
 ) -> None:
     save(run_folder, "epoch_1", serial=3, finished=True)
-    this_run.end(run_folder, this_run.FINISHED)
-    before = this_run.read(run_folder)
+    run_state.record_end(run_folder, run_state.FINISHED)
+    before = run_state.read_record(run_folder)
     assert before is not None
-    this_run.begin(run_folder, "tune run recipe epochs=9", run_folder, serial=4)
-    run = ThisRun(doing=doing, finished_before=before)
+    run_state.record_start(run_folder, "tune run recipe epochs=9", run_folder, serial=4)
+    run = ThisRun(phase=phase, finished_before=before)
     run.keep_record_in(run_folder)
-    run.note_end(this_run.ERROR, "no such file")
+    run.record_end(run_state.ERROR, "no such file")
     assert status(run_folder)[0] == code
-    left = this_run.read(run_folder)
+    left = run_state.read_record(run_folder)
     assert left is not None
     assert left.command == (COMMAND if code == FINISHED else "tune run recipe epochs=9")
 
 
 def test_user_error_is_not_restarted(run_folder: Path, status: Status) -> None:
     save(run_folder, "step_2", serial=0)
-    this_run.end(run_folder, this_run.ERROR, "step 3: the loss is nan")
+    run_state.record_end(run_folder, run_state.ERROR, "step 3: the loss is nan")
     code, report = status(run_folder)
     assert (code, report.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
     assert str(run_folder / "step_2") in report
@@ -148,7 +148,7 @@ def test_folder_without_a_run_is_reported(missing: bool, tmp_path: Path, status:
 def test_checkpoints_in_another_or_moved_folder_are_found(tmp_path: Path, status: Status) -> None:
     place = tmp_path / "large disk"
     (tmp_path / "out").mkdir()
-    this_run.begin(tmp_path / "out", COMMAND, place, serial=0)
+    run_state.record_start(tmp_path / "out", COMMAND, place, serial=0)
     save(place, "step_2", serial=0)
     assert str(place / "step_2") in status(tmp_path / "out")[1]
     started(place)
@@ -160,7 +160,7 @@ def test_checkpoints_in_another_or_moved_folder_are_found(tmp_path: Path, status
 def test_copied_folder_is_judged_by_its_contents(within: str, tmp_path: Path, status: Status) -> None:
     original, copy = tmp_path / "original", tmp_path / "a copy"
     (original / within).mkdir(parents=True)
-    this_run.begin(original, COMMAND, original / within, serial=0)
+    run_state.record_start(original, COMMAND, original / within, serial=0)
     save(original / within, "step_2", serial=0)
     shutil.copytree(original, copy)
     save(original / within, "epoch_0", serial=1, finished=True)
@@ -171,22 +171,22 @@ def test_copied_folder_is_judged_by_its_contents(within: str, tmp_path: Path, st
 
 
 def test_running_run_is_reported_as_running(run_folder: Path, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtune_adaptive.cli.status.holder", lambda _: "process 7 on node3, since noon")
+    monkeypatch.setattr("torchtune_adaptive.cli.status.lock_holder", lambda _: "process 7 on node3, since noon")
     code, report = status(run_folder)
     assert (code, report) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
-    assert output_lock.holder(run_folder) is None
+    assert run_state.lock_holder(run_folder) is None
 
 
 def test_run_that_cannot_record_its_state_logs_the_consequence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / this_run.RUN_FILE).mkdir()
+    (tmp_path / run_state.RUN_FILE).mkdir()
     started(tmp_path)
     assert caplog.messages == [
-        f"cannot write {tmp_path / this_run.RUN_FILE} (Is a directory): "
+        f"cannot write {tmp_path / run_state.RUN_FILE} (Is a directory): "
         "`tune-adaptive status` cannot report how this run ended"
     ]
-    assert [path.name for path in tmp_path.iterdir()] == [this_run.RUN_FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [run_state.RUN_FILE]
 
 
 def test_without_a_complete_checkpoint_no_refused_command_is_advised(tmp_path: Path, status: Status) -> None:
@@ -201,7 +201,7 @@ def test_without_a_complete_checkpoint_no_refused_command_is_advised(tmp_path: P
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 3'])
 def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: Status) -> None:
     save(tmp_path, "step_2", serial=0)
-    (tmp_path / this_run.RUN_FILE).write_text(content)
+    (tmp_path / run_state.RUN_FILE).write_text(content)
     code, report = status(tmp_path)
     assert code == CAN_GO_ON
     assert "resume with: the command that started it, with resume_from_checkpoint=auto" in report
@@ -214,15 +214,15 @@ RECORD = {"command": "c", "folder": "f", "checkpoints": ".", "serial": 0, "start
     "wrong", [{"serial": "0"}, {"checkpoints": 3}, {"message": None}, {"launchers": [[]]}, {"ended": 1}]
 )
 def test_run_file_with_values_of_wrong_types_is_ignored(wrong: dict[str, Any], tmp_path: Path, status: Status) -> None:
-    (tmp_path / this_run.RUN_FILE).write_text(json.dumps(RECORD))
+    (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD))
     assert status(tmp_path)[0] == CAN_GO_ON
-    (tmp_path / this_run.RUN_FILE).write_text(json.dumps(RECORD | wrong))
+    (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD | wrong))
     assert status(tmp_path) == (BROKEN, f"{tmp_path} contains no run\n")
 
 
 def test_control_characters_from_a_folder_are_escaped(tmp_path: Path, status: Status) -> None:
     title = "\x1b]0;title\x07\rfinished"
-    (tmp_path / this_run.RUN_FILE).write_text(json.dumps(RECORD | {"ended": this_run.ERROR, "message": title}))
+    (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD | {"ended": run_state.ERROR, "message": title}))
     save(tmp_path, "step_2", saved_at=title)
     _, report = status(tmp_path)
     assert report.count(r"\x1b]0;title\x07\rfinished") == 2

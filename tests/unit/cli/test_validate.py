@@ -194,7 +194,7 @@ def test_folder_with_checkpoints_or_in_use_is_refused(
     assert_refused(validate(*into), ["contains checkpoints of an earlier run (epoch_0)"])
     assert_refused(validate(*into, "resume_from_checkpoint=auto"), ["in the run whose checkpoints are in"])
     assert validate(*into[:2], "overwrite_output_dir=True")[0] == 0
-    monkeypatch.setattr("torchtune_adaptive.cli.check_config.holder", lambda _: "process 7 on node3")
+    monkeypatch.setattr("torchtune_adaptive.cli.check_config.lock_holder", lambda _: "process 7 on node3")
     assert_refused(validate(*into[:2]), ["is in use by process 7 on node3"])
 
 

@@ -1,25 +1,28 @@
-"""Log lines and progress bars of a run, on stderr."""
+"""Log lines and progress bars of a run on stderr, and commands that print a result to stdout."""
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_adaptive.atomic_files import reason
+from torchtune_adaptive.errors import AdaptiveError
 
 logger = logging.getLogger(__name__)
 
 OURS = "torchtune_adaptive"
 BETWEEN_LINES_S = 30.0
 """Seconds between progress lines without a terminal."""
+CLOSED_PIPE, INTERRUPTED = 141, 130
+"""Exit statuses of a command whose output pipe was closed, or that Ctrl-C ended, as in shells."""
 
 
 def log_to_stderr() -> None:
@@ -33,6 +36,8 @@ def log_to_stderr() -> None:
 
 def say(line: str) -> None:
     """Log a line on rank 0 only."""
+    import torch.distributed as dist  # here, because commands that only print run without torch
+
     if dist.get_rank() == 0:
         logger.info("%s", line)
 
@@ -98,3 +103,25 @@ def progress_bar(
     around = logging_redirect_tqdm([logging.getLogger(OURS)]) if in_a_terminal and shown else nullcontext()
     with around, tqdm(miniters=1, disable=not shown, **options) as bar:
         yield bar
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Handle a closed pipe (`| head`) or a full disk without a traceback while a result is printed."""
+    if sys.stdout is None:  # closed by the caller, for example with `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
+    with suppress(OSError):  # tell() fails if the file was replaced by a pipe
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        closed_pipe = isinstance(error, BrokenPipeError)
+        if error.filename is not None and not closed_pipe:  # concerns a file, not stdout
+            raise
+        # flushing the rest at exit would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if closed_pipe:
+            sys.exit(CLOSED_PIPE)
+        raise AdaptiveError(f"cannot write the output: {error.strerror}; redirect it elsewhere") from error

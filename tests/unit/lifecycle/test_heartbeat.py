@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from torchtune_adaptive.errors import RunFinished, RunStopped
-from torchtune_adaptive.life import heartbeat, this_run
-from torchtune_adaptive.life.heartbeat import Silent, exit_on_silent_rank
-from torchtune_adaptive.life.this_run import ThisRun, saved_and_what_next
+from torchtune_adaptive.lifecycle import heartbeat, run_state
+from torchtune_adaptive.lifecycle.heartbeat import Silent, exit_on_silent_rank
+from torchtune_adaptive.lifecycle.run_state import ThisRun, saved_and_next_command
 
 
 def test_message_names_ranks_their_location_and_the_processes_to_end_first() -> None:
@@ -27,24 +27,24 @@ def test_message_names_ranks_their_location_and_the_processes_to_end_first() -> 
     [(None, "nothing is saved. To restart: "), (Path("out/step_4"), "last checkpoint: out/step_4. To resume: ")],
 )
 def test_resume_command_requires_a_checkpoint(newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(this_run, "THIS_RUN", ThisRun(newest=newest))
-    assert saved_and_what_next().startswith(words)
+    monkeypatch.setattr(run_state, "THIS_RUN", ThisRun(newest=newest))
+    assert saved_and_next_command().startswith(words)
 
 
 @pytest.mark.parametrize(
-    ("error", "as_it_should"),
+    ("error", "normally"),
     [(None, True), (RunFinished("x"), True), (RunStopped("x"), True), (OSError("x"), False), (SystemExit, False)],
 )
 def test_only_ranks_that_end_with_all_others_report_a_regular_end(
-    error: BaseException | None, as_it_should: bool, monkeypatch: pytest.MonkeyPatch
+    error: BaseException | None, normally: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bool] = []
 
     class Heard:
         def __init__(self, *_: object) -> None: ...
 
-        def stop(self, *, as_it_should: bool) -> None:
-            ended.append(as_it_should)
+        def stop(self, *, normally: bool) -> None:
+            ended.append(normally)
 
     monkeypatch.setattr(heartbeat, "Heartbeat", Heard)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
@@ -52,4 +52,4 @@ def test_only_ranks_that_end_with_all_others_report_a_regular_end(
     with suppress(BaseException), exit_on_silent_rank(60):
         if error is not None:
             raise error
-    assert ended == [as_it_should]
+    assert ended == [normally]

@@ -1,4 +1,4 @@
-"""The launcher of this rank (torchrun): its timeout, its directory and its exit."""
+"""The launcher of this rank (torchrun): its timeout, its exit, and the files that ranks share in its directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtune_adaptive import dependencies
 LOOK_FOR_THE_LAUNCHER_S = 1.0
 _STARTED = 19
 """Position of the start time after the process name in /proc/PID/stat."""
-PID_FILE, REPORTED_FILE = "pid", "told"
+PID_FILE, REPORTED_FILE = "pid", "reported"
 
 
 def launcher_timeout_s() -> float:
@@ -61,8 +61,7 @@ def attempt_directory() -> Path | None:
 
 
 def first_to_report() -> bool:
-    """Return True if this rank is the first of its machine to report a failure, decided by a file in the launcher's
-    directory.
+    """Return True if this rank is the first of its machine to report a failure; a file in torchrun's directory decides.
 
     The first rank to fail has the cause; its peers fail later, when its process ends and they lose their connections.
     Without a launcher every rank reports. From here on SIGTERM is ignored so that it cannot cut off the message.
@@ -70,11 +69,11 @@ def first_to_report() -> bool:
     folder = attempt_directory()
     if folder is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if threading.current_thread() is not threading.main_thread():
+        return create_first(folder / REPORTED_FILE)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     first = create_first(folder / REPORTED_FILE)
-    if in_main_thread and not first:
+    if not first:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return first
 

@@ -1,6 +1,6 @@
 """Detect a rank that has stopped responding. Each rank writes heartbeats to the rendezvous store and checks all others.
 
-A thread writes the heartbeats, so a busy rank is still heard. A stopped process or a hung machine is not, and its peers
+A thread writes the heartbeats, so a busy rank still beats. A stopped process or a hung machine does not, and its peers
 would wait for it forever in a collective. They exit instead, and name the rank and the command that resumes the run.
 """
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunFinished, RunStopped
-from torchtune_adaptive.life.launcher import first_to_report, write_error_file
-from torchtune_adaptive.life.this_run import STOPPED, THIS_RUN, saved_and_what_next
+from torchtune_adaptive.lifecycle.run_state import STOPPED, THIS_RUN, saved_and_next_command
+from torchtune_adaptive.lifecycle.torchrun import first_to_report, write_error_file
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import ranks_named
 
@@ -84,7 +84,7 @@ class Heartbeat:
         """Collective. `on_silence` is called in a thread and must end the process; all peers do the same."""
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
         # Count checks, not seconds: after this process was suspended, its peers get time to beat again.
-        self._most_looks = int(timeout_s / self._interval_s) - SPARE_BEATS
+        self._max_missed = int(timeout_s / self._interval_s) - SPARE_BEATS
         self._timeout_s = timeout_s
         self._on_silence = on_silence
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -92,23 +92,23 @@ class Heartbeat:
         self._store = self._connect()
         self._keys = [f"beat/{rank}" for rank in range(self._ranks)]
         self._store.set(self._keys[self._rank], "0")
-        self._wheres = from_all_ranks(f"pid {os.getpid()} on {socket.gethostname()}")
+        self._locations = from_all_ranks(f"pid {os.getpid()} on {socket.gethostname()}")
         self._stopping = threading.Event()
-        self._says_so = True
+        self._signs_off = True
         self._rounds = 0
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_the_store)]
         for thread in self._threads:
             thread.start()
 
-    def stop(self, *, as_it_should: bool = True) -> None:
+    def stop(self, *, normally: bool = True) -> None:
         """Stop. After a failure, this rank does not sign off, so that peers that wait for it detect its silence."""
-        self._says_so = as_it_should
+        self._signs_off = normally
         self._stopping.set()
         for thread in self._threads:
             thread.join(2 * self._interval_s)  # limited, since the store may be gone
 
     def _beat(self) -> None:
-        last, unheard = [LEFT] * self._ranks, [0] * self._ranks
+        last, missed = [LEFT] * self._ranks, [0] * self._ranks
         while not self._stopping.wait(self._interval_s):
             # Reconnect after a broken connection. If the store is gone, this fails repeatedly, and the other thread
             # notices that no round completes.
@@ -120,26 +120,26 @@ class Heartbeat:
                 with suppress(RuntimeError):
                     self._store = self._connect()
                 continue
-            looks = zip(beats, last, unheard, strict=True)
-            unheard = [count + 1 if beat == before != LEFT else 0 for beat, before, count in looks]
+            checks = zip(beats, last, missed, strict=True)
+            missed = [count + 1 if beat == before != LEFT else 0 for beat, before, count in checks]
             last = beats
-            if max(unheard) >= self._most_looks:
+            if max(missed) >= self._max_missed:
                 # a whole machine may have stopped; its ranks beat at slightly different times
-                silent = [rank for rank, count in enumerate(unheard) if count >= self._most_looks - 2]
-                where = ", ".join(self._wheres[rank] for rank in silent)
+                silent = [rank for rank, count in enumerate(missed) if count >= self._max_missed - 2]
+                where = ", ".join(self._locations[rank] for rank in silent)
                 self._on_silence(Silent(tuple(silent), where, self._timeout_s))
                 return
-        if self._says_so:
+        if self._signs_off:
             with suppress(RuntimeError):
                 self._store.set(self._keys[self._rank], LEFT)
 
     def _watch_the_store(self) -> None:
-        last, unheard = 0, 0
+        last, missed = 0, 0
         while not self._stopping.wait(self._interval_s):
-            unheard = unheard + 1 if self._rounds == last else 0
+            missed = missed + 1 if self._rounds == last else 0
             last = self._rounds
-            if unheard >= self._most_looks:
-                self._on_silence(Silent((), self._wheres[0], self._timeout_s))
+            if missed >= self._max_missed:
+                self._on_silence(Silent((), self._locations[0], self._timeout_s))
                 return
 
 
@@ -149,22 +149,20 @@ def exit_on_silent_rank(timeout_s: float | None) -> Iterator[None]:
     if timeout_s is None or REHEARSAL.on or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    heartbeat = Heartbeat(timeout_s, _end)
-    with_all_others = True
+    heartbeat = Heartbeat(timeout_s, _exit)
     try:
         yield
     except BaseException as error:
-        with_all_others = isinstance(error, RunFinished | RunStopped)
+        heartbeat.stop(normally=isinstance(error, RunFinished | RunStopped))  # all ranks raise these two
         raise
-    finally:
-        heartbeat.stop(as_it_should=with_all_others)
+    heartbeat.stop(normally=True)
 
 
-def _end(silent: Silent) -> None:
+def _exit(silent: Silent) -> None:
     """End the process from a thread, because the main thread is blocked in a collective."""
     if first_to_report():
         write_error_file(f"error (rank {dist.get_rank()}): {silent}")
         with suppress(OSError):
-            print(f"\nerror: {silent}; {saved_and_what_next()}", file=sys.stderr, flush=True)
-        THIS_RUN.try_to_note(STOPPED, silent.fact)
+            print(f"\nerror: {silent}; {saved_and_next_command()}", file=sys.stderr, flush=True)
+        THIS_RUN.try_to_record_end(STOPPED, silent.fact)
     os._exit(1)

@@ -15,18 +15,14 @@ import pytest
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life import output_lock
-from torchtune_adaptive.life.output_lock import LOCK_FILE, holder, take
-from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.lifecycle import run_state
+from torchtune_adaptive.lifecycle.run_state import LOCK_FILE, THIS_RUN, lock_directory, lock_holder
 
-# loaded without torch, to be quick
 HOLDS = """
-import importlib.util, os, sys, time
+import os, sys, time
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("lock", sys.argv[1])
-lock = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(lock)
-held = lock.take(Path(sys.argv[2]))
+from torchtune_adaptive.lifecycle.run_state import lock_directory
+held = lock_directory(Path(sys.argv[1]))
 """
 
 
@@ -34,9 +30,7 @@ held = lock.take(Path(sys.argv[2]))
 def another_run(
     directory: Path, then: str = "print('held', flush=True); time.sleep(600)"
 ) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS + then, output_lock.__file__, str(directory)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", HOLDS + then, str(directory)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -47,22 +41,22 @@ def another_run(
 
 
 def test_second_run_names_the_holder_and_changes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_lock, "WAIT_S", 0.3)
+    monkeypatch.setattr(run_state, "WAIT_S", 0.3)
     with another_run(tmp_path) as other:
         before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
         who = rf"in use by process {other.pid} on {re.escape(socket.gethostname())}, since 20\d\d-.*choose another"
         with pytest.raises(ConfigError, match=who):
-            take(tmp_path)
+            lock_directory(tmp_path)
         assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
-        assert f"process {other.pid}" in str(holder(tmp_path))
+        assert f"process {other.pid}" in str(lock_holder(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_lock_ends_with_its_process(number: signal.Signals, tmp_path: Path) -> None:
     with another_run(tmp_path) as other:
         other.send_signal(number)
-        take(tmp_path).close()
-    assert holder(tmp_path) is None
+        lock_directory(tmp_path).close()
+    assert lock_holder(tmp_path) is None
 
 
 def test_surviving_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
@@ -70,27 +64,27 @@ def test_surviving_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     with another_run(tmp_path, fork) as other:
         time.sleep(0.3)
         other.kill()
-        take(tmp_path).close()
+        lock_directory(tmp_path).close()
 
 
-@pytest.mark.parametrize(("restarted", "wait_s"), [(False, output_lock.WAIT_S), (True, 0.0)])
+@pytest.mark.parametrize(("restarted", "wait_s"), [(False, run_state.WAIT_S), (True, 0.0)])
 def test_dying_predecessor_is_waited_for_and_longer_after_a_restart(
     restarted: bool, wait_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_lock, "WAIT_S", wait_s)
+    monkeypatch.setattr(run_state, "WAIT_S", wait_s)
     monkeypatch.setattr(THIS_RUN, "restarted", restarted)
     with another_run(tmp_path, "print('held', flush=True); time.sleep(1.5); os._exit(1)"):
         began = time.monotonic()
-        take(tmp_path).close()
+        lock_directory(tmp_path).close()
         assert time.monotonic() - began > 0.5
 
 
 @pytest.mark.parametrize("content", [b"", b"{torn", b"[]", b"\xff"])
 def test_stale_lock_file_does_not_block_a_new_run(content: bytes, tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_bytes(content)
-    assert holder(tmp_path) is None
-    take(tmp_path).close()
-    assert holder(tmp_path) is None
+    assert lock_holder(tmp_path) is None
+    lock_directory(tmp_path).close()
+    assert lock_holder(tmp_path) is None
 
 
 def test_file_system_without_locks_gives_one_warning(
@@ -100,7 +94,7 @@ def test_file_system_without_locks_gives_one_warning(
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("fcntl.lockf", refuses)
-    take(tmp_path).close()
+    lock_directory(tmp_path).close()
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path} does not support locks (No locks available): a second run there would not be detected"
     ]
@@ -109,14 +103,14 @@ def test_file_system_without_locks_gives_one_warning(
 def test_unwritable_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot write to output_dir .*file/out': .*file/out: Not a directory"):
-        take(tmp_path / "file" / "out")
+        lock_directory(tmp_path / "file" / "out")
     (tmp_path / "out" / LOCK_FILE).mkdir(parents=True)
     with pytest.raises(ConfigError, match=rf"out/{LOCK_FILE}: Is a directory; remove it"):
-        take(tmp_path / "out")
+        lock_directory(tmp_path / "out")
 
 
 def test_pipe_in_place_of_the_lock_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK_FILE)
-    assert holder(tmp_path) is None
+    assert lock_holder(tmp_path) is None
     with pytest.raises(ConfigError, match=rf"{LOCK_FILE}: it is not a regular file; remove it"):
-        take(tmp_path)
+        lock_directory(tmp_path)

@@ -11,13 +11,13 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.life import launcher, signals, this_run
-from torchtune_adaptive.life.this_run import command_to_go_on
+from torchtune_adaptive.lifecycle import run_state, signals, torchrun
+from torchtune_adaptive.lifecycle.run_state import resume_command
 
 LISTENS = """
 import os, signal, sys, time
-from torchtune_adaptive.life.signals import listen
-from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.lifecycle.signals import listen
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 listen()
 me = os.getpid()
 """
@@ -85,7 +85,7 @@ def test_second_signal_ends_a_process_with_a_blocked_main_thread(first: signal.S
 
 def test_duplicate_of_a_slowly_recorded_signal_is_not_a_second_one() -> None:
     ended = python("""
-        THIS_RUN.try_to_note = lambda *_: time.sleep(1.5)
+        THIS_RUN.try_to_record_end = lambda *_: time.sleep(1.5)
         os.kill(me, signal.SIGINT)
         time.sleep(0.3)
         os.kill(me, signal.SIGINT)
@@ -114,7 +114,7 @@ def attempt(tmp_path: Path) -> Path:
     """torchrun's folder, with those of two ranks."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    (tmp_path / "0" / launcher.PID_FILE).write_text(str(os.getpid()))
+    (tmp_path / "0" / torchrun.PID_FILE).write_text(str(os.getpid()))
     return tmp_path
 
 
@@ -146,25 +146,25 @@ def gone() -> int:
 @pytest.mark.parametrize("how", ["gone", "has reported it"])
 def test_rank_with_a_failed_peer_ends_silently(how: str, attempt: Path) -> None:
     if how == "gone":
-        (attempt / "1" / launcher.PID_FILE).write_text(str(gone()))
+        (attempt / "1" / torchrun.PID_FILE).write_text(str(gone()))
     else:
-        (attempt / launcher.REPORTED_FILE).touch()
+        (attempt / torchrun.REPORTED_FILE).touch()
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
 
 
 def test_error_replaces_the_recorded_signal(tmp_path: Path) -> None:
-    this_run.begin(tmp_path, "tune run", tmp_path, 0)
-    this_run.end(tmp_path, this_run.ASKED, "SIGTERM")
-    this_run.end(tmp_path, this_run.ERROR, "lower the rate")
-    this_run.end(tmp_path, this_run.ASKED, "SIGTERM")
-    run = this_run.read(tmp_path)
+    run_state.record_start(tmp_path, "tune run", tmp_path, 0)
+    run_state.record_end(tmp_path, run_state.SIGNALLED, "SIGTERM")
+    run_state.record_end(tmp_path, run_state.ERROR, "lower the rate")
+    run_state.record_end(tmp_path, run_state.SIGNALLED, "SIGTERM")
+    run = run_state.read_record(tmp_path)
     assert run is not None
-    assert (run.ended, run.message) == (this_run.ERROR, "lower the rate")
+    assert (run.ended, run.message) == (run_state.ERROR, "lower the rate")
 
 
 @pytest.mark.parametrize(
-    ("typed", "goes_on"),
+    ("typed", "resumes"),
     [
         (["/v/bin/python", "/v/bin/tune", "run", "r", "epochs=2"], "tune run r epochs=2 resume_from_checkpoint=auto"),
         (
@@ -177,7 +177,7 @@ def test_error_replaces_the_recorded_signal(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_resume_command(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(this_run.sys, "orig_argv", typed)
+def test_resume_command(typed: list[str], resumes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert command_to_go_on() == goes_on
+    assert resume_command() == resumes

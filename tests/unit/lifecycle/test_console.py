@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.life import console
-from torchtune_adaptive.life.console import log_to_stderr, progress_bar
+from torchtune_adaptive.lifecycle import console
+from torchtune_adaptive.lifecycle.console import log_to_stderr, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -85,7 +85,7 @@ def test_in_a_terminal_progress_is_a_bar_between_lines(ours: logging.Logger, mon
 
 PRINTS = """
 import time
-from torchtune_adaptive.life.console import tolerate_closed_stdout, log_to_stderr
+from torchtune_adaptive.lifecycle.console import tolerate_closed_stdout, log_to_stderr
 log_to_stderr()
 tolerate_closed_stdout()
 time.sleep(0.5)
@@ -94,7 +94,7 @@ print("second")
 """
 FALLS_SILENT = """
 import time
-from torchtune_adaptive.life.console import progress_bar, log_to_stderr
+from torchtune_adaptive.lifecycle.console import progress_bar, log_to_stderr
 log_to_stderr()
 time.sleep(0.5)
 with progress_bar("epoch 1", 2, "steps", at_once=True) as bar:

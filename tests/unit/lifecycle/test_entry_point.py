@@ -17,8 +17,8 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
     UnrecoverableError,
 )
-from torchtune_adaptive.life import launch, one_message, this_run
-from torchtune_adaptive.life.launcher import first_to_report
+from torchtune_adaptive.lifecycle import entry_point, run_state
+from torchtune_adaptive.lifecycle.torchrun import first_to_report
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_without_a_shared_folder_every_rank_prints_its_message(tmp_path: Path, m
     ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (None, "this part cannot be repeated")]
 )
 def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, why: str) -> None:
-    with pytest.raises(RecoveryUnsupportedError) as caught, launch.explain_out_of_memory(recover):
+    with pytest.raises(RecoveryUnsupportedError) as caught, entry_point.explain_out_of_memory(recover):
         raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
     text = in_keys(caught.value)
     assert text.startswith("out of memory on rank 0 outside training, and ")
@@ -71,7 +71,7 @@ def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, wh
 
 @pytest.mark.parametrize("error", [KeyError("no memory"), LimitExhaustedError("out of memory")])
 def test_other_errors_are_unchanged(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, launch.explain_out_of_memory(False):
+    with pytest.raises(type(error)) as caught, entry_point.explain_out_of_memory(False):
         raise error
     assert caught.value is error
 
@@ -80,13 +80,13 @@ def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def end() -> None:
-        with launch.ignore_out_of_memory_once_saved():
+        with entry_point.ignore_out_of_memory_once_saved():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(launch.THIS_RUN, "doing", launch.Doing.LAST_SAVE)
+    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.LAST_SAVE)
     with pytest.raises(torch.OutOfMemoryError):
         end()
-    monkeypatch.setattr(launch.THIS_RUN, "doing", launch.Doing.SAVED)
+    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.SAVED)
     end()
     assert caplog.messages == [
         "out of memory on rank 0 after the last checkpoint was saved (OutOfMemoryError: CUDA out of memory): the run "
@@ -98,7 +98,7 @@ def test_refused_thread_is_reported_with_the_limits() -> None:
     before = threading.stack_size(2**46)  # larger than any address space
     try:
         shown = r"cannot start another thread .*can't start new thread.*ulimit -v.*ulimit -u"
-        with pytest.raises(AdaptiveError, match=shown), one_message.explain_thread_errors():
+        with pytest.raises(AdaptiveError, match=shown), entry_point.explain_thread_errors():
             threading.Thread(target=print).start()
     finally:
         threading.stack_size(before)
@@ -106,49 +106,49 @@ def test_refused_thread_is_reported_with_the_limits() -> None:
 
 @pytest.mark.parametrize(
     ("error", "ended"),
-    [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), this_run.ERROR)],
+    [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_state.ERROR)],
 )
 def test_unrecoverable_run_does_not_offer_to_resume(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    this_run.begin(tmp_path, "tune run", tmp_path, 0)
-    monkeypatch.setattr(launch.THIS_RUN, "place", None)
-    monkeypatch.setattr(launch.THIS_RUN, "place_id", None)
-    launch.THIS_RUN.keep_record_in(tmp_path)
+    run_state.record_start(tmp_path, "tune run", tmp_path, 0)
+    monkeypatch.setattr(entry_point.THIS_RUN, "record_directory", None)
+    monkeypatch.setattr(entry_point.THIS_RUN, "record_directory_id", None)
+    entry_point.THIS_RUN.keep_record_in(tmp_path)
 
-    def question(*_: object) -> None:
+    def query(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     with pytest.raises(SystemExit):
-        launch.run_without_training(question, [])
-    run = this_run.read(tmp_path)
+        entry_point.run_query(query, [])
+    run = run_state.read_record(tmp_path)
     assert run is not None
     assert run.ended == ended
 
 
 def test_end_of_a_run_is_not_recorded_in_a_directory_that_replaced_its_own(tmp_path: Path) -> None:
-    first, out = this_run.ThisRun(), tmp_path / "out"
-    this_run.begin(out, "tune run", out, 0)
+    first, out = run_state.ThisRun(), tmp_path / "out"
+    run_state.record_start(out, "tune run", out, 0)
     first.keep_record_in(out)
     out.rename(tmp_path / "moved")
-    this_run.begin(out, "tune run", out, 0)
-    first.note_end(this_run.STOPPED, "SIGTERM")
-    record = this_run.read(out)
+    run_state.record_start(out, "tune run", out, 0)
+    first.record_end(run_state.STOPPED, "SIGTERM")
+    record = run_state.read_record(out)
     assert record is not None
     assert record.ended is None
 
 
 def test_only_rank_0_runs_a_query(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def question(*_: object) -> None:
+    def query(*_: object) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    launch.run_without_training(question, [])
+    entry_point.run_query(query, [])
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # without a launcher, RANK was left by another program
     with pytest.raises(SystemExit):
-        launch.run_without_training(question, [])
+        entry_point.run_query(query, [])
     assert "AssertionError: asked" in capsys.readouterr().err

@@ -12,11 +12,11 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.life.launcher import write_error_file
+from torchtune_adaptive.lifecycle.torchrun import write_error_file
 
 RANK = """
 import os, time
-from torchtune_adaptive.life.launcher import exit_with_launcher
+from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher
 exit_with_launcher()
 print(os.getpid(), flush=True)
 time.sleep(600)
@@ -50,7 +50,7 @@ def test_rank_outlives_the_thread_that_started_it_but_not_the_process() -> None:
 
 
 def test_rank_whose_launcher_died_during_its_imports_ends_immediately() -> None:
-    imports = "import os, time; from torchtune_adaptive.life.launcher import exit_with_launcher as end; "
+    imports = "import os, time; from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher as end; "
     waits = "parent = os.getppid(); print('imported', flush=True)\nwhile os.getppid() == parent: time.sleep(0.01)\n"
     code = f"{imports}{waits}end(); print('trains')"
     starts = "import subprocess, sys; rank = subprocess.Popen(sys.argv[1:]); sys.stdin.readline()"
@@ -76,7 +76,7 @@ def test_torchruns_report_names_the_message_of_the_rank_that_failed_first_as_roo
 
 
 def test_ctrl_c_during_the_imports_of_a_recipe_prints_nothing() -> None:
-    program = "import sys, time; sys.argv = ['adaptive_mine.py']; import torchtune_adaptive.life; "
+    program = "import sys, time; sys.argv = ['adaptive_mine.py']; import torchtune_adaptive.lifecycle; "
     then = "print('imported', flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program + then], stdout=-1, stderr=-1, text=True)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""How a run starts and ends: the lock on its output directory, its record, signals, silent ranks, the error message.
+"""How the process of a run starts and ends: entry point, record and lock in output_dir, signals, silent ranks, errors.
 
 Import this before torchtune: it filters warnings of dependencies and handles Ctrl-C.
 """

@@ -1,0 +1,240 @@
+"""The entry point of recipes: read the config, run the four methods, end with the message of the first failed rank.
+
+config  ->  Recipe(cfg)  ->  setup()  ->  train()  ->  cleanup()
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from torchtune_adaptive.config.checks import check_keys
+from torchtune_adaptive.config.command_line import config_and_overrides, read_config
+from torchtune_adaptive.config.components import in_a_line
+from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
+from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
+from torchtune_adaptive.errors import (
+    AdaptiveError,
+    EarlyExitError,
+    RanksPartedError,
+    RecoveryUnsupportedError,
+    Remedy,
+    RunFinished,
+    RunStopped,
+)
+from torchtune_adaptive.lifecycle.console import INTERRUPTED, log_to_stderr, printing, tolerate_closed_stdout
+from torchtune_adaptive.lifecycle.heartbeat import exit_on_silent_rank
+from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
+from torchtune_adaptive.lifecycle.signals import listen, stop_listening
+from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
+from torchtune_adaptive.text import ranks_named
+
+logger = logging.getLogger(__name__)
+
+Query: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
+"""Takes a config, its path and the overrides on the command line."""
+
+
+def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
+    """Collective: run a recipe with the config of the command line; exit with status 1 on errors.
+
+    `keys` are keys that only this recipe has. `remedies` translates the library's remedies into keys of its config.
+    """
+    exit_with_launcher()
+    tolerate_closed_stdout()
+    listen()
+    faulthandler.enable(file=2)  # print a traceback if a library aborts the process
+    exit_with_one_message(lambda: _run(recipe_type, keys), remedies)
+
+
+def run_query(query: Query, keys: Collection[str]) -> None:
+    """Run a command that does not train, on rank 0 only; `keys` are keys in addition to those of recipes."""
+    if not dist.is_torchelastic_launched():
+        os.environ.pop("RANK", None)  # left over in the shell from another program
+
+    def run() -> None:
+        path, overrides = config_and_overrides(sys.argv[1:])
+        cfg = read_config(path, overrides)
+        check_keys(cfg, keys, aloud=True)
+        with printing(), forbid_early_exit():
+            query(cfg, path, overrides)
+
+    if rank() == 0:
+        exit_with_one_message(run)
+
+
+def _run(recipe_type: type, keys: Collection[str]) -> None:
+    cfg = read_config(*config_and_overrides(sys.argv[1:]))
+    check_keys(cfg, keys, aloud=rank() == 0)
+    try:
+        with forbid_early_exit(), leaving_out_what_is_set(cfg):
+            recipe = recipe_type(cfg)
+            adaptive = recipe.run.settings.adaptive
+            with (
+                exit_on_silent_rank(adaptive.silent_rank_timeout),
+                explain_out_of_memory(adaptive.recover_from_oom),
+                ignore_out_of_memory_once_saved(),
+            ):
+                _run_methods(recipe)
+    except RunFinished as finished:
+        if rank() == 0:
+            logger.info("%s", finished)
+    except RunStopped as stopped:
+        if rank() == 0:
+            logger.info("%s: %s; %s", THIS_RUN.stopped_by, stopped, saved_and_next_command())
+            THIS_RUN.record_end(STOPPED, f"{THIS_RUN.stopped_by}: {stopped}")
+    else:
+        if rank() == 0:
+            THIS_RUN.record_end(FINISHED)
+
+
+def _run_methods(recipe: Any) -> None:
+    """Collective: call the recipe's methods; the ranks may agree to stop between two steps."""
+    try:
+        recipe.setup()
+        THIS_RUN.phase = RunPhase.TRAINING
+        recipe.train()
+    except RunStopped:
+        THIS_RUN.stopped_by = _received_signals()
+        if THIS_RUN.phase is not RunPhase.SETTING_UP:
+            recipe.cleanup()
+        raise
+    recipe.cleanup()
+
+
+def _received_signals() -> str:
+    """Collective: name the signal that stops the run, and the ranks that received it unless rank 0 did."""
+    by_rank = {rank: number.name for rank, number in enumerate(from_all_ranks(THIS_RUN.signal)) if number is not None}
+    where = "" if 0 in by_rank else f" on {ranks_named(by_rank)}"
+    return f"{by_rank[min(by_rank)]}{where}"
+
+
+def explain_out_of_memory(recover_from_oom: bool | None) -> AbstractContextManager[None]:
+    """Convert out-of-memory errors that recovery does not handle into one message."""
+
+    def explained(error: Exception) -> RecoveryUnsupportedError:
+        off = recover_from_oom is False
+        why = "adaptive.recover_from_oom is False, so nothing is repeated" if off else "this part cannot be repeated"
+        where = "in training" if THIS_RUN.phase is RunPhase.TRAINING else "outside training"
+        return RecoveryUnsupportedError(
+            f"out of memory on rank {rank()} {where}, and {why} ({in_a_line(error)})",
+            Remedy.SMALLER_LIMIT,
+            Remedy.SHORTER_SAMPLES,
+            Remedy.CHECKPOINT_ACTIVATIONS,
+            Remedy.MORE_RANKS,
+            Remedy.LARGER_BUDGET,
+            *([Remedy.RECOVERY] if off else []),
+        )
+
+    return fatal_where_memory_runs_out(explained)
+
+
+@contextmanager
+def ignore_out_of_memory_once_saved() -> Iterator[None]:
+    """Turn running out of memory after the last checkpoint into a warning, since no data is lost."""
+    try:
+        yield
+    except Exception as error:
+        if THIS_RUN.phase is not RunPhase.SAVED or not is_oom(error):
+            raise
+        logger.warning(
+            "out of memory on rank %d after the last checkpoint was saved (%s): the run is finished, but its log or "
+            "picture may be incomplete",
+            rank(),
+            in_a_line(error),
+        )
+
+
+@contextmanager
+def forbid_early_exit() -> Iterator[None]:
+    """Turn `sys.exit(0)` into an error: called in a loss function, for example, it would report success."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        called = traceback.extract_tb(error.__traceback__)[-1]
+        raise EarlyExitError(
+            f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
+            "raise an error there, or return"
+        ) from error
+
+
+@contextmanager
+def explain_thread_errors() -> Iterator[None]:
+    """Explain the errors of Python and autograd's C++ code when a thread cannot be started."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
+            raise
+        raise AdaptiveError(
+            f"cannot start another thread ({in_a_line(error)}): free memory, or raise the limits of memory "
+            "(ulimit -v) and of processes (ulimit -u)"
+        ) from error
+
+
+def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
+    """Run `work`; the first rank that fails reports the error, once.
+
+    The process group still exists then. Its threads are released, because they could abort the exiting process.
+    """
+    try:
+        try:
+            log_to_stderr()
+            with explain_thread_errors():
+                work()
+        except AdaptiveError as error:
+            stop_listening()
+            if first_to_report():
+                _report(error, in_keys(error, remedies))
+            _exit(1)
+        except Exception as error:  # noqa: BLE001 - reported here, and the process ends
+            stop_listening()
+            if first_to_report():
+                write_error_file(f"error (rank {rank()}): {in_a_line(error)}")
+                sys.excepthook(type(error), error, error.__traceback__)
+            _exit(1)
+    except KeyboardInterrupt:  # possible even while another error is reported
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if first_to_report():  # every rank receives the signal, and the launcher waits
+            print("\ninterrupted", file=sys.stderr, flush=True)
+        _exit(INTERRUPTED)
+    finally:
+        let_go()
+
+
+def _report(error: AdaptiveError, message: str) -> None:
+    if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
+        traceback.print_exception(error)
+    can_resume = isinstance(error, RanksPartedError)  # with the same command
+    # before the process group exists, errors concern the config, which is the same on all ranks
+    where = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
+    whole = f"{message}; {saved_and_next_command()}" if can_resume else message
+    write_error_file(f"error{where}: {message}")
+    print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
+    if not can_resume:
+        THIS_RUN.record_end(ERROR, message)
+
+
+def _exit(status: int) -> NoReturn:
+    """Exit this rank; the launcher ends the others."""
+    sys.unraisablehook = lambda _: None  # partly constructed objects may raise in __del__
+    sys.exit(status)
+
+
+def rank() -> int:
+    """Return the rank assigned by the launcher, which is known before the process group exists."""
+    return int(os.environ.get("RANK", "0"))
