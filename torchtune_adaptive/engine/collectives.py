@@ -1,8 +1,8 @@
-"""Keeps a failed rank in step with its peers: it issues the collectives that they still expect of it.
+"""Completes the collectives of a rank that ran out of memory, so that its peers finish the step.
 
-A rank that stops in the middle of a step leaves its peers waiting in a collective. The ledger stands between
-FSDP2 and its collectives, counts them, knows from an earlier microbatch which ones follow, and issues those with zeros.
-It cannot do so for anything else that a microbatch communicates, so it detects that, too.
+A rank that stops in the middle of a step leaves its peers waiting in a collective. The ledger therefore counts FSDP2's
+collectives and records those of the first microbatch. After a failure it issues the remaining ones with zeros. It
+cannot do that for other communication inside a microbatch, so it detects this, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -29,32 +30,31 @@ from torchtune_adaptive.text import count_of
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, with everything that a rank without the data needs to take part in it."""
+    """A collective, with everything that a rank without data needs to issue it."""
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
     numel: int
-    """Elements on the unsharded side; of an all-reduce, of the shard."""
+    """Elements of the unsharded tensor; for an all-reduce, of the shard."""
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
-    # Not compared: some reductions compare by identity, and this one follows from the dtype and the group.
     op: Any = field(compare=False)
-    # Not compared: peers cannot see which object issues it.
+    """The reduction. Not compared: some compare by identity, and it follows from the dtype and the group."""
     comm: Any = field(compare=False)
-    """What issues it for FSDP."""
+    """FSDP's object that issues it. Not compared: peers do not depend on it."""
 
 
 class _Counted:
-    """A collective of FSDP that is issued through a ledger."""
+    """Wraps a collective of FSDP, and issues it through a ledger."""
 
     kind: Literal["all-gather", "reduce-scatter"]
-    whole: str
-    """The argument that has the unsharded side."""
+    unsharded: str
+    """Name of the argument with the unsharded tensor."""
 
     def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter) -> None:
         if isinstance(cast(object, comm), _Counted):
             raise ValueError(
-                "this model has a Recovery already: pass that one to each of its runners, or close it first"
+                "this model has a Recovery already: pass it to all runners of the model, or close it first"
             )
         self._ledger, self._comm = ledger, comm
 
@@ -62,25 +62,30 @@ class _Counted:
         return self._comm.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, *, async_op: bool = False, **arguments: Any) -> dist.Work | None:
-        """Collective: FSDP's own, which FSDP calls by keywords."""
-        whole, group = arguments[self.whole], arguments["group"]
-        this = Collective(self.kind, whole.numel(), whole.dtype, whole.device, group, arguments.get("op"), self._comm)
-        return self._ledger.issue(this, partial(self._comm, **arguments), async_op)
+        """Collective: issue FSDP's own. FSDP passes keyword arguments."""
+        tensor, group = arguments[self.unsharded], arguments["group"]
+        op = arguments.get("op")
+        collective = Collective(self.kind, tensor.numel(), tensor.dtype, tensor.device, group, op, self._comm)
+        return self._ledger.issue(collective, partial(self._comm, **arguments), async_op)
 
 
 class CountedAllGather(_Counted, AllGather):  # type: ignore[misc]
-    kind, whole = "all-gather", "output_tensor"
+    """FSDP's all-gather, counted."""
+
+    kind, unsharded = "all-gather", "output_tensor"
 
 
 class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
-    kind, whole = "reduce-scatter", "input_tensor"
+    """FSDP's reduce-scatter, counted."""
+
+    kind, unsharded = "reduce-scatter", "input_tensor"
 
 
 class CountedReplicas:
-    """The process group of a shard's replicas, with its all-reduces counted.
+    """Wraps the process group of a shard's replicas, and counts its all-reduces.
 
-    FSDP has setters for its other two collectives. It issues this one by `dist.all_reduce`, which only compares, hashes
-    and calls the group. So no function of torch has to be replaced, and no other model is affected.
+    FSDP has setters for its other two collectives, but calls `dist.all_reduce` for this one, which only compares,
+    hashes and calls the group. Replacing the group leaves torch's functions and other models unchanged.
     """
 
     def __init__(self, ledger: CollectiveLedger, group: dist.ProcessGroup, comm: ReduceScatter) -> None:
@@ -96,79 +101,90 @@ class CountedReplicas:
         return bool(self._group == other)
 
     def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work | None:
-        """Collective: the group's own all-reduce, of one tensor."""
+        """Collective: the group's all-reduce of one tensor."""
         [shard] = tensors
         op = options.reduceOp
-        this = Collective("all-reduce", shard.numel(), shard.dtype, shard.device, self._group, op, self._comm)
+        collective = Collective("all-reduce", shard.numel(), shard.dtype, shard.device, self._group, op, self._comm)
 
         def call(async_op: bool) -> dist.Work:
             options.asyncOp = async_op
             return self._group.allreduce(tensors, options)
 
-        return self._ledger.issue(this, call, async_op=options.asyncOp)
+        return self._ledger.issue(collective, call, async_op=options.asyncOp)
+
+
+class Place(Enum):
+    """Place of a microbatch in its step. With replicas, its collectives depend on it.
+
+    The last microbatch of a step all-reduces gradients over replicas. If the step has several, a head that is applied
+    in chunks all-reduces the gradients of earlier microbatches separately.
+    """
+
+    ONLY = auto()
+    """The only microbatch of a step, or any microbatch without replicas."""
+    EARLIER = auto()
+    LAST = auto()
 
 
 class Schedule(NamedTuple):
-    """The collectives of one microbatch, the same on every rank."""
+    """The collectives of a microbatch, equal on all ranks."""
 
     collectives: tuple[Collective, ...]
     messages: tuple[int, ...]
-    """The messages that the process groups count for each of them."""
+    """The number of messages that process groups count for each collective."""
 
 
 @dataclass
 class CollectiveRecord:
-    """The collectives of a stage's microbatches, noted from those that have run."""
+    """The collectives that the microbatches of a stage were seen to issue."""
 
     trained: tuple[bool, ...]
-    """Whether each weight was trained then."""
-    schedules: dict[tuple[bool, bool], Schedule] = field(default_factory=dict)
-    """By whether a microbatch sums gradients over replicas, and whether others came before it in its step. Without
-    replicas one schedule holds for all. With them, a head that is applied in chunks sums what earlier microbatches have
-    left in an all-reduce of its own, which the first microbatch does not have."""
+    """For each parameter, whether it was trained then."""
+    schedules: dict[Place, Schedule] = field(default_factory=dict)
     varies: bool = False
+    """True if a microbatch differed from its schedule."""
     unsteady: str | None = None
-    """The setting by which microbatches issue different collectives."""
+    """The setting that makes microbatches issue different collectives."""
     foreign: int = 0
-    """Messages of one microbatch that are not FSDP's."""
+    """The number of messages of a microbatch that are not FSDP's."""
     names: tuple[str, ...] = ()
     """The operations that sent them."""
     listened: bool = False
-    """Whether a microbatch has run under a listener for those names."""
+    """True if a microbatch has run under a listener that finds these operations."""
 
 
 _MOST_NAMES = 3
 
 
-def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
-    """The names of operations that communicated; their number if another thread or another rank ran them."""
+def describe_foreign(messages: int, names: tuple[str, ...]) -> str:
+    """Name the operations that communicate, or give their number if another thread or rank called them."""
     if not names:
         return f"{count_of(messages, 'message')} each"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def refusal(what: str) -> RecoveryUnsupportedError:
+def _refusal(foreign: str) -> RecoveryUnsupportedError:
     return RecoveryUnsupportedError(
-        f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({what}): a failed rank cannot "
+        f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({foreign}): a failed rank cannot "
         "take part, so its peers would hang; communicate after the step, for example in the update",
         Remedy.SMALLER_LIMIT,
     )
 
 
 class CollectiveLedger:
-    """Counts FSDP's collectives since the step began, and issues those that are still to come.
+    """Counts FSDP's collectives in each step, and issues the remaining ones after a failure.
 
-    `position` is where this rank is in the step; at the end of a step all ranks are at the same position. The stages of
-    a step share one ledger, which keeps a record for each of them. A stage owns the models that it runs: only those are
-    prepared, settled and reset for it, so gradients that another stage has finished stay as they are.
+    `position` is the number of collectives that this rank has issued in this step. All ranks end a step at the same
+    position. The stages of a step share a ledger, which keeps one record per stage. A stage owns the models that it
+    trains: only these are prepared and reset for it, so the gradients of other stages stay as they are.
     """
 
     def __init__(self, *roots: object, watches: bool = True, exchanges_activations: bool = False) -> None:
-        """Watches the collectives of models sharded by FSDP2. Whole models have none.
+        """Count the collectives of models that FSDP2 shards; whole models do not communicate.
 
-        Without `watches`, it only sums gradients over replicas once a step, and leaves nothing gathered after a forward
-        without a backward. Where ranks exchange activations, ghost passes take the place of records.
+        Without `watches`, the ledger only all-reduces gradients over replicas once per step, and reshards after a
+        forward without a backward. If ranks exchange activations, ghost passes replace records.
         """
         self.position = 0
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
@@ -180,21 +196,21 @@ class CollectiveLedger:
         self._groups_of = {root: fsdp.groups_of(root) if self._watches else [] for root in self._roots}
         self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
         self._records: dict[str, CollectiveRecord] = {}  # by stage
-        self._counters: list[Callable[[], int]] = []  # of messages
-        # Of the stage that runs:
+        self._message_counters: list[Callable[[], int]] = []
+        # of the current step and stage:
         self._record = CollectiveRecord(trained=())
         self._owned = self._roots
         self._groups: list[Any] = []
         self._replicated: list[FSDPModule] = []
         self._microbatches = 0
-        # Of the microbatch that runs:
+        # of the current microbatch:
         self._number = -1
-        self._current: list[Collective] = []  # what it has communicated
-        self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
+        self._current: list[Collective] = []
+        self._messages_of: list[int] = []  # messages of each collective, if there is no schedule yet
         self._begun_at = (0, 0)  # messages and position
-        self._already_issued = 0  # collectives that a stand-in must not repeat
+        self._skips = 0  # collectives that a stand-in must not issue
         self._issuing = False
-        self._put_back = [
+        self._restore = [
             fsdp.replace_collectives(
                 root,
                 partial(CountedAllGather, self),
@@ -206,67 +222,63 @@ class CollectiveLedger:
         ]
 
     def close(self) -> None:
-        """Puts FSDP's own collectives back."""
-        for put_back in self._put_back:
-            put_back()
+        """Restore FSDP's own collectives."""
+        for restore in self._restore:
+            restore()
         self._watches = False
         if self._ghosts:
             self._ghosts.close()
         self.abandon()
 
     def abandon(self) -> None:
-        """Cleans up after an aborted step, so that a later backward does not add to its gradients."""
+        """Clean up after an aborted step, so that a later backward does not add to its gradients."""
         for root in self._roots:
             fsdp.abandon(root)
 
     def forget(self, stage: str) -> None:
-        """Call it on all ranks if a stage issues other collectives from its next step on."""
+        """Start a new record. Call it on all ranks if a stage issues other collectives from its next step on."""
         self._records.pop(stage, None)
         if self._ghosts:
             self._ghosts.forget(stage)
 
     def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
-        """Starts counting a step of a stage that owns these models."""
+        """Start counting for a step of a stage that owns these models."""
         self.position = 0
         self._stage, self._microbatches, self._number = stage, microbatches, -1
         if self._watches:
-            self._counters = [counter for _, counter in message_counters()]
+            self._message_counters = [counter for _, counter in message_counters()]
         self._owned = [root for root in self._roots if root in models]
         self._groups = [group for root in self._owned for group in self._groups_of[root]]
         self._replicated = [root for root in self._owned if root in self._with_replicas]
         for root in self._owned:
             fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
-        if record is None or record.trained != trained:  # frozen weights have no gradients to communicate
+        if record is None or record.trained != trained:  # gradients of frozen weights are not communicated
             record = self._records[stage] = CollectiveRecord(trained)
         self._record = record
         fsdp.check_scattered(self._groups)
 
     def begin_microbatch(self, number: int) -> None:
-        """Before each microbatch of a step, counted from 0. Gradients are summed over replicas in the last one."""
-        if number != self._number:  # otherwise it continues, as a stand-in
-            self._messages_of = []
-        self._current, self._number = [], number
-        self._sum_over_replicas(wanted=self._sums_over_replicas(number))
+        """Start a microbatch of the step, numbered from 0."""
+        self._current, self._messages_of, self._number = [], [], number
+        self._set_all_reduce(self._place(number) is not Place.EARLIER)
         self._begun_at = self._messages(), self.position
         if self._ghosts:
             self._ghosts.begin_microbatch()
 
     def end_microbatch(self) -> None:
-        """Records the collectives of a microbatch, or compares them with the record."""
+        """Record the collectives of a microbatch, or compare them with the record."""
         for root in self._owned:
             fsdp.settle(root)
         if self._ghosts:
             self._ghosts.end_microbatch()
         self._compare(complete=True)
         self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
-        if self._record.unsteady and self._number == self._microbatches - 1:
+        is_last = self._number == self._microbatches - 1
+        if self._record.unsteady and is_last:
             fsdp.check_scattered(self._groups)
-        if not (self._replicated and self._sums_over_replicas(self._number)):
-            return
-        # FSDP sums over replicas only gradients that this microbatch has produced.
-        left_over = [name for root in self._replicated for name in fsdp.partially_summed(root)]
-        if left_over:
+        # FSDP all-reduces only gradients that the last microbatch produced
+        if is_last and (left_over := [name for root in self._replicated for name in fsdp.partially_summed(root)]):
             raise UnrecoverableError(
                 f"{', '.join(left_over)}: an earlier microbatch of this step produced gradients, but the last one, "
                 "which sums gradients over replicas, did not; use the same parameters in every microbatch, or shard "
@@ -274,46 +286,43 @@ class CollectiveLedger:
             )
 
     def break_off_microbatch(self) -> None:
-        """Compares the collectives up to the point where memory ran out with the record."""
+        """Compare the collectives up to the out-of-memory error with the record."""
         self._compare(complete=False)
 
     def _compare(self, *, complete: bool) -> None:
-        record, seen, place = self._record, tuple(self._current), self._place(self._number)
-        schedule = record.schedules.get(place) or Schedule(seen, tuple(self._messages_of))
+        record, issued, place = self._record, tuple(self._current), self._place(self._number)
+        schedule = record.schedules.get(place) or Schedule(issued, tuple(self._messages_of))
         if complete:
             record.schedules[place] = schedule
-        if seen != (schedule.collectives if complete else schedule.collectives[: len(seen)]):
+        if issued != (schedule.collectives if complete else schedule.collectives[: len(issued)]):
             record.varies = True
             return
         messages, position = self._begun_at
-        # FSDP's messages as far as they were issued, since a failed microbatch has not reached the rest. And the
-        # maximum, since one that failed early may not have sent its foreign messages yet.
+        # A failed microbatch has sent only some of FSDP's messages, and perhaps not yet its foreign ones. Therefore the
+        # slice and the maximum.
         of_fsdp = schedule.messages[: self.position - position]
         record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
 
-    def _sums_over_replicas(self, number: int) -> bool:
-        """Whether this microbatch does: the last of a step. True for all where there are no replicas."""
-        return not self._replicated or number == self._microbatches - 1
-
-    def _place(self, number: int) -> tuple[bool, bool]:
-        """What decides which schedule a microbatch follows."""
-        return self._sums_over_replicas(number), bool(self._replicated) and number > 0
+    def _place(self, number: int) -> Place:
+        if not self._replicated or self._microbatches == 1:
+            return Place.ONLY
+        return Place.LAST if number == self._microbatches - 1 else Place.EARLIER
 
     @property
     def foreign_messages(self) -> int:
-        """Messages of a microbatch of this stage besides FSDP's; 0 until a listener has looked for their names."""
+        """The number of messages of a microbatch that are not FSDP's; 0 until a listener has looked for their names."""
         return self._record.foreign if self._record.listened else 0
 
     def refuse_recovery(self, messages: int) -> str:
-        """Makes running out of memory in this stage fatal. Returns the reason and the remedy."""
+        """Make out-of-memory errors of this stage fatal. Return the reason and the remedy."""
         self._record.foreign = messages
         return (
-            f"microbatches communicate outside FSDP ({what_is_foreign(messages, self._record.names)}), and a rank that "
-            "is out of memory cannot take part (communicate after the step, for example in the update)"
+            f"microbatches communicate outside FSDP ({describe_foreign(messages, self._record.names)}), and a rank "
+            "that is out of memory cannot take part (communicate after the step, for example in the update)"
         )
 
     def listening(self) -> AbstractContextManager[object]:
-        """A context for a microbatch: a listener, the first time after foreign messages were counted."""
+        """Return a context for a microbatch: a listener in the first one after foreign messages were counted."""
         if not self._record.foreign or self._record.listened:
             return nullcontext()
         self._record.listened = True
@@ -325,37 +334,37 @@ class CollectiveLedger:
 
     def _refuse(self, name: str) -> None:
         if not self._issuing:
-            raise refusal(what_is_foreign(0, (name,)))
+            raise _refusal(name)
 
     def _messages(self) -> int:
-        return sum(counter() for counter in self._counters)
+        return sum(counter() for counter in self._message_counters)
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
-        """Collective: runs `call`, and counts it from the moment that peers can match it."""
-        if not self._watches:  # closed, but another ledger still wraps it
+        """Collective: run `call`, and count it as soon as peers can match it."""
+        if not self._watches:  # closed, but still wrapped by another ledger
             return call(async_op=async_op)
         self._current.append(collective)
-        if self._already_issued > 0:
-            self._already_issued -= 1
+        if self._skips > 0:
+            self._skips -= 1
             return None
-        # gloo handles tensors inside wait(), which may run out of memory after peers matched the collective.
-        # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
+        # gloo allocates inside wait(), so it may run out of memory after peers have matched the collective. NCCL does
+        # not, and its synchronous path uses another stream than its asynchronous one.
         on_gloo = backend_for(collective.device.type, collective.group) == "gloo"
         wait_here = not async_op and on_gloo
-        learns = self._place(self._number) not in self._record.schedules
-        before, position = self._messages() if learns or on_gloo else 0, self.position
+        is_new = self._place(self._number) not in self._record.schedules
+        messages, position = self._messages() if is_new or on_gloo else 0, self.position
 
         def is_lost() -> bool:
             # gloo numbers an all-gather before it allocates its copies, so it cannot be issued again
-            return on_gloo and self.position == position and self._messages() != before
+            return on_gloo and self.position == position and self._messages() != messages
 
         self._issuing = True
         try:
             with explaining_failures("an FSDP collective", is_lost):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
-                if learns:
-                    self._messages_of.append(self._messages() - before)
+                if is_new:
+                    self._messages_of.append(self._messages() - messages)
                 if wait_here:
                     assert work is not None, "an asynchronous collective returns its work"
                     work.wait()
@@ -366,105 +375,106 @@ class CollectiveLedger:
 
     @property
     def progress(self) -> int:
-        """What grows with every collective that this rank issues."""
+        """A number that grows with every collective of this rank."""
         return messages().total() if self._ghosts else self.position
 
     def drain(self, passes: Sequence[Callable[[], object]], run_stand_in: Callable[[], object]) -> None:
-        """Collective: issues the rest of this step, so that every peer finishes it.
+        """Collective: issue the remaining collectives of this step, so that every peer finishes it.
 
-        A microbatch without a record is run by `run_stand_in`, a forward and backward of any size. A ghost pass runs
-        those of the `passes`, one for each microbatch, that are not complete.
+        `passes` run the microbatches of the step; ghost passes repeat the unfinished ones. `run_stand_in` is a forward
+        and backward of any size, for microbatches without a record.
         """
         if self._ghosts:
-            self._finish_as_ghost(self._ghosts, passes)
+            self._drain_by_ghost_passes(self._ghosts, passes)
         if not self._watches:
             return
-        unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
-        if self._record.varies or unsteady:
+        if (unsteady := self._record.unsteady or fsdp.why_unsteady(self._groups)) or self._record.varies:
             raise RecoveryUnsupportedError(
                 "out of memory, and microbatches issue different collectives"
                 f"{f' ({unsteady})' if unsteady else ''}, so the remaining ones of this step cannot be completed",
                 Remedy.SMALLER_LIMIT,
             )
         if self._record.foreign:
-            raise refusal(what_is_foreign(self._record.foreign, self._record.names))
-        if not self._groups:  # whole models, whose microbatches communicate nothing
+            raise _refusal(describe_foreign(self._record.foreign, self._record.names))
+        if not self._groups:  # whole models
             return
-        # The position alone determines what peers expect next: earlier microbatches are over on every rank. Zeros are
-        # enough: they go into this attempt's gradients, which all ranks discard after the agreement.
+        # The position determines which collective peers expect next. Zeros suffice: all ranks discard their gradients.
         begins_at = 0
         for number in range(self._microbatches):
+            issued = max(0, self.position - begins_at)
             schedule = self._record.schedules.get(self._place(number))
             if schedule is None:
-                schedule = self._record_by_stand_in(number, max(0, self.position - begins_at), run_stand_in)
-            for collective in schedule.collectives[max(0, self.position - begins_at) :]:
+                schedule = self._record_by_stand_in(number, issued, run_stand_in)
+                issued = len(schedule.collectives)
+            for collective in schedule.collectives[issued:]:
                 self._issue_zeros(collective)
             begins_at += len(schedule.collectives)
 
-    def _finish_as_ghost(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
-        """Collective: issues what is left of this microbatch and of those that follow."""
+    def _drain_by_ghost_passes(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
+        """Collective: complete this microbatch and the later ones."""
         ghosts.check(passes[self._number], self._owned, self._stage)
         with ghosts.ghost_mode(self._owned) as ghost:
             if self._replicated and self._number:
-                # Peers hold sums of earlier microbatches, which FSDP may send by themselves.
-                self._sum_over_replicas(wanted=False)
-                ghost.run(passes[self._number])
+                self._set_all_reduce(False)
+                ghost.run(passes[self._number])  # see _record_by_stand_in
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
-                self._sum_over_replicas(wanted=self._sums_over_replicas(number))
+                self._set_all_reduce(self._place(number) is not Place.EARLIER)
                 ghosts.finish(ghost, passes[number])
                 for root in self._owned:
                     fsdp.settle(root)
 
-    def _sum_over_replicas(self, *, wanted: bool) -> None:
+    def _set_all_reduce(self, wanted: bool) -> None:
         for root in self._replicated:
             root.set_requires_all_reduce(wanted)
 
     def _issue_zeros(self, collective: Collective) -> None:
-        """Collective: takes part with zeros."""
+        """Collective: issue it with zeros."""
         group, comm = collective.group, collective.comm
-        # Through FSDP's own allocation: a symmetric-memory communicator takes no other buffers.
-        whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
-        whole.zero_()
+        # allocated by FSDP's object, because symmetric memory accepts only its own buffers
+        tensor = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
+        tensor.zero_()
         if collective.kind == "all-reduce":
-            self.issue(collective, partial(dist.all_reduce, whole, collective.op, group), async_op=False)
+            self.issue(collective, partial(dist.all_reduce, tensor, collective.op, group), async_op=False)
             return
-        shard = whole.chunk(group.size())[group.rank()]
+        shard = tensor.chunk(group.size())[group.rank()]
         if collective.kind == "all-gather":
-            call = partial(comm, output_tensor=whole, input_tensor=shard, group=group)
+            call = partial(comm, output_tensor=tensor, input_tensor=shard, group=group)
         else:
-            sums = torch.empty_like(shard)
-            call = partial(comm, output_tensor=sums, input_tensor=whole, group=group, op=collective.op)
+            output = torch.empty_like(shard)
+            call = partial(comm, output_tensor=output, input_tensor=tensor, group=group, op=collective.op)
         self.issue(collective, call, async_op=False)
 
     def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
-        """Collective: finishes a microbatch that has no record yet, without repeating what was issued already."""
+        """Collective: complete a microbatch that has no record, and return its schedule."""
         if self._replicated and number:
-            # Peers still hold partial sums of earlier microbatches, which FSDP may send separately. This rank lost its
-            # own in the failed pass, so it makes others first.
-            self._sum_over_replicas(wanted=False)
-            self._run_without(sys.maxsize, run_stand_in)
-        self.begin_microbatch(number)
-        # Peers have matched the collectives of the failed pass, and would not match them a second time.
-        self._run_without(issued, run_stand_in)
+            # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have these gradients, but this
+            # rank dropped its own, so it first makes others.
+            self._set_all_reduce(False)
+            self._run_stand_in(sys.maxsize, run_stand_in)
+        if number > self._number:
+            self.begin_microbatch(number)
+        self._current = []
+        self._set_all_reduce(self._place(number) is not Place.EARLIER)
+        self._run_stand_in(issued, run_stand_in)
         schedule = Schedule(tuple(self._current), tuple(self._messages_of))
         self._record.schedules[self._place(number)] = schedule
         return schedule
 
-    def _run_without(self, issued: int, run_stand_in: Callable[[], object]) -> None:
-        """Collective: a stand-in that does not issue the first so many of its collectives."""
-        self._already_issued = issued
+    def _run_stand_in(self, skips: int, run_stand_in: Callable[[], object]) -> None:
+        """Collective: run the stand-in without its first collectives, which peers have matched already."""
+        self._skips = skips
         try:
-            with Listener(self._refuse):  # before it is issued: peers may be waiting for something else
+            with Listener(self._refuse):
                 run_stand_in()
         finally:
-            self._already_issued = 0
+            self._skips = 0
         for root in self._owned:
             fsdp.settle(root)
 
     def reset(self) -> None:
-        """Returns the models of the stage that runs to their state between two steps, without their gradients."""
+        """Return the models of this stage to their state between two steps, without gradients."""
         for root in self._owned:
             fsdp.reset(root)
         if self._ghosts:

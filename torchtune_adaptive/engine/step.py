@@ -1,17 +1,16 @@
-"""Runs a step so that running out of memory, on any rank at any point, costs a repeated step and not the run.
+"""Runs a step so that an out-of-memory error, on any rank and at any point, costs a repeated step and not the run.
 
-A step is a fixed list of samples. What fits is a limit. Running out of memory changes the limit, never the step:
+A step is a fixed list of samples. Running out of memory changes the limit of a microbatch, never the step:
 
-1. Plan: the samples are split into microbatches under the limit, equally many on every rank.
-2. Microbatches: forward and backward, one after another, while the ledger counts FSDP's collectives.
-3. Failure: a rank runs out of memory, and the pass that failed is forgotten.
-4. Drain: that rank drops everything else that the attempt has allocated, and issues the collectives that its peers
-   still expect of it, with zeros. Now all ranks are at one position.
-5. Agreement: every rank gets one small table of all ranks' reports.
-6. If no rank failed, gradients are complete. Otherwise all ranks discard theirs, restore their random generators, and
-   start again at 1. The limit is now smaller, and equal on all ranks; if only single rows failed, it first stays.
+1. Plan: split the samples into microbatches within the limit, the same number on every rank.
+2. Attempt: run the forward and backward of every microbatch, while the ledger counts collectives.
+3. Drain, only on a rank that ran out of memory: free what the attempt has allocated, and issue the collectives that
+   peers still expect, with zeros. Then all ranks are at the same position.
+4. Agree: every rank gets the reports of all ranks, in one small collective.
+5. Recover, if any rank failed: all ranks discard gradients, restore random generators and lower the limit equally, and
+   start again at 1. If only single rows failed, the first retry keeps the limit.
 
-`StepRunner.run` has 1, 5 and 6, `StepRunner._attempt` has 2 to 4.
+`StepRunner.run` is this loop.
 """
 
 from __future__ import annotations
@@ -75,45 +74,45 @@ AroundPass: TypeAlias = Callable[[KindOfPass], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKind(Generic[Sample]):
-    """How long a sample is, and what may take its place. A step never looks into a sample itself."""
+    """Describes samples to a step, which never looks into them."""
 
     length_of: Callable[[Sample], int]
-    """The tokens of a sample, which limits by length go by."""
+    """Returns the number of tokens of a sample, for limits by length."""
     stand_in: Callable[[Sample], Sample]
-    """The smallest version of a sample that still passes through the whole model, for example its first two tokens: if
-    the very first microbatch fails, a pass over it keeps the other ranks company."""
+    """Returns the smallest version of a sample that passes through the whole model, for example its first two tokens.
+    If the very first microbatch fails, it takes the place of the samples in the drain."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
-    """For samples of several rows, such as pairs of answers: the tokens of each row. `length_of` returns the longest,
-    and limits count samples all the same."""
+    """For samples of several rows, such as pairs of answers: returns the tokens of each row. `length_of` returns the
+    longest, and limits still count samples."""
     filler: Callable[[Sample], Sample] | None = None
-    """A stand-in without any label, run where a rank has fewer samples than the others have microbatches."""
+    """Returns a small sample without labels, for ranks with fewer samples than the others have microbatches."""
     padded: bool = True
-    """Whether rows are padded to the longest of their microbatch. Otherwise samples follow one another in a single row,
-    and under a limit by length all their tokens count, whichever of them share a microbatch."""
+    """True if rows are padded to the longest one. Otherwise samples are concatenated into one row, and a limit by
+    length counts all tokens."""
     cost_of: Callable[[int], float] = float
-    """What a row of so many tokens takes, by default its tokens: results compare the ranks by it."""
+    """The relative cost of a row with this number of tokens, by which results compare the ranks."""
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
-        """A sample without tokens counts as one of padding: it takes room too, and no limit divides by its length."""
+        """Return the lengths of samples, at least 1: an empty sample is padded to one token."""
         lengths = [self.length_of(sample) for sample in samples]
         try:
             return [max(1, index(length)) for length in lengths]
         except TypeError as error:
-            raise TypeError(f"SampleKind's length_of returns no whole numbers of tokens: {lengths[:3]}") from error
+            raise TypeError(f"SampleKind's length_of has to return integers, but returns {lengths[:3]}") from error
 
 
 class Recovery:
-    """What the stages of a step share: the collectives of their models, and what happens around a change of limit.
+    """The state that the stages of a step share: the ledger of collectives, and callbacks.
 
-    `models` are all that the stages run, frozen ones included. A stage owns the model of its runner and every model
-    without a trainable weight: only these are reset when it fails, so the gradients of other stages stay as they are.
+    `models` are all models that the stages run, also frozen ones. A stage owns the runner's model and all frozen
+    models: only these are reset when it fails, so the gradients of other stages stay as they are.
 
-    `exchanges_activations`: microbatches communicate besides FSDP2, as under context parallelism. Meshes of parameters
-    show tensor and expert parallelism. Ranks that share a sample pass the same samples to `run`.
-    `regrow_after` steps without trouble are followed by a try of the next larger limit, up to the given one; 0: never.
-    `asked_to_stop` says whether this rank is to end the run, after a signal for example: all ranks read it in the
-    result of the same step. `on_change` is called on every rank when a limit has changed or is exhausted, `on_attempt`
-    before each attempt with the stage, the step and the plan.
+    Set `exchanges_activations` if microbatches communicate besides FSDP2, as in context parallelism; tensor and expert
+    parallelism are detected. Ranks that share samples pass the same samples to `run`. After `regrow_after` steps
+    without trouble, the next larger limit is tried, up to the given one; 0 disables this. If `asked_to_stop` returns
+    True on any rank, for example after a signal, all ranks find it in the result of the same step. `on_change` is
+    called on every rank when a limit changes or is exhausted, and `on_attempt` before each attempt, with the stage, the
+    step and the plan.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Recovery:
         on_change: Callable[[Change], object] = lambda _: None,
         on_attempt: Callable[[str, int, Plan], object] = lambda *_: None,
     ) -> None:
-        """Collective: on CUDA it creates the group that the ranks agree on. Shard the models before."""
+        """Collective: on CUDA, create the group of the agreement. Shard the models before."""
         for reason in filter(None, map(fsdp.why_recovery_is_off, models if enabled else ())):
             raise RecoveryUnsupportedError(
                 f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
@@ -141,7 +140,7 @@ class Recovery:
         self._compared = self._closed = False
 
     def add_stage(self, stage: str, model: nn.Module) -> None:
-        """Refuses a model that is not one of these, and a second stage of the same name: they would share a record."""
+        """Register a stage; raise ValueError for an unknown model or a second stage of the same name."""
         if not any(model is known for known in self.models):
             raise ValueError("the model of a StepRunner has to be one of its Recovery's: pass it to Recovery(...)")
         if stage in self._stages:
@@ -149,15 +148,15 @@ class Recovery:
         self._stages.add(stage)
 
     def owned_by(self, model: nn.Module) -> list[nn.Module]:
-        """The models that a stage of this model owns."""
+        """Return the models that the stage of this model owns."""
         return [each for each in self.models if each is model or not any(p.requires_grad for p in each.parameters())]
 
-    def gradients_beside(self, model: nn.Module) -> int:
-        """How many of the other models have gradients now."""
+    def others_with_gradients(self, model: nn.Module) -> int:
+        """Return the number of other models that have gradients now."""
         return sum(_has_gradients(each) for each in self.models if each is not model)
 
     def prepare(self) -> None:
-        """Before each step. Collective the first time: compares replicas, since weights may be loaded until then."""
+        """Prepare a step. Collective in the first one, which compares replicas: weights may be loaded until then."""
         if self._closed:
             raise ValueError("this runner is closed and would hang if a rank ran out of memory: create a new one")
         if not self._compared:
@@ -165,7 +164,7 @@ class Recovery:
             self._compared = True
 
     def close(self) -> None:
-        """Puts FSDP's own collectives back. Call it last: the process should end afterwards."""
+        """Restore FSDP's own collectives. Call it last; the process should end afterwards."""
         self._closed = True
         self.ledger.close()
         let_go()
@@ -180,8 +179,8 @@ def _check_limit(limit: object) -> None:
         raise TypeError(f"the limit of a StepRunner is {limit!r}; pass a RowLimit or a TokenLimit, such as RowLimit(8)")
 
 
-class _Ahead(NamedTuple):
-    """The plan of the next step, where its samples are known."""
+class _NextPlan(NamedTuple):
+    """The plan of the next step."""
 
     limit: Limit
     lengths: list[int]
@@ -191,20 +190,18 @@ class _Ahead(NamedTuple):
 class StepRunner(Generic[Sample]):
     """Turns the samples of a step into gradients.
 
-    `forward_backward` collates the samples that it is given, runs forward and backward on the unscaled loss sum, and
-    returns the totals. It may divide the loss by a number of the whole step, never by one of the microbatch: scale
-    gradients by `result.target_tokens` afterwards. It may be run again with other splits of the same samples, so it
-    must leave nothing of its own behind when it raises.
+    `forward_backward` collates the given samples, runs forward and backward on the unscaled sum of the loss, and
+    returns the totals. It may divide the loss by a number of the whole step, but not by one of the microbatch: scale
+    gradients by `result.target_tokens` afterwards. A failed step calls it again with other splits of the same samples.
 
-    `limit` is what a microbatch may be, the same on every rank. Under a limit by rows all ranks have the same number of
-    samples. `recovery` is made for the model if none is given.
+    `limit` is the limit of a microbatch, the same on every rank. Under a limit by rows, all ranks need the same number
+    of samples. By default, the runner creates a Recovery for its model.
 
-    A step of several stages has a runner for each, and they share a `recovery`: `stage` is its name, in messages and in
-    the record. A stage may have no backward at all; it keeps its results by sample, since a repeated attempt writes
-    them again.
+    A step of several stages has one runner per stage, with a shared `recovery`. `stage` is the stage's name in messages
+    and records. A stage without backward stores its results per sample; a repeated attempt overwrites them.
 
     Ranks may hold whole models. Their microbatches must not communicate: call the module inside
-    DistributedDataParallel, never the wrapper. Gradients are averaged once all ranks have succeeded.
+    DistributedDataParallel, not the wrapper. Gradients are averaged after all ranks have succeeded.
     """
 
     def __init__(
@@ -217,7 +214,7 @@ class StepRunner(Generic[Sample]):
         recovery: Recovery | None = None,
         stage: str = "",
     ) -> None:
-        """Collective, as `Recovery` is."""
+        """Collective, because of `Recovery`."""
         _check_limit(limit)
         if not isinstance(kind, SampleKind):
             raise TypeError(f"the kind of a StepRunner is {kind!r}; pass SampleKind(length_of=..., stand_in=...)")
@@ -225,18 +222,18 @@ class StepRunner(Generic[Sample]):
         self.recovery = recovery or Recovery(model)
         self.recovery.add_stage(stage, model)
         self.recovers = self.recovery.enabled
-        """Whether an attempt can be repeated; False from the moment on that its microbatches communicate themselves."""
+        """True while attempts can be repeated; False after microbatches were found to communicate."""
         self.trains: bool | None = None
-        """Whether microbatches leave gradients; None until the first attempt has succeeded."""
+        """True if microbatches produce gradients; unknown until the first attempt has succeeded."""
         self.current_step: int | None = None
-        """The number of the step that runs or has run last; None after `attempt`, which belongs to no step."""
+        """Number of the current or latest step; None after `attempt`."""
         self._forward_backward, self._ledger = forward_backward, self.recovery.ledger
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
         self._around_pass: AroundPass = lambda _: nullcontext()
-        self._ahead: _Ahead | None = None
-        self._gradients_beside = 0  # models of other stages that had some before the first attempt
+        self._next_plan: _NextPlan | None = None
+        self._others_with_gradients = 0  # before the first attempt
         self._equal_steps = EqualSteps()
-        # where a collective needs every rank, its end shows that all have begun the step
+        # if all ranks take part in each collective, its end shows that all have begun the step
         self._checks_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages = world_size() > 1 and self._is_whole
@@ -244,33 +241,34 @@ class StepRunner(Generic[Sample]):
 
     @property
     def limit(self) -> Limit:
-        """What microbatches are planned under: what is allowed, or less where that did not fit."""
+        """The current limit, at most the allowed one."""
         return self._governor.limit
 
     @property
     def recoveries(self) -> int:
+        """Number of repeated attempts so far."""
         return self._governor.recoveries
 
     def use_limit(self, limit: Limit) -> None:
-        """Sets the limit from the next step on; where recovery has come down to less of the same unit, that stays."""
+        """Allow this limit from the next step on. If recovery has lowered a limit of the same unit, that one stays."""
         _check_limit(limit)
         self._governor.allow(limit)
 
     def start_over(self) -> None:
-        """Call it on all ranks where microbatches need less, or communicate otherwise, from the next step on.
+        """Return to the allowed limit and record collectives anew, because microbatches change.
 
-        All that was allowed may be tried again, and what a microbatch communicates is learnt anew.
+        Call it on all ranks if microbatches need less memory or communicate differently from the next step on.
         """
         self._governor.start_over()
         self._ledger.forget(self.stage)
 
     def watch(self, memory: MemorySource | None) -> None:
-        """Watches memory from the next step on: results have its peak, and a thrashing allocator changes the limit."""
+        """Measure memory from the next step on: for results, and to lower the limit if the allocator thrashes."""
         self._gauge = Gauge(memory, shared=bool(self.stage))
 
     @contextmanager
     def wrapping(self, around: AroundPass) -> Iterator[None]:
-        """Opens `around` around every pass that may run out of memory and be repeated: microbatches and drains."""
+        """Open `around` around every pass that may run out of memory and be repeated: microbatches and drains."""
         before = self._around_pass
 
         @contextmanager
@@ -285,26 +283,26 @@ class StepRunner(Generic[Sample]):
             self._around_pass = before
 
     def state_dict(self) -> LimitState:
-        """What the limit has come to, and why; the same on all ranks."""
+        """Return the state of the limit, which is the same on all ranks."""
         return self._governor.state()
 
     def load_state_dict(self, state: LimitState) -> None:
+        """Restore the state of the limit."""
         self._governor.restore(state)
 
     def close(self) -> None:
-        """Closes the recovery, that of all stages."""
+        """Close the recovery, for all stages."""
         self.recovery.close()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
-        """Collective: forward and backward over all samples, under smaller limits while some rank fails.
+        """Collective: run forward and backward over all samples, and retry under smaller limits while any rank fails.
 
         Gradients must be None before, and are complete and unscaled afterwards. `step` is the same on all ranks, and
-        another one in each call. `upcoming` are this rank's samples of the next call, if it knows them already: under a
-        limit by length, the number of their microbatches then travels with this step's agreement, and needs no
-        reduction of its own.
+        differs from call to call. `upcoming` are this rank's samples of the next call, if available: under a limit by
+        length, the number of microbatches then travels with this step's agreement instead of a separate one.
 
-        Raises LimitExhaustedError on every rank where nothing smaller is left. Gradients and torch's random generators
-        are then as they were before, so a caller that can make room elsewhere may call it again.
+        Raises LimitExhaustedError on every rank if the smallest limit fails. Gradients and torch's random generators
+        are then as before, so the caller may free memory and call it again.
         """
         self._check(samples)
         self.current_step = step
@@ -316,50 +314,35 @@ class StepRunner(Generic[Sample]):
                 self._equal_steps.announce(f"{len(samples)} in {len(plan)}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
-            totals, failed = self._attempt(samples, plan)
-            # Before the agreement, which carries the number of microbatches of the next step along.
-            ahead = self._plan_ahead(upcoming) if upcoming is not None and self.limit.by_length else None
-            reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
-            if totals is not None and not reports.failed:
+            outcome = self._attempt(samples, plan)
+            upcoming_plan = self._plan_upcoming(upcoming)
+            reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
+            if isinstance(outcome, Totals) and not reports.failed:
                 self._gauge.end_step()
-                if ahead is not None and (most := reports.upcoming_microbatches):
-                    same_number = spread(ahead.plan, ahead.lengths, ahead.limit, most, padded=self.kind.padded)
-                    self._ahead = ahead._replace(plan=same_number)
-                # Without recovery no other limit can be tried.
+                self._keep(upcoming_plan, reports.upcoming_microbatches)
+                # without recovery, no other limit can be tried
                 if self.recovers and (change := self._governor.completed(step, reports.rate, reports.retrying)):
-                    self._tell(change, reports)
-                return self._complete(totals, reports, plan, recoveries)
-            # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
-            # one is the same step.
-            del totals  # a loss on the device, where this rank had not failed
-            self._discard()
-            rng.restore()
-            if hooks := fsdp.why_hooks_forbid_it(self.model):  # installed since the Recovery was made
-                raise RecoveryUnsupportedError(
-                    f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}",
-                    Remedy.NO_RECOVERY,
-                )
-            change = self._governor.out_of_memory(reports.failed, step)
-            if change.kind == EXHAUSTED:
-                raise self._exhausted(change, reports)
-            self._tell(replace(change, lost_seconds=time.perf_counter() - began), reports)
+                    self._announce(change, reports)
+                return self._complete(outcome, reports, plan, recoveries)
+            del outcome  # may be a loss on the device
+            self._recover(reports, rng, step, began)
             recoveries += 1
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, AttemptReports]:
-        """Collective: forward and backward over exactly these microbatches, once.
+        """Collective: run forward and backward over exactly these microbatches, once.
 
-        Nothing shrinks and nothing is run again: where memory runs out, on any rank, there is no result, and all
-        gradients are dropped. Random generators stay where the attempt left them.
+        If any rank runs out of memory, all ranks drop the gradients and return no result. The limit stays, and random
+        generators are not restored.
         """
         samples = [sample for microbatch in microbatches for sample in microbatch]
         self._check(samples)
         self.current_step = None
         numbers = iter(range(len(samples)))
         plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
-        totals, failed = self._attempt(samples, plan)
-        reports = self._agree(totals, failed, plan, samples)
-        if totals is not None and not reports.failed:
-            return self._complete(totals, reports, plan, 0), reports
+        outcome = self._attempt(samples, plan)
+        reports = self._agree(outcome, plan, samples)
+        if isinstance(outcome, Totals) and not reports.failed:
+            return self._complete(outcome, reports, plan, 0), reports
         self._discard()
         return None, reports
 
@@ -368,26 +351,26 @@ class StepRunner(Generic[Sample]):
         if not isinstance(samples, Sequence):
             raise TypeError(f"samples is a {type(samples).__name__}: pass a list with an entry for each sample")
         if not samples:
-            raise ValueError("a step needs at least 1 sample on every rank, but this rank got none")
+            raise ValueError("a step needs at least 1 sample on every rank, but this rank got 0")
         if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
             raise ValueError("the model was sharded after its StepRunner was made: call fully_shard before")
         if _has_gradients(self.model):
             raise ValueError(
-                "parameters have gradients from before this step, which would mix with its own; "
+                "parameters have gradients from before this step, which would be added to those of the step; "
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
 
     def _plan(self, lengths: list[int]) -> Plan:
-        """Collective, under a limit by length that was not planned for ahead: equally many microbatches on every rank.
+        """Split the samples into microbatches. Collective under a limit by length, unless planned in the last step.
 
-        Under a limit by rows, ranks with equally many samples have that anyway.
+        All ranks get the same number of microbatches. Under a limit by rows, that follows from equally many samples.
         """
-        limit, padded, ahead = self.limit, self.kind.padded, self._ahead
-        self._ahead = None
-        if ahead is not None and ahead.limit == limit:
-            if ahead.lengths != lengths:
+        limit, padded, planned = self.limit, self.kind.padded, self._next_plan
+        self._next_plan = None
+        if planned is not None and planned.limit == limit:
+            if planned.lengths != lengths:
                 raise ValueError("the samples differ from those announced as `upcoming`; pass the same ones")
-            return ahead.plan
+            return planned.plan
         plan = plan_step(lengths, limit, padded=padded)
         if not limit.by_length:
             return plan
@@ -397,51 +380,67 @@ class StepRunner(Generic[Sample]):
         most = exchange(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan))).upcoming_microbatches
         return spread(plan, lengths, limit, most, padded=padded)
 
-    def _plan_ahead(self, upcoming: Sequence[Sample]) -> _Ahead:
-        """The fewest microbatches that the next step takes on this rank."""
-        limit, lengths = self.limit, self.kind.lengths(upcoming)
-        return _Ahead(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
+    def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
+        """Plan the next step with the fewest microbatches for this rank, under a limit by length."""
+        limit = self.limit
+        if upcoming is None or not limit.by_length:
+            return None
+        lengths = self.kind.lengths(upcoming)
+        return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
-    def _attempt(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
-        """Collective: the totals of all microbatches, or the number of the one that ran out of memory. After either,
-        all ranks are at the same position."""
+    def _keep(self, upcoming: _NextPlan | None, microbatches: int) -> None:
+        """Keep the plan of the next step, with this number of microbatches; 0 if a rank does not know its samples."""
+        if upcoming is not None and microbatches:
+            limit, lengths, plan = upcoming
+            self._next_plan = _NextPlan(
+                limit, lengths, spread(plan, lengths, limit, microbatches, padded=self.kind.padded)
+            )
+
+    def _attempt(self, samples: Sequence[Sample], plan: Plan) -> Totals | int:
+        """Collective: run all microbatches. Return their totals, or the number of the one that ran out of memory.
+
+        In both cases, this rank has issued all collectives of the step.
+        """
         if self.trains is None:
-            self._gradients_beside = self.recovery.gradients_beside(self.model)
+            self._others_with_gradients = self.recovery.others_with_gradients(self.model)
+        microbatches = [[samples[index] for index in rows] or self._filler(samples) for rows in plan]
         totals: Totals | None = None
-        microbatches = [[samples[index] for index in rows] or self._nothing(samples) for rows in plan]
         try:
             self._ledger.begin_step(len(microbatches), self.recovery.owned_by(self.model), self.stage)
-            for number, (rows, microbatch) in enumerate(zip(plan, microbatches, strict=True)):
-                try:
-                    self._ledger.begin_microbatch(number)
-                    with self._around_pass("microbatch"), self._ledger.listening():
-                        own = Totals.of(self._forward_backward(microbatch))
-                    self._ledger.end_microbatch()
-                    totals = own if totals is None else totals.plus(own)
-                except Exception as error:
-                    if not (self.recovery.enabled and is_oom(error)):
-                        raise
-                    forget_frames(error)
-                else:
-                    if number == 0:
-                        self._equal_steps.check()
-                    if not rows and own.target_tokens:
-                        raise ValueError(
-                            "`filler` returned a sample that counts in the loss; return one without labels"
-                        )
-                    continue
-                # Outside of `except`, whose traceback would keep the failed pass alive. Before the drain, which first
-                # needs to know whether this microbatch has followed the record so far.
-                self._ledger.break_off_microbatch()
-                self._drain(microbatches, samples[rows[0] if rows else 0])
-                return None, number
+            for number, microbatch in enumerate(microbatches):
+                target_tokens = totals.target_tokens if totals else 0
+                totals = self._run_microbatch(number, microbatch, totals)
+                if totals is None:
+                    self._drain(microbatches, samples[plan[number][0] if plan[number] else 0])
+                    return number
+                if number == 0:
+                    self._equal_steps.check()
+                if not plan[number] and totals.target_tokens > target_tokens:
+                    raise ValueError("`filler` returned a sample that counts in the loss; return one without labels")
         except BaseException:
             self._ledger.abandon()
             raise
-        return totals, None
+        assert totals is not None, "a plan has at least one microbatch"
+        return totals
 
-    def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
-        """An empty microbatch: it communicates like any other, and counts nothing."""
+    def _run_microbatch(self, number: int, microbatch: Sequence[Sample], totals: Totals | None) -> Totals | None:
+        """Collective: run a microbatch and add it to the totals. Return None if memory runs out."""
+        try:
+            self._ledger.begin_microbatch(number)
+            with self._around_pass("microbatch"), self._ledger.listening():
+                added = Totals.of(self._forward_backward(microbatch))
+            self._ledger.end_microbatch()
+            return added if totals is None else totals.plus(added)
+        except Exception as error:
+            if not (self.recovery.enabled and is_oom(error)):
+                raise
+            forget_frames(error)
+        # outside of `except`, whose traceback keeps the failed pass alive
+        self._ledger.break_off_microbatch()
+        return None
+
+    def _filler(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return a microbatch that communicates like any other, but contributes zero."""
         if self.kind.filler is None:
             raise ValueError(
                 f"rank {rank()} has fewer samples than its peers have microbatches; "
@@ -450,20 +449,19 @@ class StepRunner(Generic[Sample]):
         return [self.kind.filler(samples[0])]
 
     def _drain(self, microbatches: Sequence[Sequence[Sample]], sample: Sample) -> None:
-        """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
-        # A drain may run out of memory too. What it has issued by then counts, so each try goes on from there, and
-        # only one that gets nowhere is the end.
+        """Collective: issue the remaining collectives of this step, with almost no memory."""
+        # A drain that runs out of memory has issued some collectives, and the next try continues from there. The run
+        # ends if a try makes no progress.
         stuck_at: int | None = None
         while True:
             try:
-                # Gradients first: what they hold may be what the drain needs.
-                self._discard()
+                self._discard()  # frees memory for the drain
                 release()
                 with self._around_pass("drain"):
                     self._ledger.drain(
-                        # Of copies, since a stage may keep its results in the samples.
+                        # copies, because a stage may store results in its samples
                         [partial(self._forward_backward, [*map(copy.copy, each)]) for each in microbatches],
-                        # Any sample will do, since FSDP communicates no data. It is run only if there is no record yet.
+                        # of any sample: FSDP's collectives do not depend on it
                         lambda: self._forward_backward([self.kind.stand_in(sample)]),
                     )
                 return
@@ -481,18 +479,32 @@ class StepRunner(Generic[Sample]):
             stuck_at = position
 
     def _discard(self) -> None:
-        """Drops all gradients of the step, finished or not: they were None when it began."""
+        """Drop all gradients of the step: it began without any."""
         self._ledger.reset()
         self.model.zero_grad(set_to_none=True)
 
+    def _recover(self, reports: AttemptReports, rng: RngState, step: int, began: float) -> None:
+        """Undo a failed attempt and lower the limit, on every rank; raise if the step cannot be repeated."""
+        self._discard()
+        rng.restore()
+        if hooks := fsdp.why_hooks_forbid_it(self.model):  # installed after the Recovery was created
+            raise RecoveryUnsupportedError(
+                f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}", Remedy.NO_RECOVERY
+            )
+        change = self._governor.out_of_memory(reports.failed, step)
+        if change.kind == EXHAUSTED:
+            raise self._exhausted(change, reports)
+        self._announce(replace(change, lost_seconds=time.perf_counter() - began), reports)
+
     def _agree(
-        self, totals: Totals | None, failed: int | None, plan: Plan, samples: Sequence[Sample], upcoming: int = 0
+        self, outcome: Totals | int, plan: Plan, samples: Sequence[Sample], upcoming_microbatches: int = 0
     ) -> AttemptReports:
-        """Collective: what happened on every rank, the same everywhere."""
+        """Collective: return the reports of all ranks, the same on every rank."""
         kind, reading, lengths = self.kind, self._gauge.read(), self.kind.lengths(samples)
         sizes, trouble = [size_of(rows, lengths, padded=kind.padded) for rows in plan], Microbatch(0, 0)
-        if failed is not None:
-            trouble = sizes[failed]
+        totals = outcome if isinstance(outcome, Totals) else None
+        if isinstance(outcome, int):
+            trouble = sizes[outcome]
         elif reading.retries:
             trouble = max(sizes, key=lambda size: size.room_tokens)
         rows = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
@@ -500,12 +512,12 @@ class StepRunner(Generic[Sample]):
             microbatch=trouble,
             load=load_of(plan, lengths, padded=kind.padded, rows=rows, cost=kind.cost_of),
             reading=reading,
-            failed=failed is not None,
+            failed=totals is None,
             position=self._ledger.position,
             target_tokens=totals.target_tokens if totals else 0,
-            # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
+            # not on a GPU, where reading the loss would wait for the device
             loss_sum=totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0,
-            upcoming_microbatches=upcoming,
+            upcoming_microbatches=upcoming_microbatches,
             asked_to_stop=self.recovery.asked_to_stop(),
             foreign_messages=self._ledger.foreign_messages,
             gradients=(self.trains is None or self._averages) and _has_gradients(self.model),
@@ -515,25 +527,25 @@ class StepRunner(Generic[Sample]):
         reports.check_positions()
         foreign = max(report.foreign_messages for report in reports)
         if self.recovers and foreign:
-            self.recovers, why = False, self._ledger.refuse_recovery(foreign)
+            self.recovers, reason = False, self._ledger.refuse_recovery(foreign)
             where = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
             if rank() == 0:
                 logger.warning(
                     "%s%s: training continues without recovery; the next out-of-memory error ends it",
                     where and f"{where}: ",
-                    why,
+                    reason,
                 )
         return reports
 
     def _complete(self, totals: Totals, reports: AttemptReports, plan: Plan, recoveries: int) -> StepResult:
-        """Collective: the result of an attempt in which no rank failed."""
+        """Collective: return the result of an attempt in which all ranks succeeded."""
         gradients = any(report.gradients for report in reports)
         if self.trains is None:
             self.trains = gradients
-            if self.recovery.gradients_beside(self.model) > self._gradients_beside:
+            if self.recovery.others_with_gradients(self.model) > self._others_with_gradients:
                 raise ValueError(
-                    "this stage has left gradients in a model that is not its own, which a failed attempt would not "
-                    "drop: give each trained model a StepRunner, or both one parent module"
+                    "this stage has left gradients in the model of another stage, where a failed attempt would keep "
+                    "them: give each trained model a StepRunner, or both one parent module"
                 )
         if gradients and self._averages:
             with fatal_where_memory_runs_out(
@@ -547,25 +559,26 @@ class StepRunner(Generic[Sample]):
         return result_of(totals, reports, len(plan), recoveries)
 
     def _exhausted(self, change: Change, reports: AttemptReports) -> LimitExhaustedError:
-        """The error where there is no smaller limit, with the memory of the rank that failed."""
+        """Return the error for a failure at the smallest limit, with the memory of the failed rank."""
         fact, remedies = change.reason, [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS]
         if (shortage := reports.shortage) is not None:
             fact, remedies = f"{fact} ({shortage})", [*remedies, Remedy.LARGER_BUDGET]
-        self._tell(replace(change, reason=fact), reports)
+        self._announce(replace(change, reason=fact), reports)
         return LimitExhaustedError(fact, *(without_backward(remedies) if self.trains is False else remedies))
 
-    def _tell(self, change: Change, reports: AttemptReports) -> None:
-        if rank() == 0 and change.kind != EXHAUSTED:  # which is an error
+    def _announce(self, change: Change, reports: AttemptReports) -> None:
+        """Log a change of the limit on rank 0, and pass it to `on_change` on every rank."""
+        if rank() == 0 and change.kind != EXHAUSTED:  # raised as an error
             logger.log(logging.WARNING if change.kind == RECOVERY else logging.INFO, "%s", change.reason)
         fullest = reports.fullest
         self.recovery.on_change(change if fullest is None else replace(change, **fullest._asdict()))
 
     def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> AbstractContextManager[None]:
-        """Guards what happens once all ranks have agreed: scaling, clipping, the optimizer's step.
+        """Return a context for the update: scaling, clipping and the optimizer's step, after all ranks have agreed.
 
-        Weights may be half updated when that runs out of memory, so it ends the run with a clear error.
+        Running out of memory there may leave weights half updated, so it ends the run.
         """
-        saved = "nothing is saved yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
+        saved = "no checkpoint yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
         return fatal_where_memory_runs_out(
             lambda _: UnrecoverableError(
                 f"out of memory in {what} on rank {rank()}: the weights may be partly updated, so this step cannot be "
@@ -578,37 +591,42 @@ class StepRunner(Generic[Sample]):
 
 
 class Stages(dict[str, StepRunner[Sample]]):
-    """What runs each stage of a step, by its name and in their order: the last one trains. A single one needs no name.
+    """The runners of a step's stages by name, in order: the last one trains. A single stage needs no name.
 
-    Each has its limit and its recoveries; all run the same samples.
+    All stages run the same samples, each with its own limit and recoveries.
     """
 
     @property
     def training(self) -> StepRunner[Sample]:
+        """The runner of the last stage."""
         return [*self.values()][-1]
 
     @property
     def limits(self) -> dict[str, Limit]:
+        """The limit of each stage."""
         return {stage: runner.limit for stage, runner in self.items()}
 
     @property
     def recoveries(self) -> int:
+        """Number of repeated attempts of all stages."""
         return sum(runner.recoveries for runner in self.values())
 
     def run(
         self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None
     ) -> dict[str, StepResult]:
-        """Collective: all stages, one after another. Samples keep the results of a stage for those that follow."""
+        """Collective: run all stages in order. Samples store the results of a stage for later ones."""
         return {stage: runner.run(samples, step=step, upcoming=upcoming) for stage, runner in self.items()}
 
     def watch(self, memory: MemorySource | None) -> None:
+        """Measure memory in all stages."""
         for runner in self.values():
             runner.watch(memory)
 
     def use_limits(self, limits: Mapping[str, Limit]) -> None:
+        """Allow these limits by stage."""
         for stage, limit in limits.items():
             self[stage].use_limit(limit)
 
     def state_dict(self) -> dict[str, LimitState]:
-        """What the limits have come to, by stage; the same on all ranks."""
+        """Return the state of each stage's limit, which is the same on all ranks."""
         return {stage: runner.state_dict() for stage, runner in self.items()}
