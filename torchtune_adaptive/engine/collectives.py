@@ -21,8 +21,7 @@ from torch import nn
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
-from torchtune_adaptive.engine.ghost import GhostPasses, messages
-from torchtune_adaptive.engine.listener import Listener
+from torchtune_adaptive.engine.ghost import GhostPasses, Listener, messages
 from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, message_counters, rank, world_size
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.text import count_of

@@ -17,33 +17,25 @@ Before the first one, two dry runs with different made-up values are therefore c
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from torchtune_adaptive.dependencies import refuse_torch
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.listener import COMMUNICATING, SILENT, caller, place_of
 from torchtune_adaptive.engine.memory import wraps_tensors
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import explaining_failures, message_counters, rank
@@ -52,6 +44,26 @@ from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, R
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
+try:
+    from torch._C import _get_dispatch_mode as get_dispatch_mode
+    from torch._C import _TorchDispatchModeKey as DispatchModeKey
+    from torch._C._distributed_c10d import FakeWork
+    from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
+    from torch._ops import OpOverloadPacket
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        unset_fake_temporarily,
+    )
+    from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
+except ImportError as error:
+    refuse_torch(str(error))
+
+COMMUNICATING = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
+_SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
+"""Operations of these namespaces that do not communicate."""
 _FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
 _METHODS = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "broadcast")
 """Methods of a process group."""
@@ -69,6 +81,21 @@ _SMALL = 2**16
 _KNOWN = "_torchtune_adaptive_known"
 _MAX_READS = 10_000
 """Values that a pass may read from fake tensors: a loop until convergence would never end."""
+_OTHER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""Prefixes of files that do not belong to the user: torch, this package, generated code."""
+_TOUCHED: dict[Any, str] = {
+    MaskBuffer: "data materialize_mask refcount",
+    FakeTensorMode: "allow_non_fake_inputs",
+    FakeTensor: "fake_mode",
+    OpOverloadPacket: "_op",
+    torch._ops.OpOverload: "_opname _schema namespace",
+    dist.ProcessGroup: " ".join((*_METHODS, "unbox")),
+    FakeWork: "boxed",
+    DispatchModeKey: "FAKE",
+}
+
+if missing := fsdp.missing_names(_TOUCHED):
+    refuse_torch(f"ghost passes lack {', '.join(missing)}")
 
 
 class Exchange(NamedTuple):
@@ -105,15 +132,20 @@ class GhostPasses:
         self._models = list(models)
         self._log: list[Exchange] = []
         self._begun = Counter[str]()
-        self._masks: list[MaskBuffer] = []
+        self._masks: dict[int, MaskBuffer] = {}  # by id
         self._checked: set[str] = set()  # stages
         self._in_ghost = self._logs = False
-        self._undo = [*self._log_integers(), self._track_masks()]
+        packets = [getattr(torch.ops._c10d_functional, name) for name in _FUNCTIONAL]
+        self._restore = [
+            *(_call_after(packet, "_op", self._log_integers) for packet in packets),
+            *(_call_after(dist.ProcessGroup, name, self._log_integers) for name in _METHODS),
+            _call_after(MaskBuffer, "materialize_mask", lambda args, _: self._masks.setdefault(id(args[0]), args[0])),
+        ]
 
     def close(self) -> None:
         """Stop logging."""
-        while self._undo:
-            self._undo.pop()()
+        while self._restore:
+            self._restore.pop()()
 
     def forget(self, stage: str) -> None:
         """Repeat the check of this stage before its next ghost pass."""
@@ -177,65 +209,58 @@ class GhostPasses:
 
     def drop_masks(self) -> None:
         """Clear the masks of sharded embeddings, which DTensor keeps in the operation even if the pass fails."""
-        for mask in self._masks:
+        for mask in self._masks.values():
             mask.data, mask.refcount = None, 0
         self._masks.clear()
 
-    def _track_masks(self) -> Callable[[], None]:
-        materialize = MaskBuffer.materialize_mask
-
-        def tracking(mask: MaskBuffer, data: Tensor) -> None:
-            if not any(mask is each for each in self._masks):
-                self._masks.append(mask)
-            materialize(mask, data)
-
-        setattr(MaskBuffer, "materialize_mask", tracking)  # noqa: B010 - mypy rejects assignments to a method
-        return partial(setattr, MaskBuffer, "materialize_mask", materialize)
-
-    def _log_integers(self) -> Iterator[Callable[[], None]]:
-        """Log the integers of collectives from now on, at about a microsecond per collective."""
-
-        def log(arguments: Sequence[Any], result: Any) -> None:
-            if torch.compiler.is_compiling() or not self._logs or _starts_with_float(arguments):
-                return
-            tensors = [each for each in tree_iter(arguments) if isinstance(each, Tensor)]
-            if not all(map(_is_float, tensors)):
-                self._log.append(Exchange(tensors, result))
-
-        wrapped: tuple[tuple[Any, tuple[str, ...], Callable[..., Any]], ...] = (
-            (torch.ops._c10d_functional, _FUNCTIONAL, _LoggedPacket),
-            (dist.ProcessGroup, _METHODS, _logged_method),
-        )
-        for owner, names, logged in wrapped:
-            for name in names:
-                own = getattr(owner, name)
-                before = vars(owner)[name]  # getattr() returns an unbound function, which must not be put back
-                setattr(owner, name, logged(own, log))
-                yield partial(setattr, owner, name, before)
+    def _log_integers(self, arguments: Sequence[Any], result: Any) -> None:
+        """Log a collective of integers; costs about a microsecond for others."""
+        first = arguments[isinstance(arguments[0], dist.ProcessGroup)]
+        if torch.compiler.is_compiling() or not self._logs or (isinstance(first, Tensor) and _is_float(first)):
+            return
+        tensors = [each for each in tree_iter(arguments) if isinstance(each, Tensor)]
+        if not all(map(_is_float, tensors)):
+            self._log.append(Exchange(tensors, result))
 
 
-def _logged_method(method: Callable[..., Any], log: Callable[[Sequence[Any], Any], None]) -> Callable[..., Any]:
+def _call_after(owner: Any, name: str, hook: Callable[[Sequence[Any], Any], object]) -> Callable[[], None]:
+    """Call `hook` with the arguments and the result after each call of a function. Return a function that undoes it."""
+    function, original = getattr(owner, name), vars(owner)[name]
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        log((*args[1:], kwargs), result)
+        result = function(*args, **kwargs)
+        hook((*args, kwargs), result)
         return result
 
-    return call
+    setattr(owner, name, call)
+    return lambda: setattr(owner, name, original)
 
 
-class _LoggedPacket:
-    """Wraps an operation of torch.ops, and logs calls, except those of overloads."""
+class _Call(NamedTuple):
+    """A call of an operation."""
 
-    def __init__(self, packet: Any, log: Callable[[Sequence[Any], Any], None]) -> None:
-        self._packet, self._log = packet, log
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._packet(*args, **kwargs)
-        self._log((*args, kwargs), result)
-        return result
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "_opname", "")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._packet, name)
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [each for each in tree_iter((self.args, self.kwargs)) if isinstance(each, Tensor)]
+
+    @property
+    def in_place(self) -> bool:
+        return self.func.namespace == "c10d"
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    def run_for_real(self) -> Any:
+        with unset_fake_temporarily():
+            return self.run()
 
 
 class GhostMode(TorchDispatchMode):
@@ -288,145 +313,157 @@ class GhostMode(TorchDispatchMode):
     ) -> Any:
         if any(wraps_tensors(kind) for kind in types):  # DTensor and similar types dispatch their inner operations
             return NotImplemented
-        kwargs = kwargs or {}
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if mode is not self._fakes:  # a mode in which DTensor computes shapes
-            return func(*args, **kwargs)
+        call = _Call(func, args, kwargs or {})
+        if get_dispatch_mode(DispatchModeKey.FAKE) is not self._fakes:  # a mode in which DTensor computes shapes
+            return call.run()
         if getattr(func, "namespace", "") not in COMMUNICATING:
-            return self._compute(func, args, kwargs)
-        if func._opname not in SILENT:
-            return self._communicate(func, args, kwargs)
-        return args[0] if isinstance(args[0], FakeTensor) else _without_fakes(func, args, kwargs)
+            return self._compute(call)
+        if call.name not in _SILENT:
+            return self._communicate(call)
+        return args[0] if isinstance(args[0], FakeTensor) else call.run_for_real()
 
-    def _communicate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _communicate(self, call: _Call) -> Any:
         """Collective, unless skipped: issue an operation that communicates."""
-        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        name, group, where = func._opname, _group_of((*args, *kwargs.values())), caller()
-        if name not in _SUPPORTED or group is None:
-            raise refusal(f"{func.namespace}::{name}{where} cannot be issued without data")
-        sizes = None if name in _OF_ANY_SIZE else tuple(each.shape for each in tensors)
-        self.seen.append(SeenCollective(f"{func.namespace}::{name}", group.group_name, sizes, where))
+        tensors, full_name, where = call.tensors, f"{call.func.namespace}::{call.name}", caller()
+        group = _group_of((*call.args, *call.kwargs.values()))
+        if call.name not in _SUPPORTED or group is None:
+            raise refusal(f"{full_name}{where} cannot be issued without data")
+        sizes = None if call.name in _OF_ANY_SIZE else tuple(each.shape for each in tensors)
+        self.seen.append(SeenCollective(full_name, group.group_name, sizes, where))
         self._passed[group.group_name] += 1
         skips = self._issued is None or self._passed[group.group_name] <= self._issued[group.group_name]
-        in_place = func.namespace == "c10d"
-        if any(map(_is_known_integer, tensors)):
-            result = self._exchange(func, args, kwargs, tensors, group, skips=skips)
+        if any(_is_known(each) and not _is_float(each) for each in tensors):
+            result = self._exchange(call, group, skips=skips)
         else:
             if not skips:
-                zeros = _without_fakes(tree_map, (_zeros, (args, kwargs)), {})
-                self._issue(func, zeros[0], zeros[1], group)
-            result = None if in_place else func(*args, **kwargs)
-        if not in_place:
+                with unset_fake_temporarily():
+                    args, kwargs = tree_map(_zeros, (call.args, call.kwargs))
+                self._issue(_Call(call.func, args, kwargs), group)
+            result = None if call.in_place else call.run()
+        if not call.in_place:
             return result
-        return (args[0], FakeWork().boxed()) if len(func._schema.returns) == 2 else FakeWork().boxed()
+        work = FakeWork().boxed()
+        return (call.args[0], work) if len(call.func._schema.returns) == 2 else work
 
-    def _issue(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        group: dist.ProcessGroup,
-        integers: list[Tensor] | None = None,
-    ) -> Any:
+    def _issue(self, call: _Call, group: dist.ProcessGroup, integers: list[Tensor] | None = None) -> Any:
         """Collective: issue an operation with real tensors, and wait for it."""
         before = messages()[group.group_name]
         with explaining_failures("a collective of a repeated pass"), unset_fake_temporarily():
-            result = func(*args, **kwargs)
+            result = call.run()
             if integers is not None:  # before waiting, which may run out of memory after peers have matched it
                 self._log.append(Exchange(integers, result))
-            wait(result)
+            _wait(result)
         if (counted := messages()[group.group_name] - before) > 1:
             raise UnrecoverableError(
-                f"{func._opname} counts as {counted} messages on rank {rank()} instead of 1, so positions are unknown"
+                f"{call.name} counts as {counted} messages on rank {rank()} instead of 1, so positions are unknown"
             )
         return result
 
-    def _exchange(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        group: dist.ProcessGroup,
-        *,
-        skips: bool,
-    ) -> Any:
+    def _exchange(self, call: _Call, group: dist.ProcessGroup, *, skips: bool) -> Any:
         """Collective, unless skipped: exchange integers, which determine sizes.
 
         This rank sends the same integers as in the failed pass, or in a forward that is recomputed.
         """
-        in_place = func.namespace == "c10d"
+        tensors = call.tensors
         if self._issued is None:  # assume that peers send the same
             *outputs, sent = tensors
-            with unset_fake_temporarily():
-                for each in outputs if in_place else ():
-                    each.copy_(_repeated(sent, each.shape))
-            if in_place:
+            if call.in_place:
+                with unset_fake_temporarily():
+                    for each in outputs:
+                        each.copy_(_repeated(sent, each.shape))
                 return None
-            shapes = func(*args, **kwargs)
+            shapes = call.run()
             with unset_fake_temporarily():
                 return tree_map(lambda each: _repeated(sent, each.shape), shapes)
-        before = self._log[self._exchanged] if self._exchanged < len(self._log) else None
+        before = self._log[self._exchanged] if skips and self._exchanged < len(self._log) else None
         self._exchanged += 1
-        if not skips:
-            before = None
-        elif before is None or [each.shape for each in before.tensors] != [each.shape for each in tensors]:
-            raise refusal(f"{func.namespace}::{func._opname}{caller()} has sent integers that were not logged")
+        if skips and (before is None or [each.shape for each in before.tensors] != [each.shape for each in tensors]):
+            raise refusal(f"{call.func.namespace}::{call.name}{caller()} has sent integers that were not logged")
         with unset_fake_temporarily():
             if before is not None:
-                wait(before.result)
+                _wait(before.result)
             sent_before = before.tensors if before else self._sent.get(self._place, tensors)
             for mine, sent in zip(tensors, sent_before, strict=True):
                 mine.copy_(sent)
-            if func._opname not in _OVERWRITING:
+            if call.name not in _OVERWRITING:
                 self._sent.setdefault(self._place, [each.clone() for each in tensors])
             self._place = (self._place[0], self._place[1] + 1)
             if before is not None:
-                return None if in_place else tree_map(torch.clone, before.result)
-        return self._issue(func, args, kwargs, group, tensors)
+                return None if call.in_place else tree_map(torch.clone, before.result)
+        return self._issue(call, group, tensors)
 
-    def _compute(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, call: _Call) -> Any:
         """Run an operation that does not communicate."""
-        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        name = getattr(func, "_opname", "")
-        if name == "lift_fresh" or (all(map(_is_known, tensors)) and _is_small(func, args, kwargs)):
-            result = _mark(_without_fakes(func, args, kwargs), known=True)
-            return _without_fakes(torch.zero_, (result,), {}) if "empty" in name else result
+        name, args = call.name, call.args
+        if name == "lift_fresh" or (all(map(_is_known, call.tensors)) and _is_small(call)):
+            result = _mark(call.run_for_real(), known=True)
+            if "empty" in name:
+                with unset_fake_temporarily():
+                    result.zero_()
+            return result
         if name in _INDEXING:
-            args = (args[0], _without_masks(args[1]), *args[2:])
+            call = call._replace(args=(args[0], _without_masks(args[1]), *args[2:]))
         elif name == "masked_select" and _is_known(args[1]):
-            func, args = torch.ops.aten.index.Tensor, (args[0].expand_as(args[1]), _without_masks([args[1]]))
+            call = _Call(torch.ops.aten.index.Tensor, (args[0].expand_as(args[1]), _without_masks([args[1]])), {})
         try:
-            result = func(*args, **kwargs)
+            result = call.run()
         except DataDependentOutputException:
             self.used_unknown_values, self._reads = True, self._reads + 1
             if self._reads > _MAX_READS:
                 raise refusal(f"it reads more than {_MAX_READS:,} computed values{caller()}") from None
             return self._made_up
         except DynamicOutputShapeException:
-            raise refusal(f"the output size of {func}{caller()} depends on computed values") from None
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and _is_known(args[0]):
+            raise refusal(f"the output size of {call.func}{caller()} depends on computed values") from None
+        if isinstance(call.func, torch._ops.OpOverload) and call.func._schema.is_mutable and _is_known(args[0]):
             self.used_unknown_values = self.used_unknown_values or not _is_float(args[0])
             return _mark(args[0], known=False)
+        # masks stay fake: they can be as large as activations
         return tree_map(
-            lambda each: self._make_up(func, args, kwargs, each) if _is_fake_integer(each) else each, result
+            lambda each: (
+                self._make_up(call, each)
+                if isinstance(each, FakeTensor) and not _is_float(each) and each.dtype != torch.bool
+                else each
+            ),
+            result,
         )
 
-    def _make_up(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], fake: FakeTensor) -> Tensor:
+    def _make_up(self, call: _Call, fake: FakeTensor) -> Tensor:
         """Return real integers for a fake result: choices that are even (or maximally uneven), or else zeros."""
         self.used_unknown_values = True
-        named = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        name = func._opname
-        dim = named.get("dim", None if name in ("argmax", "argmin") else -1) if name in _CHOICES else None
+        source = call.args[0]
+        named = dict(zip((each.name for each in call.func._schema.arguments), call.args, strict=False)) | call.kwargs
+        dim = named.get("dim", None if call.name in ("argmax", "argmin") else -1) if call.name in _CHOICES else None
         with unset_fake_temporarily():
             if dim is None:
                 return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-            keeps = fake.dim() == args[0].dim()
+            keeps = fake.dim() == source.dim()
             sizes = [*fake.shape]
             rows = [*sizes[:dim], *sizes[dim:][1:], sizes[dim]] if keeps else [*sizes, 1]
-            among = rows[-1] if self._made_up else args[0].shape[dim]
+            among = rows[-1] if self._made_up else source.shape[dim]
             chosen: Tensor = torch.arange(fake.numel(), dtype=fake.dtype, device=fake.device) % max(1, among)
             return chosen.view(rows).movedim(-1, dim) if keeps else chosen.view(sizes)
+
+
+class Listener(TorchDispatchMode):
+    """Dispatch mode that calls `report` with each communicating operation and its caller, before it runs.
+
+    A dispatch mode makes compiled code run eagerly, so use it for one microbatch only.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(wraps_tensors(kind) for kind in types):
+            return NotImplemented
+        if getattr(func, "namespace", "") in COMMUNICATING and func._opname not in _SILENT:
+            self._report(f"{func.namespace}::{func._opname}{caller()}")
+        return func(*args, **(kwargs or {}))
 
 
 def refusal(why: str) -> RecoveryUnsupportedError:
@@ -437,6 +474,18 @@ def refusal(why: str) -> RecoveryUnsupportedError:
     )
 
 
+def caller() -> str:
+    """Return the innermost line of the user's code, for example ` at model.py:57`, or ""."""
+    return place_of(sys._getframe(1))
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's code from `frame` outwards, formatted as in `caller`."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OTHER_CODE):
+        frame = frame.f_back
+    return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 def messages() -> Counter[str]:
     """Return the number of messages on this rank, by name of the process group."""
     total = Counter[str]()
@@ -445,7 +494,7 @@ def messages() -> Counter[str]:
     return total
 
 
-def wait(result: Any) -> None:
+def _wait(result: Any) -> None:
     """Wait for the result of a collective: tensors if it is functional, otherwise a work object."""
     for each in tree_iter(result):
         if isinstance(each, Tensor):
@@ -471,11 +520,6 @@ def _group_of(arguments: Iterable[Any]) -> dist.ProcessGroup | None:
     return None
 
 
-def _without_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with unset_fake_temporarily():
-        return func(*args, **kwargs)
-
-
 def _zeros(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Tensor) else value
 
@@ -484,11 +528,6 @@ def _repeated(source: Tensor, shape: torch.Size) -> Tensor:
     """Return a tensor of this shape with the values of `source`, repeated as needed."""
     times = -(-shape.numel() // max(1, source.numel()))
     return source.flatten().repeat(times)[: shape.numel()].view(shape)
-
-
-def _starts_with_float(arguments: Any) -> bool:
-    """Return True if the first argument is a floating-point tensor: the common case, decided fast."""
-    return isinstance(arguments[0], Tensor) and arguments[0].is_floating_point()
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -502,19 +541,10 @@ def _is_known(value: object) -> bool:
     return not _is_float(value) or getattr(value, _KNOWN, False)
 
 
-def _is_known_integer(value: object) -> bool:
-    return isinstance(value, Tensor) and not _is_float(value) and not isinstance(value, FakeTensor)
-
-
-def _is_fake_integer(value: object) -> bool:
-    """Return True except for masks, which stay fake: they can be as large as activations."""
-    return isinstance(value, FakeTensor) and not _is_float(value) and value.dtype != torch.bool
-
-
-def _is_small(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_small(call: _Call) -> bool:
     """Return True if an operation on known tensors returns integers or small tensors."""
     try:
-        shapes = func(*args, **kwargs)
+        shapes = call.run()
     except (DataDependentOutputException, DynamicOutputShapeException):
         return True
     return all(each.numel() <= _SMALL or not _is_float(each) for each in tree_iter(shapes) if isinstance(each, Tensor))
@@ -532,7 +562,7 @@ def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     for each in indices:
         if each is not None and each.dtype in (torch.bool, torch.uint8) and _is_known(each):
-            found += _without_fakes(torch.ops.aten.nonzero.default, (each,), {}).unbind(1)
+            found += _Call(torch.ops.aten.nonzero.default, (each,), {}).run_for_real().unbind(1)
         else:
             found.append(each)
     return found

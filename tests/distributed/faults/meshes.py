@@ -1,4 +1,4 @@
-"""Steps of models whose ranks exchange activations, and the ways in which one may run out of memory."""
+"""Steps of models whose ranks exchange activations, with out-of-memory errors."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ EXPERTS, PER_TOKEN, DIM = 6, 2, 16
 
 @dataclass(frozen=True)
 class MeshCase:
-    """One way of sharing a model, and who runs out of memory how."""
+    """One mesh and model, and the ranks and places that run out of memory."""
 
     name: str
     build: Callable[["MeshCase"], nn.Module]
@@ -65,7 +65,7 @@ def mesh_of(case: MeshCase) -> DeviceMesh:
 
 
 def tensor_parallel(case: MeshCase) -> nn.Module:
-    """Collective: a Llama under tensor, sequence and loss parallelism, its layers sharded if there are more ranks."""
+    """Collective: build a Llama under tensor, sequence and loss parallelism; FSDP shards layers over further ranks."""
     mesh, both = mesh_of(case), (Replicate(), Replicate())
     model = llama3(
         vocab_size=VOCABULARY,
@@ -101,7 +101,7 @@ def tensor_parallel(case: MeshCase) -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Tokens go to the experts that score them highest, wherever those are: the layout and the calls of torchtitan."""
+    """Routed experts over ranks, with the layout and the calls of torchtitan."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Mixture(nn.Module):
 
 
 def expert_parallel(case: MeshCase) -> nn.Module:
-    """Collective: experts on all ranks; what all tokens pass through is sharded."""
+    """Collective: build a model with experts on all ranks; FSDP shards the other weights."""
     mesh = init_device_mesh("cpu", (case.world_size,))
     model = Mixture(mesh, checkpointing=case.checkpointing)
     experts = {weight for layer in model.layers for weight in (layer.up, layer.down)}
@@ -179,7 +179,7 @@ MESH_CASES = (
 
 
 class MeshStep(NamedTuple):
-    """What comes out of a step, bit by bit."""
+    """The outcome of a step, compared bitwise."""
 
     gradients: Gradients
     loss_sum: float
@@ -194,7 +194,7 @@ class MeshStep(NamedTuple):
 
 
 class MeshBench:
-    """Collective: a model, its samples, and the two ways to run a step on them."""
+    """Collective: a model, its samples, and steps with and without failures."""
 
     def __init__(self, case: MeshCase) -> None:
         self.case, self._steps = case, count()
@@ -218,7 +218,7 @@ class MeshBench:
         return Totals(loss.detach(), target_tokens)
 
     def undisturbed(self, rows: int) -> MeshStep:
-        """Collective: without anything of ours, in microbatches of `rows`."""
+        """Collective: run plain microbatches of `rows`, without this package."""
         self._start()
         loss_sum = torch.zeros(())
         for start in range(0, SAMPLES, rows):
@@ -230,7 +230,7 @@ class MeshBench:
         return self._outcome(total.float().item())
 
     def operations(self) -> list[str]:
-        """Collective: what the first failing rank does in a step."""
+        """Collective: return the operations of the first failing rank in a step."""
         self._start()
         runner = self.new_runner()
         names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
@@ -238,7 +238,7 @@ class MeshBench:
         return names
 
     def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[MeshStep, int]:
-        """Collective: a step that runs out of memory there; how often it did so on this rank."""
+        """Collective: fail at this operation; return the outcome and the number of errors on this rank."""
         self._start()
         runner.load_state_dict(self.fresh)
         step = next(self._steps)
@@ -249,7 +249,7 @@ class MeshBench:
         return self._outcome(result.loss_sum.item()), faults.fired
 
     def new_runner(self) -> StepRunner[Tensor]:
-        """Collective: of a model that has never run, where the case asks for it."""
+        """Collective: return a runner, of a model that has never run if the case requires it."""
         if self.case.first_pass:
             self._renew()
         runner = runner_of(self.model, self.case.rows, self.forward_backward)

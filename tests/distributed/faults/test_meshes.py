@@ -1,8 +1,9 @@
-"""A step survives running out of memory where ranks exchange activations. `make faults` tries every operation."""
+"""Steps recover from out-of-memory errors if ranks exchange activations. `make faults` tries every operation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ SAMPLED = 4
 
 @pytest.mark.smoke("expert_parallel-checkpointing")
 @pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(", ", "-").replace(" ", "_"))
-def test_the_gradient_after_a_recovery_is_bitwise_that_of_an_undisturbed_run(name: str):
+def test_gradients_after_a_recovery_are_bitwise_equal_to_an_undisturbed_run(name: str):
     case = CASES[name]
     sampled = SAMPLED // 2 if case.world_size > 3 else SAMPLED
     for outcome in run_on_ranks(case.world_size, sweep, case, sampled, timeout_s=120):
@@ -40,7 +41,7 @@ def test_the_gradient_after_a_recovery_is_bitwise_that_of_an_undisturbed_run(nam
 
 
 class Layer(nn.Module):
-    """Halves of it are on two ranks. `inside` runs between them."""
+    """Two linear layers, each split over two ranks, with `inside` between them."""
 
     def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Layer(nn.Module):
 
 
 def runner_with(inside: Callable[[Tensor], Tensor], rows: int = 4) -> StepRunner[Tensor]:
-    """Collective: of a model under tensor parallelism."""
+    """Collective: return a runner of a model under tensor parallelism."""
     torch.manual_seed(0)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     model = parallelize_module(Layer(inside), init_device_mesh("cpu", (2,)), plan)
@@ -69,7 +70,7 @@ def samples() -> list[Tensor]:
 
 
 def fail_inside(kind: str) -> None:
-    """Rank 1 runs out of memory in the second step, before the middle of the layer."""
+    """Rank 1 runs out of memory in the second step, before `inside`."""
     runner = runner_with(INSIDE[kind][0])
     runner.run(samples(), step=0)
     runner.model.zero_grad(set_to_none=True)
@@ -82,7 +83,32 @@ def doubled(value: Tensor) -> Tensor:
     return 2 * value
 
 
+@torch.library.custom_op("torchtune_adaptive_tests::tripled", mutates_args=())
+def tripled(value: Tensor) -> Tensor:
+    return 3 * value
+
+
 torch.library.register_autograd("torchtune_adaptive_tests::doubled", lambda context, gradient: 2 * gradient)
+torch.library.register_autograd("torchtune_adaptive_tests::tripled", lambda context, gradient: 3 * gradient)
+torch.library.register_fake("torchtune_adaptive_tests::tripled", torch.empty_like)
+
+
+class Scaled(torch.autograd.Function):
+    """Scales by the sum over ranks, and communicates in the backward as well."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        total = value.detach().mean()
+        dist.all_reduce(total)
+        context.save_for_backward(value, total)
+        return value * total
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        value, total = context.saved_tensors
+        along_total = (gradient * value).sum() / value.numel()
+        dist.all_reduce(along_total)
+        return gradient * total + along_total
 
 
 def reduced_if_large(value: Tensor) -> Tensor:
@@ -121,13 +147,41 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", INSIDE)
-def test_a_pass_that_cannot_be_repeated_without_data_ends_all_ranks_with_the_reason(kind: str):
+def test_pass_that_cannot_run_without_data_ends_all_ranks_with_the_reason(kind: str):
     with pytest.raises(RankFailed, match=f"RecoveryUnsupportedError: out of memory on rank 1, .*{INSIDE[kind][1]}"):
         run_on_ranks(2, fail_inside, kind, timeout_s=15)
 
 
+EXTENSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "custom autograd function that communicates": Scaled.apply,
+    "custom operator with a fake implementation": tripled,
+}
+
+
+def recovered_with(extension: str) -> tuple[int, list[bool]]:
+    """Collective: let single operations of steps fail on rank 1, and compare the gradients."""
+    runner = runner_with(EXTENSIONS[extension], rows=2)
+    runner.run(samples(), step=0)
+    expected = gradients_of(runner.model)
+    runner.use_limit(RowLimit(4))
+    fresh, equal = runner.state_dict(), []
+    with FaultInjector(runner) as faults:
+        for step, operation in enumerate((1, 3, 6, 12, 20), 1):
+            runner.model.zero_grad(set_to_none=True)
+            runner.load_state_dict(fresh)
+            faults.fail_at(rank=1, step=step, operation=operation)
+            runner.run(samples(), step=step)
+            equal.append(gradients_equal(gradients_of(runner.model), expected))
+    return faults.fired, equal
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_custom_code_recovers_with_bitwise_equal_gradients(extension: str):
+    assert run_on_ranks(2, recovered_with, extension, timeout_s=30) == [(0, [True] * 5), (5, [True] * 5)]
+
+
 def gradients_with_a_cache() -> tuple[int, bool]:
-    """Collective: a layer scales by a tensor that its first pass keeps, and this first pass fails."""
+    """Collective: fail in the first pass of a layer that caches a tensor in it."""
 
     def scaled(value: Tensor) -> Tensor:
         if not hasattr(runner.model, "factor"):
@@ -144,12 +198,12 @@ def gradients_with_a_cache() -> tuple[int, bool]:
     return runner.recoveries, gradients_equal(gradients_of(runner.model), expected)
 
 
-def test_what_a_module_keeps_from_its_first_pass_is_computed_again_with_data():
+def test_tensor_cached_by_a_module_is_recomputed_with_data():
     assert run_on_ranks(2, gradients_with_a_cache, timeout_s=20) == [(1, True)] * 2
 
 
 def in_compiled_layers() -> tuple[int, bool]:
-    """Collective: the second step fails, in a layer that torch has compiled with its collectives."""
+    """Collective: fail in the second step, in a layer that was compiled with its collectives."""
     runner = runner_with(torch.sin, rows=2)
     runner.model.compile(backend="aot_eager", fullgraph=True)
     runner.run(samples(), step=0)
@@ -166,7 +220,7 @@ def test_compiled_layers_recover():
 
 
 class Context(nn.Module):
-    """Each rank has a part of every sequence, and sees the others' parts: context parallelism, in its simplest form."""
+    """Context parallelism in its simplest form: each rank has a part of every sequence, and gathers the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +233,7 @@ class Context(nn.Module):
 
 
 def in_context_parallelism() -> tuple[int, list[bool]]:
-    """Collective: parameters are sharded as without it, so the recovery has to know."""
+    """Collective: parameters do not show context parallelism, so Recovery needs the argument."""
     torch.manual_seed(0)
     model = fully_shard(Context(), mesh=init_device_mesh("cpu", (2,)))
 
@@ -205,15 +259,15 @@ def in_context_parallelism() -> tuple[int, list[bool]]:
     return faults.fired, exact
 
 
-def test_ranks_that_share_sequences_recover():
+def test_context_parallel_ranks_recover():
     assert run_on_ranks(2, in_context_parallelism, timeout_s=30) == [(0, [True] * 4), (4, [True] * 4)]
 
 
 def peaks() -> tuple[int, int]:
-    """Collective: the bytes at the peak of a step whose last operation fails, and of its repeated pass alone."""
+    """Collective: return the peaks of the ghost pass and of a microbatch, in a step whose last operation fails."""
     bench = MeshBench(replace(CASES["tensor parallel"], rows=4))
     bench.samples = [torch.arange(64)] * 4
-    ghost._SMALL = 64  # elements: as small beside this model as the real number beside one that is trained
+    ghost._SMALL = 64  # elements: scaled down with the model
     runner, drained = bench.new_runner(), []
     bench.disturbed(runner, None)
     meter = MemoryMeter()
@@ -231,7 +285,7 @@ def peaks() -> tuple[int, int]:
     return kinds.get("drain", 0), max(size for kind, size in drained if kind == "microbatch")
 
 
-def test_a_pass_without_data_takes_a_small_part_of_the_memory_of_one_with_data():
+def test_ghost_pass_needs_less_than_a_quarter_of_the_memory_of_a_pass():
     _, (ghost_bytes, real_bytes) = run_on_ranks(2, peaks, timeout_s=30)
     assert 0 < ghost_bytes < real_bytes / 4
 
@@ -250,5 +304,5 @@ def modes_in_healthy_steps() -> list[bool]:
     return in_mode
 
 
-def test_nothing_watches_the_operations_of_healthy_steps():
+def test_healthy_steps_run_without_a_dispatch_mode():
     assert run_on_ranks(2, modes_in_healthy_steps, timeout_s=20) == [[False, False]] * 2
