@@ -112,7 +112,7 @@ class CountedReplicas:
         return self._ledger.issue(collective, call, async_op=options.asyncOp)
 
 
-class Place(Enum):
+class PlaceInStep(Enum):
     """Place of a microbatch in its step. With replicas, its collectives depend on it.
 
     The last microbatch of a step all-reduces gradients over replicas. If the step has several, a head that is applied
@@ -139,7 +139,7 @@ class CollectiveRecord:
 
     trained: tuple[bool, ...]
     """For each parameter, whether it was trained then."""
-    schedules: dict[Place, Schedule] = field(default_factory=dict)
+    schedules: dict[PlaceInStep, Schedule] = field(default_factory=dict)
     varies: bool = False
     """True if a microbatch differed from its schedule."""
     unsteady: str | None = None
@@ -260,7 +260,7 @@ class CollectiveLedger:
     def begin_microbatch(self, number: int) -> None:
         """Start a microbatch of the step, numbered from 0."""
         self._current, self._messages_of, self._number = [], [], number
-        self._set_all_reduce(self._place(number) is not Place.EARLIER)
+        self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
         self._begun_at = self._messages(), self.position
         if self._ghosts:
             self._ghosts.begin_microbatch()
@@ -302,10 +302,10 @@ class CollectiveLedger:
         of_fsdp = schedule.messages[: self.position - position]
         record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
 
-    def _place(self, number: int) -> Place:
+    def _place(self, number: int) -> PlaceInStep:
         if not self._replicated or self._microbatches == 1:
-            return Place.ONLY
-        return Place.LAST if number == self._microbatches - 1 else Place.EARLIER
+            return PlaceInStep.ONLY
+        return PlaceInStep.LAST if number == self._microbatches - 1 else PlaceInStep.EARLIER
 
     @property
     def foreign_messages(self) -> int:
@@ -419,7 +419,7 @@ class CollectiveLedger:
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
-                self._set_all_reduce(self._place(number) is not Place.EARLIER)
+                self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
                 ghosts.finish(ghost, passes[number])
                 for root in self._owned:
                     fsdp.settle(root)
@@ -455,7 +455,7 @@ class CollectiveLedger:
         if number > self._number:
             self.begin_microbatch(number)
         self._current = []
-        self._set_all_reduce(self._place(number) is not Place.EARLIER)
+        self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
         self._run_stand_in(issued, run_stand_in)
         schedule = Schedule(tuple(self._current), tuple(self._messages_of))
         self._record.schedules[self._place(number)] = schedule
