@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.limits import MAX_ROWS
 from torchtune_adaptive.engine.search import Peak, Room, SearchResult, one_row_error, search
-from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
+from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 GIB = 2**30
 MIB = 2**20
@@ -21,7 +21,7 @@ PeakFunction = Callable[[int], dict[str, int]]
 class Device:
     """Runs out of memory above the budget; a soft device only reports it."""
 
-    law: PeakFunction
+    peaks: PeakFunction
     budget_bytes: int
     soft: bool = False
     retries_above: float = float("inf")
@@ -30,11 +30,11 @@ class Device:
     measured: list[int] = field(default_factory=list)
 
     def fits(self, rows: int) -> bool:
-        within = max(self.law(rows).values()) <= self.budget_bytes and rows <= self.retries_above
+        within = max(self.peaks(rows).values()) <= self.budget_bytes and rows <= self.retries_above
         return within and (rows == 1 or self.fullness(rows) <= 1)
 
     def fullness(self, rows: int) -> float:
-        reserved_bytes = 0 if self.cached is None else self.cached(rows) * max(self.law(rows).values())
+        reserved_bytes = 0 if self.cached is None else self.cached(rows) * max(self.peaks(rows).values())
         return reserved_bytes * 0.95 / self.budget_bytes
 
     def brute_force(self, rungs: Any = range(1, MAX_ROWS + 1)) -> int:
@@ -47,7 +47,7 @@ class Device:
 
     def measure(self, rows: int) -> Peak:
         self.measured.append(rows)
-        phases = self.law(rows)
+        phases = self.peaks(rows)
         if max(phases.values()) > self.budget_bytes and not self.soft:
             return Peak({}, fits=False)
         fullness = self.fullness(rows)
@@ -57,12 +57,12 @@ class Device:
     def search(self, **options: Any) -> SearchResult:
         return search(self.measure, Room(self.budget_bytes), refuse=self.refuse, **options)
 
-    def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
-        need_bytes = max(self.law(1).values()) if self.soft else None
-        return one_row_error(*remedies, length=1, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
+    def refuse(self) -> OneRowDoesNotFitError:
+        need_bytes = max(self.peaks(1).values()) if self.soft else None
+        return one_row_error(length=1, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
 
-def refuse_nothing(*remedies: Remedy) -> OneRowDoesNotFitError:
+def refuse_nothing() -> OneRowDoesNotFitError:
     """For memory functions under which one row always fits."""
     raise AssertionError("one row did not fit")
 
@@ -72,22 +72,22 @@ def affine(*phases: tuple[int, int]) -> PeakFunction:
     return lambda rows: {f"phase {i}": (a + b * rows) * MIB for i, (a, b) in enumerate(phases)}
 
 
-def one_row_cheaper(laws: list[tuple[int, int]], share: float) -> PeakFunction:
+def one_row_cheaper(lines: list[tuple[int, int]], share: float) -> PeakFunction:
     """Return a memory function with fewer activations at one row: chunking and other kernels save part of them."""
-    plain = affine(*laws)
+    plain = affine(*lines)
 
-    def law(rows: int) -> dict[str, int]:
+    def peaks(rows: int) -> dict[str, int]:
         return {
             name: need - int(share * slope * MIB) * (rows == 1)
-            for (name, need), (_, slope) in zip(plain(rows).items(), laws, strict=True)
+            for (name, need), (_, slope) in zip(plain(rows).items(), lines, strict=True)
         }
 
-    return law
+    return peaks
 
 
-def budget_for(law: PeakFunction, headroom: float, rows: int = 2) -> int:
+def budget_for(peaks: PeakFunction, headroom: float, rows: int = 2) -> int:
     """Return a budget of at least `headroom` times the memory of `rows` rows."""
-    return int(max(max(law(n).values()) for n in range(1, rows + 1)) * headroom)
+    return int(max(max(peaks(n).values()) for n in range(1, rows + 1)) * headroom)
 
 
 phase = st.tuples(st.integers(0, 40_000), st.one_of(st.just(0), st.integers(20, 4000)))

@@ -241,7 +241,7 @@ class Prober:
             if all(report.missing_bytes <= 0 for report in self._reports):
                 return min((report.room for report in self._reports), key=attrgetter("free_bytes"))
             self._probe_rows(1)  # tells what the user needs to know
-        raise self.refuse(*NEEDS_LESS)
+        raise self.refuse()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
         """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to; a step that
@@ -321,7 +321,7 @@ class Prober:
             raise RunStopped("stopped during the search, before the first step")
         return meter.peaks, [*reports.failed]
 
-    def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
+    def refuse(self) -> OneRowDoesNotFitError:
         """What the last probe, of one row, needed and did not have; the same on every rank."""
         if self._failed is not None:
             name, where = self._failed
@@ -332,7 +332,7 @@ class Prober:
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
         runner = self._steps[name].runner
         return one_row_error(
-            *(without_backward(remedies) if runner.trains is False else remedies),
+            *(without_backward(NEEDS_LESS) if runner.trains is False else NEEDS_LESS),
             length=runner.kind.length_of(self._samples[name]),
             need_bytes=need_bytes,
             budget_bytes=self._reports[where].room.budget_bytes,

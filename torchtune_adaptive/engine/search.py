@@ -1,9 +1,9 @@
-"""Finds the largest number of rows that fits, in few probes. No torch.
+"""Find the largest number of rows that fits, in few probes.
 
-1. All ranks measure the same rows together and see the same agreed `Peak`.
-2. A strategy names the rows to measure next, or None when it is done. It is a pure function of what was measured so
-   far, and all ranks see the same, so they decide the same without a word.
-3. The result is the most rows, rounded down, that were measured themselves and accepted.
+1. All ranks measure the same rows together and get the same agreed `Peak`.
+2. A strategy returns the rows to measure next, or None at the end. It depends only on the measurements, so all ranks
+   decide the same without communication.
+3. The result is the largest number of rows, rounded down, that was measured and accepted.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from torchtune_adaptive.text import format_apart, format_bytes
 
 @dataclass(frozen=True)
 class Peak:
-    """The memory that one probe needed, already agreed: the same value on every rank."""
+    """The agreed memory need of one probe, equal on all ranks."""
 
     phase_bytes: Mapping[str, int]
-    """Peak of each phase of the step, in the order they run; some may be missing where `fits` is False."""
+    """Peak of each phase of the step, in order. Phases can be missing if the probe ran out of memory."""
     fits: bool
-    """False where some rank ran out of memory."""
+    """False if any rank ran out of memory."""
     retries: int = 0
-    """Times the allocator had to flush its cache to go on: it fit, but training at this size would crawl."""
+    """Allocator retries. A probe with retries completes, but training at this size would be slow."""
     fullness: float = 0.0
-    """The largest share of a rank's memory that its allocator took, cached blocks included; 0 where none are cached."""
+    """Reserved memory, cached blocks included, relative to the device: of the fullest rank; 0 without a cache."""
     seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int | None:
-        """The step's peak; None where it ran out of memory, since what the rest would need is unknown."""
+        """The peak of the step; None if it ran out of memory, because the rest was not measured."""
         return max(self.phase_bytes.values()) if self.fits else None
 
 
 class Room(NamedTuple):
-    """What a rank has for its training steps."""
+    """Memory that a rank has for its training steps."""
 
     budget_bytes: int
     resident_bytes: int = 0
-    """What stays between two steps: weights and optimizer state."""
+    """Memory used between steps: weights and optimizer state."""
 
     @property
     def free_bytes(self) -> int:
+        """The budget without resident memory."""
         return self.budget_bytes - self.resident_bytes
 
 
@@ -58,10 +59,10 @@ class Probe:
 
     rows: int
     length: int = 0
-    """Tokens of each row; 0 where all probes of a search have the same."""
+    """Tokens of each row; 0 if all probes of a search have the same length."""
     peak: Peak
     held_out: bool = False
-    """Whether the first fit has not seen it, and so can be judged by it."""
+    """True for a probe that is excluded from the first fit, to measure its error."""
 
     @property
     def tokens(self) -> int:
@@ -69,9 +70,9 @@ class Probe:
         return self.rows * self.length
 
     def accepted(self, budget_bytes: int) -> bool:
-        """Whether this microbatch can be trained with.
+        """Return True if training with this microbatch is possible: within the budget and without allocator retries.
 
-        One row is forgiven its allocator retries: there is nothing smaller to fall back on.
+        A single row may have retries, because nothing smaller exists.
         """
         peak_bytes = self.peak.peak_bytes
         within = peak_bytes is not None and peak_bytes <= budget_bytes
@@ -80,50 +81,51 @@ class Probe:
 
 NEEDS_LESS = (Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 
-
-Refuse: TypeAlias = Callable[..., OneRowDoesNotFitError]
-"""Makes the error for the row that was measured last, with these remedies: who measured it knows the numbers."""
+Refuse: TypeAlias = Callable[[], OneRowDoesNotFitError]
+"""Returns the error for the last probe, of one row that does not fit."""
 
 
 def one_row_error(
     *remedies: Remedy, length: int, need_bytes: int | None, budget_bytes: int, rank: int, of: str = ""
 ) -> OneRowDoesNotFitError:
-    """`need_bytes` is None where the row ran out of memory; `of` names one of several training steps."""
+    """Return the error for a row that does not fit.
+
+    `need_bytes` is None if the row ran out of memory. `of` is the name of the training step if there are several.
+    """
     need, budget = "runs out of memory", format_bytes(budget_bytes)
     if need_bytes is not None:
         needed, budget = format_apart(need_bytes, budget_bytes)
         need = f"needs {needed}"
     return OneRowDoesNotFitError(
         f"one row of {length} tokens{of and f' of {of}'} {need} on rank {rank}, whose budget is {budget}",
-        *remedies,
+        *(remedies or NEEDS_LESS),
         need_bytes=need_bytes,
         budget_bytes=budget_bytes,
     )
 
 
 def phase_points(probes: Sequence[Probe]) -> dict[str, dict[tuple[int, int], int]]:
-    """Measured bytes by rows and length for each phase, from the probes that ran to their end."""
+    """Return the measured bytes of each phase by rows and length, from complete probes."""
     complete = [probe for probe in probes if probe.peak.fits]
     phases = list(complete[0].peak.phase_bytes) if complete else []
     if any(list(probe.peak.phase_bytes) != phases for probe in complete):
-        raise ValueError(f"every complete probe measures the same phases, but not all of these have {phases}")
+        raise ValueError(f"every complete probe must measure the same phases, but not all of these have {phases}")
     return {
         phase: {(probe.rows, probe.length): probe.peak.phase_bytes[phase] for probe in complete} for phase in phases
     }
 
 
 def phase_rows(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
-    """Measured bytes by rows alone, where all rows have one length."""
+    """Return the measured bytes of each phase by rows, for rows of one length."""
     return {phase: {rows: need for (rows, _), need in at.items()} for phase, at in phase_points(probes).items()}
 
 
 def fit_line(points: Mapping[int, int]) -> Surface:
-    """A line through the largest of two or more measurements, as steep as the steepest chord that ends there.
+    """Return the line through the largest of two or more measurements with the slope of the steepest chord to it.
 
-    The steepest, because a phase is the maximum of many points of the program, each affine in the rows, and
-    so bends upwards if at all. One row is left out as soon as two other sizes are known: kernels and chunking
-    may treat it differently. A phase holds no negative memory without rows, so a line that says so is
-    replaced with the one through zero.
+    A phase is the maximum of many points of the program, each affine in the rows, so it can only bend upwards. If two
+    larger sizes are known, one row is ignored, since kernels and chunking may treat it differently. The fixed part of a
+    line is not negative: such a line is replaced with the one through zero.
     """
     last = max(points)
     others = [rows for rows in points if 1 < rows < last] or [rows for rows in points if rows < last]
@@ -133,46 +135,37 @@ def fit_line(points: Mapping[int, int]) -> Surface:
 
 
 def fit_lines(probes: Sequence[Probe]) -> dict[str, Surface]:
-    """The line of each phase; empty before two sizes are measured."""
+    """Return the line of each phase, if two sizes are measured."""
     return {phase: fit_line(points) for phase, points in phase_rows(probes).items() if len(points) > 1}
 
 
-_TRUSTED_JUMP, _ROUNDED_JUMP = 4, 8
-"""After two measurements, the next has at most this many times the rows of the larger one; after three in line, any
-number. The second figure is for sizes that are rounded down to a power of two, which a prediction that is a little off
-rarely changes."""
-_TWO_MAY_MISS = 1.25
-"""A search that needs some number of rows gives up after two measurements only if they promise less even when
-multiplied by this."""
-_BEND = 0.01
-"""A measurement this far above the line through the smaller ones shows that another law has taken over."""
-_CLOSE = 0.98
-"""Not worth another probe while lines say how much is left ..."""
-_CLOSE_WITHOUT_LINES = 0.95
-"""... and when only the bracket between what fit and what did not says it."""
-_CLOSE_BESIDE_A_CACHE = 0.8
-"""Not worth a fifth probe where an allocator's cache ends a size, since that follows no line."""
-_LEAST_BESIDE_A_CACHE = 0.8
-"""Share of the budget that is counted on while only two rows are known, which leave a larger cache than many do."""
-_MISSED_ROWS = 0.75
-"""Rows by which a prediction from what is cached may be too low."""
+# How `linear` searches. "With a cache" means an allocator that keeps freed blocks, as CUDA's does: it may fill the
+# device before the budget is reached, at a size that no line predicts.
+_JUMP = 4  # after two probes, the next one has at most 4 times their rows, unless the phases' ratios allow more
+_ROUNDED_JUMP = 8  # the same if rows are rounded to powers of two, which absorbs small errors
+_BEND = 0.01  # a probe this far above the line through smaller ones shows that another part of the phase dominates
+_CLOSE = 0.95  # stop at this share of the rows that are still possible
+_CLOSE_WITH_CACHE = 0.8  # the same with a cache, from the fourth probe on; also the least share of the budget to use
+_STEP_BACK, _STEP_BACK_WITH_CACHE = 1 / 16, 1 / 8  # share of failed rows to step back by, doubled at each failure
+_MARGIN = 1.25  # a target is out of reach if two probes predict less than the target even with this factor
 
 
 @dataclass(frozen=True)
 class History:
-    """What a strategy decides from."""
+    """The measurements so far, and the rows that are allowed."""
 
     budget_bytes: int
     rungs: Sequence[int]
-    """The rows that may be chosen, ascending, from 1."""
+    """Rows that may be the result, ascending from 1."""
     max_rows: int
-    """Never more than this; the highest rung may be lower."""
+    """The most rows that may be measured; the highest rung may be lower."""
     resident_bytes: int = 0
-    """What is there at every point of a step, however few the rows: weights and optimizer state."""
+    """Memory in use at every point of a step, for any number of rows: weights and optimizer state."""
     probes: tuple[Probe, ...] = ()
 
     @property
     def rejected(self) -> tuple[Probe, ...]:
+        """The probes that were not accepted."""
         return tuple(probe for probe in self.probes if not probe.accepted(self.budget_bytes))
 
     @property
@@ -182,59 +175,63 @@ class History:
 
     @property
     def fit_rows(self) -> int:
-        """The most rows known to fit below those; 0 before any did."""
+        """The most accepted rows below `too_many`, or 0."""
         accepted = (probe.rows for probe in self.probes if probe.accepted(self.budget_bytes))
         return max((rows for rows in accepted if rows < self.too_many), default=0)
 
     @property
     def caches(self) -> bool:
-        """Whether the allocator keeps blocks that it could return to the device."""
+        """True if the allocator keeps freed blocks."""
         return any(probe.peak.fullness for probe in self.probes)
 
     @property
     def usable_bytes(self) -> float:
-        """What may be allocated: the budget, or less where the cache fills the device before that.
+        """The budget, or less if the cache fills the device first.
 
-        What is cached follows no line. Its proportion to what is allocated changes little from some rows on.
+        Cached bytes follow no line, but from some rows on they are nearly proportional to allocated bytes.
         """
         unflushed = [probe for probe in self.probes if probe.peak.fullness and not probe.peak.retries]
         if not unflushed:
             return self.budget_bytes
         largest = max(unflushed, key=attrgetter("rows"))
         usable_bytes = (largest.peak.peak_bytes or 0) / largest.peak.fullness
-        if largest.rows <= 2:
-            usable_bytes = max(usable_bytes, _LEAST_BESIDE_A_CACHE * self.budget_bytes)
+        if largest.rows <= 2:  # one and two rows leave relatively more in the cache than many rows
+            usable_bytes = max(usable_bytes, _CLOSE_WITH_CACHE * self.budget_bytes)
         return min(self.budget_bytes, usable_bytes)
 
     @property
     def predicted_rows(self) -> float:
-        """How many rows the lines promise, up to `max_rows`: the phase that is full first decides."""
+        """The rows at which the first phase reaches the usable bytes according to its line, up to `max_rows`."""
         lines = fit_lines(self.probes).values()
         promised = min((line.rows_within(self.usable_bytes) for line in lines), default=self.fit_rows)
         return min(promised, self.max_rows)
 
-    def is_close(self, goal: int) -> bool:
-        """Whether what is known of a cache is not worth a fifth probe."""
-        return self.caches and len(self.probes) >= 4 and self.fit_rows >= _CLOSE_BESIDE_A_CACHE * goal
-
-    def may_reach(self, rows: int) -> bool:
-        """Whether so many may fit, as far as measurements tell."""
-        below, sizes = self.too_many - 1, {probe.rows for probe in self.probes if probe.peak.fits}
-        if len(sizes) > 1:
-            promised = self.predicted_rows
-            # one of two may be off: on a CPU, by weights of a layer that a thread of gloo has freed late
-            below = min(below, floor(promised if self.caches or len(sizes) > 2 else _TWO_MAY_MISS * promised))
-        return self.rung_at_most(below) >= rows
-
     @property
     def trusted_jump(self) -> int:
-        return _ROUNDED_JUMP if self.rungs[2:3] == [4] else _TRUSTED_JUMP
+        """The factor by which rows may grow after two probes."""
+        return _ROUNDED_JUMP if self.rungs[2:3] == [4] else _JUMP
+
+    def is_close(self, goal: int) -> bool:
+        """Return True if the rows that fit are close enough to the goal to stop."""
+        share = _CLOSE_WITH_CACHE if self.caches and len(self.probes) >= 4 else _CLOSE
+        return self.rung_at_most(self.fit_rows) >= share * goal
+
+    def may_reach(self, rows: int) -> bool:
+        """Return True unless the measurements rule out this many rows."""
+        below, sizes = self.too_many - 1, {probe.rows for probe in self.probes if probe.peak.fits}
+        if len(sizes) > 1:
+            # On a CPU, one of two probes may be off because a thread of gloo freed a layer's weights late.
+            margin = 1.0 if self.caches or len(sizes) > 2 else _MARGIN
+            below = min(below, floor(margin * self.predicted_rows))
+        return self.rung_at_most(below) >= rows
 
     def rung_at_most(self, rows: float) -> int:
+        """Return the highest rung up to these rows, or 0."""
         index = bisect_right(self.rungs, floor(rows))
         return self.rungs[index - 1] if index else 0
 
     def rung_above(self, rows: int) -> int | None:
+        """Return the lowest rung above these rows."""
         index = bisect_right(self.rungs, rows)
         return self.rungs[index] if index < len(self.rungs) else None
 
@@ -243,7 +240,7 @@ Strategy = Callable[[History], int | None]
 
 
 def binary(history: History) -> int | None:
-    """Doubles until it fails, then bisects. Exact for any law that grows with the rows."""
+    """Double until a probe fails, then bisect. Exact if memory grows with the rows."""
     low, high = history.fit_rows, history.too_many
     if not history.probes:
         return 1
@@ -255,7 +252,7 @@ def binary(history: History) -> int | None:
 
 
 def decrease(history: History) -> int | None:
-    """Halves from the highest rung until it fits; what it finds may be half of what would have fit."""
+    """Halve from the highest rung until a probe fits. The result may be half of the best one."""
     if history.fit_rows:
         return None
     last_rejected = history.too_many
@@ -264,23 +261,19 @@ def decrease(history: History) -> int | None:
 
 
 def linear(history: History) -> int | None:
-    """Measures 1 and 2 rows, extrapolates each phase by itself, verifies; again, if that taught something."""
+    """Measure 1 and 2 rows, extrapolate each phase by its line, measure the prediction, and repeat until close."""
     if history.rejected:
         return _narrow(history)
     if len(history.probes) < 2:
         rows = len(history.probes) + 1
         return rows if rows <= history.rungs[-1] else None
-    low, goal = history.fit_rows, history.rung_at_most(history.predicted_rows)
-    if history.caches:
-        if history.is_close(goal):
-            return None
-        above = history.rung_above(low)
-        if above and above <= history.predicted_rows + _MISSED_ROWS:
-            goal = max(goal, above)  # a flush at most
-    if history.rung_at_most(low) >= _CLOSE * goal:
-        # Any two sizes are on a line: where the result is one of them, a third shows if the first row misled.
-        unchecked = len(history.probes) == 2 and history.predicted_rows >= 3 and history.rung_above(low)
-        return 3 if unchecked else None
+    low, predicted = history.fit_rows, history.predicted_rows
+    goal, above = history.rung_at_most(predicted), history.rung_above(low)
+    if history.caches and above and len(history.probes) < 4 and above <= predicted + 1:
+        goal = max(goal, above)  # the prediction may be one row too low; this risks one flush
+    if history.is_close(goal):
+        # Two points are always on a line. A third one shows whether one row is a special case.
+        return 3 if above and len(history.probes) == 2 and predicted >= 3 else None
     reach = _reach(history)
     if reach >= goal:
         return goal
@@ -289,20 +282,20 @@ def linear(history: History) -> int | None:
 
 
 def _reach(history: History) -> float:
+    """Return the most rows that can be measured next without relying on an unproven line."""
     phases = phase_rows(history.probes).values()
     reach = min(_phase_reach(points, history) for points in phases)
-    # If nothing has grown yet, no line says where something will.
+    # As long as no phase grows, lines do not show where one will.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
     return reach if grows else min(reach, history.trusted_jump * history.fit_rows)
 
 
 def _phase_reach(points: Mapping[int, int], history: History) -> float:
-    """The most rows at which this phase may be measured next without betting on a line that is not proven.
+    """Return the rows up to which the line of this phase is trusted.
 
-    k times the rows need at most k times what is not resident, for every maximum of affine laws. A line through two
-    sizes is trusted a little further. From the third on it is trusted wherever it leads, unless that one came
-    out above the line: another point of the program has taken over. (Below the line, it was the first row
-    that is different, and `fit_line` has left it out by now.)
+    For any maximum of affine functions, k times the rows need at most k times the non-resident bytes: this is safe.
+    A line through two sizes is trusted a little further, a line through three everywhere, unless the third probe was
+    above the line. (If it was below the line, one row was special, and `fit_line` ignores it from now on.)
     """
     last = max(points)
     resident_bytes = history.resident_bytes
@@ -314,53 +307,54 @@ def _phase_reach(points: Mapping[int, int], history: History) -> float:
 
 
 def _narrow(history: History) -> int | None:
-    """The next rows between what fit and what did not, or None when they are close enough.
+    """Return the next rows between those that fit and those that do not, or None if they are close enough.
 
-    A failure taught most about the law if it was measured to its end; otherwise, the prediction was probably
-    nearly right, so the steps back start small and double until they are those of a bisection.
+    After a failure that was measured completely, use the lines, unless a cache caused it. Otherwise the prediction was
+    probably nearly right, so step back a little, and further after each failure, until this is a bisection.
     """
-    low, high = history.fit_rows, history.too_many
-    highest = history.rung_at_most(high - 1)
-    if history.is_close(highest) or history.rung_at_most(low) >= _CLOSE_WITHOUT_LINES * highest:
+    low, high, last = history.fit_rows, history.too_many, history.probes[-1]
+    if history.is_close(history.rung_at_most(high - 1)):
         return None
     goal = history.rung_at_most(history.predicted_rows)
-    if history.probes[-1] in history.rejected and low < goal < high:
+    flushed = history.caches and last.peak.retries
+    if last in history.rejected and not flushed and low < goal < high:
         return goal
-    step_back = max(1, (high << len(history.rejected)) // 64)
+    share = _STEP_BACK_WITH_CACHE if history.caches else _STEP_BACK
+    step_back = max(1, int(high * share * 2 ** (len(history.rejected) - 1)))
     rows = history.rung_at_most(max((low + high) // 2, high - step_back))
     return rows if rows > low else history.rung_above(low)
 
 
 NEED_RECOVERY = ("binary", "decrease")
-"""Strategies that run out of memory on their way."""
+"""Strategies that rely on running out of memory."""
 STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "binary": binary, "decrease": decrease}
-
 
 _ROUNDED_TO = {"power_of_two": "a power of two", "divisor": "a divisor of the samples per step"}
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search measured and found."""
+    """The measurements of a search and the rows it chose."""
 
     strategy: str
     round_to: str
     budget_bytes: int
     probes: tuple[Probe, ...]
-    """Every probe, in the order they were measured."""
+    """All probes, in the order they were measured."""
     lines: Mapping[str, Surface]
-    """The line of each phase; empty where fewer than two sizes ran to their end."""
+    """The line of each phase; empty if fewer than two sizes were measured completely."""
     fits_rows: float
-    """Before rounding: where the lines cross the budget (linear), else the most rows that fit."""
+    """Before rounding: where the lines reach the budget (linear), or the most rows that fit."""
     rows: int
-    """Rows of a microbatch that were chosen."""
+    """The chosen rows of a microbatch."""
     reason: str
-    """Why not more: what `rows` was rounded from, what did not fit, or which bound it met."""
+    """Explains why there are not more rows: rounding, a failed size, or a bound."""
     accumulates: bool = True
-    """Whether the probes held gradients of an earlier microbatch."""
+    """True if gradients of an earlier microbatch were in memory during the probes."""
 
     @property
     def out_of_memory_count(self) -> int:
+        """The number of probes that ran out of memory."""
         return sum(not probe.peak.fits for probe in self.probes)
 
 
@@ -375,13 +369,11 @@ def search(
     samples_per_step: int | None = None,
     least_rows: int = 0,
 ) -> SearchResult:
-    """The largest rows, rounded down, that `measure` accepts within the room's budget.
+    """Return the largest rows, rounded down, that `measure` accepts within the budget of `room`.
 
-    `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
-    as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
-    `samples_per_step` is what `divisor` divides. What is resident, which every point of a step needs whatever its rows,
-    lets `linear` go further at once. Where one row does not fit, raises what `refuse` makes of it. Ends early once
-    fewer than `least_rows` are expected.
+    `measure` is called with the same rows on every rank and returns the same agreed Peak. If one row does not fit,
+    the error that `refuse` returns is raised. `decrease` starts at `max_rows`; `divisor` divides `samples_per_step`.
+    The search ends early if fewer than `least_rows` are expected.
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
@@ -391,8 +383,8 @@ def search(
         probe = Probe(rows=rows, peak=measure(rows))
         history = replace(history, probes=(*history.probes, probe))
         if rows == 1 and not probe.accepted(room.budget_bytes):
-            raise refuse(*NEEDS_LESS)
-    # Only lines promise more rows than were measured, up to those that did not fit.
+            raise refuse()
+    # Lines may promise more rows than were measured, but not as many as failed.
     fits_rows = float(max(history.fit_rows, history.predicted_rows if strategy == "linear" else 0.0))
     if history.rejected and fits_rows >= history.too_many:
         fits_rows = float(history.fit_rows)
@@ -417,7 +409,7 @@ def _reason(history: History, fits_rows: float, rows: int, round_to: str, sample
         if history.max_rows == samples_per_step:
             known = f"all {samples_per_step} samples of a step"
     else:
-        # Cut, not rounded: 8.97 must not read as if 9 fit.
+        # Truncated, not rounded: 8.97 must not read as if 9 fit.
         known, highest = f"{floor(fits_rows * 10 + 1e-6) / 10:g} fit", fits_rows
     rounded = rows + 1e-6 < highest and round_to in _ROUNDED_TO
     return f"{known}, rounded down to {_ROUNDED_TO[round_to]}" if rounded else known

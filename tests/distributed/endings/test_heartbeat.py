@@ -64,13 +64,13 @@ def hear_of(frozen_ranks: tuple[int, ...], hearing_ranks: tuple[int, ...]) -> He
     hears = dist.get_rank() in hearing_ranks
     _heartbeat = Heartbeat(TIMEOUT_S, message if hears else lambda _: None, connections)
     time.sleep(1)
-    with SchedulingDelays() as lateness:
+    with SchedulingDelays() as delays:
         began = time.time()
         if dist.get_rank() in frozen_ranks:
             connections.freeze()
         assert message.captured.wait((10 if hears else 2) * TIMEOUT_S) == hears
         seconds = time.time() - began
-    return Heard(message.silent[0] if message.silent else None, seconds, lateness.between(began, began + seconds))
+    return Heard(message.silent[0] if message.silent else None, seconds, delays.between(began, began + seconds))
 
 
 @pytest.mark.smoke

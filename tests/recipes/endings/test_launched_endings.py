@@ -100,7 +100,7 @@ def test_ctrl_c_saves_and_prints_one_line(tmp_path: Path) -> None:
 def test_first_error_message_is_printed_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
     overrides = ("tokenizer=raises.tokenizer", f"tokenizer.ranks={failing}".replace(" ", ""))
-    with SchedulingDelays() as lateness, tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides, forked=True) as run:
+    with SchedulingDelays() as delays, tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides, forked=True) as run:
         assert run.process.wait(STARTS_S) == 1
         run.when(lambda: "this machine has no such file" in run.output, 10)
     raised = min(float(path.read_text()) for path in tmp_path.glob("raised_*"))
@@ -108,7 +108,7 @@ def test_first_error_message_is_printed_once_within_two_seconds(ranks: int, fail
     assert len(text) == 1, run.output
     assert re.match(rf"error \(rank [{failing[0]}-{failing[-1]}]\): tokenizer could not be built", text[0][1])
     # the rank, the launcher and this process may all have been delayed
-    assert text[0][0] - raised < 2.0 + 3 * lateness.between(raised, text[0][0])
+    assert text[0][0] - raised < 2.0 + 3 * delays.between(raised, text[0][0])
     assert_only_torchruns_report_follows(text[0][1], run.output)
 
 

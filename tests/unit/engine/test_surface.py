@@ -10,7 +10,7 @@ from tests.simulated_memory import refuse_nothing
 from torchtune_adaptive.engine.length_profile import MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, measure_profile
 from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Limit, Surface, covering, fit_surface
 from torchtune_adaptive.engine.search import Peak, Room, one_row_error
-from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
+from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
 surfaces = st.builds(Surface, st.floats(1e6, 1e9), st.floats(0, 1e3), st.floats(100, 1e6), st.floats(0, 50))
@@ -45,9 +45,9 @@ class Device:
         need = {str(i): max(self.hidden_bytes, int(p.bytes_at(rows, length))) for i, p in enumerate(self.phases)}
         return Peak(need, fits=True)
 
-    def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
+    def refuse(self) -> OneRowDoesNotFitError:
         need_bytes = self.need(1, 3000)
-        return one_row_error(*remedies, length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
+        return one_row_error(length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
     def profile(self, longest: int, most_rows: int = 4096, padded: bool = True, **grows: int) -> Profile:
         return measure_profile(
