@@ -117,7 +117,7 @@ class _Measurements:
         """Return a profile that allows no more tokens than the longest rows were measured with.
 
         The same number of tokens needs no more memory in shorter rows, except that tokens before a knee may need more
-        than later ones. Then short rows are measured with these tokens. If they fail, tokens after the knee do not count.
+        than later ones. Then short rows are measured with these tokens, and if they fail, later tokens do not count.
         """
         longest, knee = self.lengths.longest, self.lengths.knee
         proven_rows = int(self._proven_rows(longest))
