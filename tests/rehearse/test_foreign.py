@@ -139,4 +139,6 @@ def save_config(folder: Path) -> None:
 def test_model_without_local_weights_is_built_from_its_config(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     save_config(tmp_path)
-    assert "no weights of org/llama on this machine; it is built from its config" in rehearsed(tmp_path, BY_NAME)
+    assert "this machine has no weights of org/llama; the model is built from its config" in rehearsed(
+        tmp_path, BY_NAME
+    )

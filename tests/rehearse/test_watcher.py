@@ -30,7 +30,7 @@ def test_watching_a_waiting_script_does_not_keep_tensors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_script, "SILENT_S", 0.2)
-    threading.Thread(target=run_script._say_where_it_waits, args=(Writer(), NothingRead()), daemon=True).start()
+    threading.Thread(target=run_script._report_waiting, args=(Writer(), NothingRead()), daemon=True).start()
 
     def forward() -> "weakref.ref[Activations]":
         held = Activations()
@@ -85,4 +85,4 @@ READS = """
 
 def test_card_values_read_as_0_are_counted(rehearse: Rehearse) -> None:
     assert "counts [0, 0, 1, 1, 1, 1]" in rehearse(READS).printed
-    assert run_script._cause(3) == " (it has read 3 numbers from the card in that time, all as 0)"
+    assert run_script._cause(3) == " (since then it read 3 numbers from the GPU, all as 0)"

@@ -1,7 +1,7 @@
-"""A CUDA that computes nothing: torch's own CUDA code, its allocator and its errors, on a machine without a GPU.
+"""Null devices: torch's CUDA code, its allocator and its errors, on a machine without a GPU.
 
-Device memory is counted, not used; kernels return at once; copies are true. docs/null-device.md says what that shows
-and what it does not. This room imports nothing else of the package.
+Device memory is counted but not used, kernels return immediately, and copies copy. docs/null-device.md describes the
+limits. This package is independent of the rest of torchtune_adaptive.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
-    "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_convolutions", "used_memory",
+    "MAX_DEVICES", "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_convolutions",
+    "used_memory",
 ]  # fmt: skip
 
-_PINNED, _MANAGED = 16, 17  # as in null.h
+MAX_DEVICES = 16
+_PINNED, _MANAGED = MAX_DEVICES, MAX_DEVICES + 1  # as in null.h
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -28,11 +30,10 @@ def environment(
     capability: str | None = None,
     name: str | None = None,
 ) -> dict[str, str]:
-    """The variables that put a child process on null devices; builds the library if need be.
+    """Return the environment variables that give a child process null devices, and build the library if needed.
 
-    What is not given is as NULL_CUDA_MEMORY, NULL_CUDA_DEVICES, NULL_CUDA_CAPABILITY and NULL_CUDA_NAME say, else one
-    card of 80 GiB and compute capability 9.0. Every process has all of its memory: nothing is shared between processes.
-    Raises ValueError for what is no card.
+    Defaults are NULL_CUDA_MEMORY, NULL_CUDA_DEVICES, NULL_CUDA_CAPABILITY and NULL_CUDA_NAME, or else one device of
+    80 GiB and compute capability 9.0. Processes do not share device memory. Raises a ValueError for invalid arguments.
     """
     given = {"MEMORY": memory, "DEVICES": devices, "CAPABILITY": capability, "NAME": name}
     card = {f"NULL_CUDA_{key}": os.environ.get(f"NULL_CUDA_{key}") for key in given}
@@ -40,10 +41,10 @@ def environment(
     if (size := card["NULL_CUDA_MEMORY"]) is not None:
         card["NULL_CUDA_MEMORY"] = str(bytes_of(size))
     count, version = card["NULL_CUDA_DEVICES"] or "1", card["NULL_CUDA_CAPABILITY"] or "9.0"
-    if not (count.isdecimal() and 1 <= int(count) <= _PINNED):
-        raise ValueError(f"not a number of cards: {count}; from 1 to {_PINNED}")
+    if not (count.isdecimal() and 1 <= int(count) <= MAX_DEVICES):
+        raise ValueError(f"the number of devices is {count}: pass 1 to {MAX_DEVICES}")
     if not re.fullmatch(r"\d+\.\d", version):
-        raise ValueError(f"not a compute capability: {version}; for example 9.0")
+        raise ValueError(f"{version} is not a compute capability; an example is 9.0")
     library = build()
     return {
         "LD_PRELOAD": _before("LD_PRELOAD", str(library)),
@@ -58,25 +59,25 @@ def _before(variable: str, path: str) -> str:
 
 
 def set_card(*, memory: int, devices: int) -> None:
-    """This process and those that it starts have these from now on. torch must not have asked for any before."""
+    """Set the devices of this process and its children. torch must not have initialized CUDA."""
     os.environ.update(NULL_CUDA_MEMORY=str(memory), NULL_CUDA_DEVICES=str(devices))
     _function("null_cuda_read_environment")()
 
 
 def set_memory(memory: int, *, device: int = 0, pinned: bool = False) -> None:
-    """From now on this process's card, or its pinned memory, has so many bytes; what is in use stays."""
+    """Set the size of a device, or of pinned memory. Allocated memory stays allocated."""
     _function("null_cuda_set_memory")(ctypes.c_int(_PINNED if pinned else device), ctypes.c_size_t(memory))
 
 
 def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False) -> int:
-    """Bytes in use on this process's card, or of pinned or managed memory."""
+    """Return the bytes in use on a device, or of pinned or managed memory."""
     used = _function("null_cuda_used")
     used.restype = ctypes.c_size_t
     return int(used(ctypes.c_int(_MANAGED if managed else _PINNED if pinned else device)))
 
 
 def used_convolutions() -> bool:
-    """Return whether cuDNN was asked for a convolution: its workspaces are not counted."""
+    """Return whether the process ran a convolution of cuDNN, whose workspaces are not counted."""
     return ctypes.c_int.in_dll(ctypes.CDLL(None), "null_cuda_convolutions").value > 0
 
 
@@ -84,14 +85,14 @@ def _function(name: str) -> Any:
     try:
         return getattr(ctypes.CDLL(None), name)
     except AttributeError:
-        raise NullCudaError("this process does not run on a null device") from None
+        raise NullCudaError("this process has no null device: start it with null_cuda.environment()") from None
 
 
 def bytes_of(size: str) -> int:
-    """80GB, 24GiB, 85899345920."""
+    """Parse an amount of memory, such as 80GB, 24GiB or 85899345920."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", size)
     if match is None or (amount := int(float(match[1]) * _UNITS[match[2] or "B"])) < 2**20:
-        raise ValueError(f"not an amount of memory: {size}; for example 80GB or 24GiB")
+        raise ValueError(f"{size} is not an amount of memory; examples are 80GB and 24GiB")
     if amount >= 2**47:
-        raise ValueError(f"{size} is not below 128TiB")
+        raise ValueError(f"{size} is too large: the maximum is below 128TiB")
     return amount

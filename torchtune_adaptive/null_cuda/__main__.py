@@ -1,4 +1,4 @@
-"""Run a command on null devices: python -m torchtune_adaptive.null_cuda --memory 80GB -- python train.py"""
+"""Run a command on null devices, as in `python -m torchtune_adaptive.null_cuda --memory 80GB -- python train.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torchtune_adaptive.null_cuda import NullCudaError, environment
 
 
 def main() -> int:
+    """Replace this process by the command; return an exit status if that fails."""
     parser = argparse.ArgumentParser(prog="python -m torchtune_adaptive.null_cuda", description=__doc__)
-    parser.add_argument("--memory", help="memory of each card, for example 80GB or 24GiB (default: 80GiB)")
-    parser.add_argument("--devices", metavar="1..16", help="number of cards (default: 1)")
+    parser.add_argument("--memory", help="memory of each device, for example 80GB or 24GiB (default: 80GiB)")
+    parser.add_argument("--devices", metavar="1..16", help="number of devices (default: 1)")
     parser.add_argument("--capability", help="compute capability (default: 9.0)")
-    parser.add_argument("--name", help="name of the card")
+    parser.add_argument("--name", help="name of the devices")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     card = vars(parser.parse_args())
     command = card.pop("command")

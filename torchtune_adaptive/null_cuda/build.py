@@ -1,4 +1,4 @@
-"""Compiles the library for the installed torch, once: its C files, and a stub for every other symbol torch wants."""
+"""Compile the library for the installed torch, once: the C files, and stubs for all other symbols that torch needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 LIBRARY = "libcuda.so.1"
 UNFINISHED = "unfinished-"
 _NVIDIAS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
-"""Names of functions of CUDA and its libraries. NVRTC's are left to NVRTC, a compiler that needs no GPU."""
+"""Names of functions of CUDA and its libraries. NVRTC, a compiler, works without a GPU and has no stubs."""
 
 _SIZES = {
     r"cusolverDn[SDCZ](geqrf|getrf|potrf)_bufferSize": (5,),
@@ -49,37 +49,37 @@ _SIZES = {
     r"cudnnGetBatchNormalizationBackwardExWorkspaceSize": (10,),
     r"cudnnGetBatchNormalizationTrainingExReserveSpaceSize": (5,),
 }
-"""Queries of libraries, and which of their arguments, from 0, point to a size."""
+"""Queries of libraries, and the indices of their arguments that point to a size."""
 _REFUSED = r"cu(solver|sparse|dnn)\w*([bB]ufferSize|SpaceSize|SpaceSizes|GetWorkspace|CompressedSize2)"
-"""Other queries: an answer would be whatever stood in the caller's memory."""
+"""Other queries: without an output, the caller would read uninitialized memory."""
 
 _LIBRARIES = ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCH", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH")
 
 
 class NullCudaError(RuntimeError):
-    """The null device cannot be built here."""
+    """This machine or process has no null device."""
 
 
 def build() -> Path:
-    """The library's path. Builds it if the cache has none for this torch and these sources.
+    """Return the path of the library, after building it if the cache does not contain it.
 
-    Any number of processes may build at once: each builds in a folder of its own, and the first to be renamed stays.
+    Concurrent builds use separate folders. The first folder that is renamed to its final name stays.
     """
     torch_folder, version, cuda = _torch()
     made_of = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
-    if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD would take it for several paths
+    if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD would split it
         raise NullCudaError(
             f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another path"
         )
     library = cache / f"null_cuda-{version}-{made_of.hexdigest()[:12]}" / LIBRARY
-    if library.parent.exists():  # in this order: a folder appears whole
+    if library.parent.exists():  # a folder appears with all its files
         if library.exists() and library.stat().st_size:
             return library
         shutil.rmtree(library.parent, ignore_errors=True)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # what builds that were killed have left; another process may tidy up as well
+        with suppress(FileNotFoundError):  # another process may remove these folders of killed builds too
             for left in cache.glob(f"{UNFINISHED}*"):
                 if time.time() - left.stat().st_mtime > 3600:
                     shutil.rmtree(left)
@@ -98,7 +98,7 @@ def build() -> Path:
 
 
 def _torch() -> tuple[Path, str, str]:
-    """Where torch is, its version, and CUDA's, without importing it."""
+    """Return torch's folder, its version and its CUDA version, without importing it."""
     found = find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise NullCudaError("a null device needs torch, which is not installed")
@@ -133,17 +133,17 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
         *(f"-D{name}={value}" for name, value in versions.items()),
         f"-I{Path(__file__).parent}", *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"),
-        f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl", remedy="; is CC a C compiler that works?",
+        f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl", remedy="; set CC to a working C compiler",
     )  # fmt: skip
     if not (folder / LIBRARY).exists():
         raise NullCudaError(
-            f"building the null device failed: {compiler[0]} has written nothing; set CC to a C compiler"
+            f"building the null device failed: {compiler[0]} wrote no library; set CC to a working C compiler"
         )
-    (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices by NVML, where it is installed
+    (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices by NVML
 
 
 def _wanted(nm: str, torch_folder: Path) -> set[str]:
-    """What torch's libraries leave undefined, and what of the driver and NVML they ask for by name."""
+    """Return the undefined symbols of torch's libraries, and the functions that they look up by name."""
     libraries = [str(path) for path in sorted((torch_folder / "lib").glob("lib*.so*"))]
     undefined = _run(nm, "-D", "--undefined-only", *libraries).split()
     by_name = (torch_folder / "lib" / "libc10_cuda.so").read_bytes().split(b"\0")
@@ -161,7 +161,7 @@ def _written_out() -> set[str]:
 
 
 def _stubs(names: set[str]) -> str:
-    """Succeeds, in most cases; what makes an object needs one that is not null, a text is never null, a size is 0."""
+    """Return stubs that succeed: created objects and strings are not null, and sizes are 0."""
     lines = ['#include "null.h"']
     for name in sorted(names):
         sizes = next((at for pattern, at in _SIZES.items() if re.fullmatch(pattern, name)), None)

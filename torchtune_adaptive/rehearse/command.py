@@ -1,9 +1,9 @@
-"""Rehearse a training script, unchanged, on GPUs that are not there.
+"""Rehearse an unmodified training script on GPUs that are absent.
 
   tune-adaptive rehearse --ranks 8 --gpu h100 -- train.py --batch-size 12
 
-runs train.py as rank 0 of 8 on a card that computes nothing, and says for each step how much memory torch's own
-allocator reserves. `-m module`, `torchrun ...`, `tune run ...` and `accelerate launch ...` work as well.
+runs train.py as rank 0 of 8 on a null device, and reports the memory that torch's allocator reserves
+in each step. `-m module`, `torchrun ...`, `tune run ...` and `accelerate launch ...` work as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchtune_adaptive.null_cuda import NullCudaError, bytes_of
+from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.gpus import GPUS
 from torchtune_adaptive.rehearse.start import check, rehearse
 
@@ -24,22 +24,24 @@ _FITS, _DOES_NOT_FIT, FAILED = 0, 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to rehearse (default: 0)")
+    """Add the options of the command."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: from the launcher, else 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to rehearse (default: 0)")
+    parser.add_argument("--devices", type=int, metavar="N", help="GPUs that the process uses (default: one)")
     parser.add_argument(
         "--gpu",
         type=str.lower,
         default=GPU,
         choices=sorted(GPUS),
         metavar="NAME",
-        help=f"the card (default: {GPU}): {', '.join(sorted(GPUS))}",
+        help=f"model of GPU (default: {GPU}): {', '.join(sorted(GPUS))}",
     )
     parser.add_argument(
-        "--memory", type=_bytes, help="the card's memory, for example 80GB or 24GiB (default: by --gpu)"
+        "--memory", type=_bytes, help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)"
     )
     parser.add_argument(
         "--memory-overhead", type=_bytes, metavar="MEMORY",
-        help="the CUDA context's, NCCL's and libraries' share of it (default: 3GiB; one rank 1GiB)",
+        help="memory of the CUDA context, NCCL and libraries (default: 3GiB; one rank 1GiB)",
     )  # fmt: skip
     parser.add_argument(
         "--steps",
@@ -54,16 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Rehearse the command, print the result, and return the exit status."""
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
-    for name, least in {"ranks": 1, "rank": 0, "steps": 0}.items():
+    for name, least in {"ranks": 1, "rank": 0, "steps": 0, "devices": 1}.items():
         if (number := getattr(options, name)) is not None and number < least:
-            options.refuse(f"--{name} is {number}: the least is {least}")
+            options.refuse(f"--{name} is {number}; the minimum is {least}")
     try:
         check(command)
     except (OSError, ValueError) as error:
         options.refuse(str(error))
+    if options.devices is not None and options.devices > MAX_DEVICES:
+        options.refuse(f"--devices is {options.devices}; the maximum is {MAX_DEVICES}")
     if options.picture is not None:
         _check_picture(options)
     card = GPUS[options.gpu]
@@ -72,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         found = rehearse(
             command, card, ranks=options.ranks, rank=options.rank, overhead_bytes=options.memory_overhead,
-            steps=options.steps,
+            steps=options.steps, devices=options.devices,
         )  # fmt: skip
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -86,15 +91,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_picture(options: argparse.Namespace) -> None:
-    """Before a script runs for nothing."""
+    """Refuse a picture that could not be saved, before the script runs."""
     if options.picture.suffix not in (".png", ".svg", ".pdf"):
-        options.refuse(f"--picture is {options.picture}: give it a name that ends in .png, .svg or .pdf")
+        options.refuse(f"--picture is {options.picture}: use a name that ends in .png, .svg or .pdf")
     if find_spec("matplotlib") is None:
         options.refuse("--picture needs matplotlib: pip install matplotlib")
     try:
         options.picture.open("ab").close()
     except OSError as error:
-        options.refuse(f"--picture is {options.picture}, which cannot be written ({error.strerror})")
+        options.refuse(f"--picture is {options.picture}, which cannot be written: {error.strerror}")
 
 
 def _bytes(text: str) -> int:

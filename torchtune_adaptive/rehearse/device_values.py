@@ -12,7 +12,6 @@ import functools
 import linecache
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from itertools import product
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_value
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
 
 from torchtune_adaptive.rehearse.fake_ranks import replace
@@ -34,8 +34,11 @@ LARGE = 2**20
 _RETURN_INTEGERS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge",
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
+    "any", "all",
 )  # fmt: skip
 """Methods that return integers or masks; the host computes their results from values of the host."""
+_CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_like")
+"""Functions whose integers and masks the host knows."""
 _ALWAYS_TRUE = "_null_device_true"
 """Attribute of results of `all` and `isfinite`."""
 
@@ -54,8 +57,9 @@ class Source(Enum):
 class DeviceValues:
     """Replaces the functions that read values from the device.
 
-    Integers and masks from the host are correct, and so are their counts and comparisons. Other numbers are 0, and
-    other masks select everything. Checks for NaN are false; `all` and `assert` are true.
+    Integers, masks and single floats from the host are correct, and so are their counts and comparisons. Other numbers
+    are 0, and other masks select everything. Checks for NaN are false; `all` and `assert` are true. `all` of unknown
+    values is false in a condition that ends a loop, which then runs to its limit.
     """
 
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
@@ -65,11 +69,12 @@ class DeviceValues:
         """How many numbers that a kernel would have computed were read as 0."""
         self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
         """By the place that reads a number and its caller: true if the number can become a size."""
-        self._writes = deque[tuple[int, int, StorageWeakRef, int | None]](maxlen=4096)
-        """The latest writes of the host: first and last address, storage, and version of the tensor."""
+        self._writes = dict[int, tuple[StorageWeakRef, int | None]]()
+        """The host's writes, by address: the storage, and the version of the tensor."""
 
     def install(self) -> None:
         """Replace torch's functions and operations."""
+        _device_constructors()  # `with torch.device(...)` caches these functions and must find the original ones
         library = torch.library.Library("aten", "IMPL")
         library.impl("_local_scalar_dense", self._number, "CUDA")
         library.impl("nonzero", self._nonzero, "CUDA")
@@ -86,6 +91,8 @@ class DeviceValues:
         for where, name in product((torch.Tensor, torch), _RETURN_INTEGERS):
             if callable(getattr(where, name, None)):  # torch.int is a type
                 setattr(where, name, self._compute_on_host_too(getattr(where, name)))
+        for name in _CREATE:
+            setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
         to_list, is_finite = torch.Tensor.tolist, torch.isfinite
         torch.Tensor.tolist = lambda tensor: to_list(tensor.cpu())  # type: ignore[method-assign,assignment]
 
@@ -152,15 +159,18 @@ class DeviceValues:
             if from_device and source.is_floating_point() and source.numel() >= LARGE and _is_plain(source):
                 source.data.zero_()  # the storage may contain integers of the host from an earlier tensor
             copied = function(given, *args, **kwargs)
+            if copied.is_cuda and copied.is_floating_point() and copied.numel() != 1:
+                return copied
             # a kernel would copy rows and columns, or change a type on the device
             complete = copied.is_contiguous()
             if from_device:
                 complete &= copied is not given and source.is_contiguous() and source.dtype is copied.dtype
                 complete = complete and self._source_of(source) is Source.HOST
-            if copied.is_cuda and complete and not copied.is_floating_point() and _is_plain(copied):
+            if copied.is_cuda and complete and _is_plain(copied):
                 storage = copied.untyped_storage()
-                begin = storage.data_ptr()
-                self._writes.append((begin, begin + storage.nbytes(), StorageWeakRef(storage), _version(copied)))
+                self._writes[storage.data_ptr()] = StorageWeakRef(storage), _version(copied)
+                if len(self._writes) > 4096:
+                    self._writes = {key: write for key, write in self._writes.items() if not write[0].expired()}
             elif from_device and not copied.is_cuda and copied.numel() < LARGE:
                 self._replace_unknown_values(copied.detach(), source)
             return copied
@@ -173,18 +183,44 @@ class DeviceValues:
         @functools.wraps(function)
         def compute(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            if torch.compiler.is_compiling() or not _is_plain(result) or not result.is_cuda:
+            if not self._can_be_known(result):
                 return result
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-            if result.is_floating_point() or any(result is each for each in given) or not any(e.is_cuda for e in given):
+            if any(result is each for each in given) or not any(each.is_cuda for each in given):
                 return result
-            if all(
-                not each.is_cuda or (each.numel() < LARGE and self._source_of(each) is Source.HOST) for each in given
-            ):
+            known = [each for each in given if not each.is_cuda or self._is_known(each)]
+            if len(known) == len(given):
                 result.copy_(function(*tree_map(self._on_host, args), **tree_map(self._on_host, kwargs)))
+            elif function.__name__ == "__and__" and any(not self._on_host(each).any() for each in known):
+                result.copy_(torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
+            elif function.__name__ == "__or__" and any(each.dtype is torch.bool and each.all() for each in known):
+                result.copy_(torch.ones(result.shape, dtype=result.dtype, device="cpu"))
             return result
 
         return compute
+
+    def _create_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(function)
+        def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+            result = function(*args, **kwargs)
+            if self._can_be_known(result) and kwargs.get("out") is None:
+                result.copy_(function(*args, **{**kwargs, "device": "cpu"}))
+            return result
+
+        return create
+
+    def _can_be_known(self, tensor: Any) -> bool:
+        return (
+            isinstance(tensor, torch.Tensor)
+            and not tensor.is_floating_point()
+            and not torch.compiler.is_compiling()
+            and _is_plain(tensor)
+            and tensor.is_cuda
+            and tensor.numel() < LARGE
+        )
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() < LARGE and self._source_of(tensor) is Source.HOST
 
     def _on_host(self, given: Any) -> Any:
         """Return a tensor with the same values. A copy of rows and columns would run a kernel, so copy the storage."""
@@ -195,47 +231,41 @@ class DeviceValues:
 
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:
         """Replace values of a copy on the host that a kernel would have computed."""
-        if original.is_floating_point():
-            copied.zero_()
-            self.zeros += 1
-        # bytes belong to pickled objects, whose lengths the host wrote
-        if original.is_floating_point() or original.dtype is torch.uint8 or not _is_plain(original):
-            return
-        source, is_mask = self._source_of(original), original.dtype is torch.bool and original.numel() > 1
+        source = self._source_of(original)
         if source is Source.HOST:
             if not original.is_contiguous():
                 copied.copy_(self._on_host(original))
-            return
-        if source is Source.DEVICE:
-            copied.fill_(is_mask)
-            self.zeros += not is_mask
-        if is_mask or original.dtype is not torch.bool:  # a single boolean checks for NaN
-            self._on_guess(MASK if is_mask else INTEGER, _caller())
+        elif original.is_floating_point():
+            copied.zero_()
+            self.zeros += 1
+        elif original.dtype is not torch.uint8 and _is_plain(original):  # pickled objects travel as bytes
+            is_mask = original.dtype is torch.bool and original.numel() > 1
+            if source is Source.DEVICE:
+                copied.fill_(is_mask)
+                self.zeros += not is_mask
+            if is_mask or original.dtype is not torch.bool:  # a single boolean checks for NaN
+                self._on_guess(MASK if is_mask else INTEGER, _caller())
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
-        if not _is_plain(tensor) or tensor.is_floating_point():
+        if not _is_plain(tensor) or (tensor.is_floating_point() and tensor.numel() != 1):
             return Source.UNCERTAIN
-        storage = tensor.untyped_storage()
-        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        for first, last, written, version in reversed(self._writes):
-            if first < end and begin < last:
-                if first != begin or written.expired():
-                    return Source.DEVICE
-                if version is None:
-                    return Source.UNCERTAIN
-                return Source.HOST if version == _version(tensor) else Source.DEVICE
-        return Source.DEVICE
+        written, version = self._writes.get(tensor.untyped_storage().data_ptr(), (None, None))
+        if written is None or written.expired():
+            return Source.DEVICE
+        if version is None:
+            return Source.UNCERTAIN
+        return Source.HOST if version == _version(tensor) else Source.DEVICE
 
     def _number(self, tensor: torch.Tensor) -> Any:
         reader = _caller()
-        if hasattr(tensor, _ALWAYS_TRUE):
-            return True
-        if tensor.is_floating_point():
+        if hasattr(tensor, _ALWAYS_TRUE) and self._source_of(tensor) is not Source.HOST:
+            return not _ends_loop(reader)
+        source = self._source_of(tensor)
+        if tensor.is_floating_point() and source is not Source.HOST:
             # optimizers divide by their step count, which is on the device after their state was loaded
             is_step = reader.f_code is _get_value.__code__
             self.zeros += not is_step
             return float(is_step)
-        source = self._source_of(tensor)
         if tensor.dtype is torch.bool and source is not Source.HOST:
             asserted = any(_is_in_assert(frame) for frame in (reader, reader.f_back) if frame)
             self.zeros += not asserted
@@ -293,9 +323,14 @@ def _is_in_assert(frame: FrameType) -> bool:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert")
 
 
+def _ends_loop(frame: FrameType) -> bool:
+    source = _parsed(frame.f_code.co_filename)
+    return source is not None and source.ends_loop_at(frame.f_lineno)
+
+
 def _all(tensor: torch.Tensor) -> torch.Tensor:
     """Return true, without a kernel, for checks such as `isfinite(x).all()`."""
-    result = torch.ones((), dtype=torch.bool, device=tensor.device)
+    result = tensor.new_empty((), dtype=torch.bool)
     setattr(result, _ALWAYS_TRUE, True)
     return result
 
@@ -318,6 +353,15 @@ class _Parsed:
         self.nodes = list(ast.walk(ast.parse(text)))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
+    def ends_loop_at(self, line: int) -> bool:
+        """Return whether a condition on this line can end a loop or a function."""
+        for node in self.nodes:
+            if isinstance(node, ast.If | ast.While) and node.test.lineno <= line <= (node.test.end_lineno or 0):
+                return isinstance(node, ast.While) or any(
+                    isinstance(each, ast.Break | ast.Return) for each in node.body
+                )
+        return False
+
     def call_at(self, position: tuple[int | None, ...]) -> ast.Call | None:
         calls = (each for each in self.nodes if isinstance(each, ast.Call))
         at = attrgetter("lineno", "end_lineno", "col_offset", "end_col_offset")
@@ -339,7 +383,7 @@ def may_become_size(frame: FrameType) -> bool:
 
 
 def _may_become_size(frame: FrameType | None, by: tuple[str, ...] = ()) -> bool:
-    source = _source(frame.f_code.co_filename) if frame else None
+    source = _parsed(frame.f_code.co_filename) if frame else None
     if frame is None or source is None:
         return True
     node = source.call_at(list(frame.f_code.co_positions())[frame.f_lasti // 2])
@@ -347,7 +391,7 @@ def _may_become_size(frame: FrameType | None, by: tuple[str, ...] = ()) -> bool:
 
 
 @functools.lru_cache
-def _source(file: str) -> _Parsed | None:
+def _parsed(file: str) -> _Parsed | None:
     try:
         return _Parsed("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Cards by name: their memory as torch reports it, which is not quite the name's, and their compute capability."""
+"""GPUs by name: their memory as torch reports it, and their compute capability."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
+    """A model of GPU."""
+
     memory: int
     """In bytes."""
     capability: str

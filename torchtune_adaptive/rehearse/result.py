@@ -1,4 +1,4 @@
-"""What a rehearsal has found: a verdict, a table, JSON."""
+"""The result of a rehearsal: a verdict, a table, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,28 +14,32 @@ from typing import Any
 GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 RISES = 1.02
-"""Steps differ if one allocates so many times as much as another."""
-FRAGMENTED = "enough is free, but not in one piece: {} may help"
+"""Steps differ if one allocates more than this multiple of another."""
+FRAGMENTED = "enough memory is free, but not contiguous: {} may help"
 INTEGER, MASK = "integer", "mask"
-"""What is guessed where a size may follow from it."""
+"""Kinds of guessed values on which a tensor size may depend."""
 _GUESSED = {
-    INTEGER: "an integer that the card would have computed was read as 0 at {places}: if a length or a number of "
-    "rows follows from it, training needs more (a fixed number in its place shows how much)",
-    MASK: "a mask that the card would have computed selected everything at {places}: training needs less there",
+    INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
+    "depends on it, training needs more memory (replace it by a fixed number to see how much)",
+    MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
 }
 CONVOLVED, RECURRENT = "convolved", "recurrent"
 _NOTES = {
-    CONVOLVED: "cuDNN's workspaces for convolutions are not counted; torch takes an algorithm with a smaller one where "
-    "memory is short",
-    RECURRENT: "recurrent layers ran with torch's own kernels, which keep more activations than cuDNN's: training "
-    "needs less there",
+    CONVOLVED: "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm "
+    "with a smaller workspace",
+    RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
+    "needs less memory",
 }
-_OF_ZERO = re.compile(r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)")
-"""Errors of Python that a number of 0 makes."""
-_OF_NO_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
-"""Errors of a script that only runs under torchrun."""
-_OF_NO_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
-OTHER_DEVICES = " (--ranks N rehearses one of N processes with a GPU each)"
+KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess")
+"""Kinds of lines in a record."""
+_ERROR_OF_ZERO = re.compile(
+    r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
+)
+"""Errors of Python that a number that is 0 can cause."""
+_ERROR_WITHOUT_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
+"""Errors of a script that needs torchrun."""
+_ERROR_OF_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
+OTHER_DEVICES = " (for several processes, pass --ranks; for several GPUs in one process, --devices)"
 _KILLED_BY: dict[int, str] = {
     signal.SIGKILL: " (is this machine out of memory?)",
     signal.SIGBUS: " (is /dev/shm full? If not, remove ~/.cache/torchtune_adaptive, whose library may be cut off)",
@@ -43,49 +48,38 @@ _KILLED_BY: dict[int, str] = {
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """Read from what the step writer has written, however the script ended."""
+    """Peaks, errors and exit status of a rehearsed script, read from the record of its steps."""
 
     usable_bytes: int
-    """The card's memory without the overhead."""
+    """Memory of the GPU without the overhead."""
     overhead_bytes: int
-    """What the CUDA context, NCCL and libraries have of the card."""
+    """Memory of the CUDA context, NCCL and libraries."""
     rank: int
     ranks: int
     status: int
     """The script's exit status."""
     interrupted: bool = False
-    said: str = ""
-    """The script's last line of standard error, preferably one that looks like an error."""
+    last_error: str = ""
+    """The script's last line of standard error that looks like an error, or else its last line."""
     steps: list[dict[str, int]] = field(default_factory=list)
     """Peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes."""
     errors: list[dict[str, Any]] = field(default_factory=list)
-    """Every out-of-memory error of the allocator, caught or not."""
+    """All out-of-memory errors of the allocator, including those that the script caught."""
     rest: dict[str, Any] = field(default_factory=dict)
-    """After the last step; empty if the script was killed."""
+    """Peaks after the last step, and facts about the end; empty if the script was killed."""
     guesses: list[dict[str, Any]] = field(default_factory=list)
-    """Where a value was read that the card would have computed, and on which sizes may depend."""
-
+    """Places that read a value that a kernel would have computed, and on which sizes may depend."""
     child: str = ""
-    """The command line of another process of the script that used a GPU."""
+    """The command line of a child process that used a GPU."""
 
     @classmethod
     def read(cls, path: Path, **about: Any) -> RehearsalResult:
-        """`about`: what is not in the file, or what was taken for likely before a launcher told."""
-        found: dict[str, list[dict[str, Any]]] = {
-            "step": [],
-            "first": [],
-            "out_of_memory": [],
-            "end": [],
-            "share": [],
-            "child": [],
-            "guess": [],
-        }
+        """Read a record. `about` has the other fields; the record's number of ranks takes precedence."""
+        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
         for line in path.read_text().splitlines() if path.exists() else ():
-            try:
+            with suppress(ValueError):  # the last line is incomplete if the script was killed
                 record = json.loads(line)
-            except ValueError:  # the script was killed while it wrote
-                continue
-            found[record.pop("kind")].append(record)
+                found[record.pop("kind")].append(record)
         if not found["end"]:
             found["step"] = found["step"] or found["first"]
         about |= dict(*found["share"][-1:])
@@ -100,104 +94,107 @@ class RehearsalResult:
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
-        """The error that ended training: the last one, if no step was finished after it, and nothing else failed."""
-        ended_by = str(self.rest.get("error") or "exit status")
-        by_memory = self.rest.get("by_memory") or "out of memory" in ended_by or ended_by.startswith("exit status")
-        by_itself = self.status > 0 or self.status == -signal.SIGABRT
-        return self.unfinished if by_itself and by_memory else None
+        """The out-of-memory error that ended the script; None if it ended in another way."""
+        error = str(self.rest.get("error") or "exit status")
+        by_memory = self.rest.get("by_memory") or "out of memory" in error or error.startswith("exit status")
+        failed = self.status > 0 or self.status == -signal.SIGABRT
+        return self.unfinished if failed and by_memory else None
 
     @property
     def given_up(self) -> dict[str, Any] | None:
-        """An error that the script caught, and took no step after it: it may have looked for the most that fits."""
+        """The error after which the script took no step and ended with success. A search may raise such errors."""
         return None if self.status or self.unfinished is None or self.unfinished["tried"] else self.unfinished
 
     @property
     def unfinished(self) -> dict[str, Any] | None:
-        """The last error, if no step was finished after it."""
+        """The last out-of-memory error, if no step was complete after it."""
         return self.errors[-1] if self.errors and self.errors[-1]["step"] > len(self.steps) else None
 
     @property
     def caught(self) -> list[dict[str, Any]]:
-        """Errors in steps after which the script went on."""
+        """Out-of-memory errors that did not end the script."""
         return [each for each in self.errors if each is not self.out_of_memory and not each["tried"]]
 
     @property
     def fits(self) -> bool:
+        """True if the script ended with success, used a GPU, and a second step would fit."""
         used = any(each["reserved_bytes"] for each in self.all_peaks)
         return self.status == 0 and self.given_up is None and used and self.next_bytes <= self.usable_bytes
 
     @property
     def next_bytes(self) -> int:
-        """Bytes that a second step would allocate; 0 if there was one, or if it needs no more than the first."""
+        """Bytes that a second step would allocate; 0 if it ran, or needs no more than the first."""
         first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unfinished else 0
         needs = int(self.rest.get("next_bytes", 0))
         return needs if first and needs > RISES * first else 0
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
+        """The peaks of each step and after the last one."""
         return [*self.steps, *([{**self.rest, "step": None}] if self.rest else [])]
 
     @property
     def rises(self) -> bool:
-        """Whether the script was stopped after steps that need different amounts: later ones may need more."""
+        """True if the script was stopped after steps with different peaks: later steps may need more."""
         later = [each["allocated_bytes"] for each in self.steps[2:]]
         return bool(self.rest.get("stopped")) and len(later) > 1 and max(later) > RISES * min(later)
 
     @property
     def fragmented(self) -> bool:
-        """Whether it ran out of memory with enough free, but not in one piece."""
+        """True if the script ran out of memory although enough was free."""
         error = self.out_of_memory
         return error is not None and self._room(error) - error["allocated_bytes"] >= error["asked_bytes"]
 
     def _room(self, error: dict[str, Any]) -> int:
-        """What the script may use of the card, which it may have limited itself."""
+        """Return the memory that the script can use; it may have limited itself."""
         return min(self.usable_bytes, int(error["allowed_bytes"]))
 
     def verdict(self) -> str:
+        """Return the result in one line."""
         places = ", ".join(self._places(what) for what in _GUESSED if self._places(what))
         guessed = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
         if (error := self.out_of_memory) is not None:
             had = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
             if (room := self._room(error)) < self.usable_bytes:
-                had = f"{_size(error['allocated_bytes'])} of the {_size(room)} allocated that the script allows itself"
+                had = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(room)}"
             asked = f"{_size(error['asked_bytes'])} more requested"
             when = f" in step {error['step']}" if error["trains"] else ""
             return f"does not fit: out of memory{when}, {had}, {asked}{guessed}"
         if self.status and self.interrupted:
-            until_then = f"; until then {self._most_reserved}" if self.all_peaks else ""
-            return f"no answer: interrupted in step {len(self.steps) + 1}{until_then}"
+            before = f"; before, {self._most_reserved}" if self.all_peaks else ""
+            return f"no answer: interrupted in step {len(self.steps) + 1}{before}"
         if self.child:
             command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
-            told = f"rehearse that command instead, with --ranks: {command}"
+            remedy = f"rehearse that command instead, with --ranks: {command}"
             if "multiprocessing" in command or "rehearse.run_script" in command:
-                told = "give the function that it runs a script of its own, and rehearse that, with --ranks"
-            return f"no answer: the script starts processes that use a GPU, which a rehearsal cannot follow: {told}"
+                remedy = "move the function that it runs to a separate script, and rehearse that, with --ranks"
+            return f"no answer: the script starts processes that use a GPU, which a rehearsal cannot follow: {remedy}"
         if self.status < 0:
-            why = _KILLED_BY.get(-self.status, "") or (f": {self.said}" if self.said else "")
+            why = _KILLED_BY.get(-self.status, "") or (f": {self.last_error}" if self.last_error else "")
             return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
         if self.status:
             why = self.rest.get("error") or f"exit status {self.status}"
-            if why.startswith("exit status") and self.said:
-                why = self.said
+            if why.startswith("exit status") and self.last_error:
+                why = self.last_error
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
-            by_zero = " (in a rehearsal, the card's numbers are 0)" if _OF_ZERO.match(why) else ""
-            alone = " (torchrun sets it: put torchrun before the script)" if _OF_NO_LAUNCHER.match(why) else ""
-            devices = OTHER_DEVICES if _OF_NO_DEVICE.search(why) else ""
-            memory = "; memory had run out before (see below)" if self.unfinished else ""
+            by_zero = " (a rehearsal reads numbers of the GPU as 0)" if _ERROR_OF_ZERO.match(why) else ""
+            alone = " (torchrun sets it: put torchrun before the script)" if _ERROR_WITHOUT_LAUNCHER.match(why) else ""
+            devices = OTHER_DEVICES if _ERROR_OF_DEVICE.search(why) else ""
+            memory = "; it ran out of memory before (see below)" if self.unfinished else ""
             hints = f"{by_zero}{alone}{devices}{memory}{guessed}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
         if self.given_up is not None:
             return (
-                f"no answer: memory ran out in step {self.given_up['step']}, but the script ended with success: the "
-                "error was caught, or ended a thread, and no step followed"
+                f"no answer: memory ran out in step {self.given_up['step']}, and no step followed, but the script "
+                "ended with success: it caught the error, or the error ended a thread"
             )
         if self.next_bytes > self.usable_bytes:
             needs = f"{_gib(self.next_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
             return f"no answer: the only step fits, but another would need about {needs}: rehearse two steps"
         if not self.fits:
             what = "trained" if self.steps else "took no optimizer step"
-            return f"no answer: the script {what}, and allocated nothing on a GPU in its own process"
+            return f"no answer: the script {what}, but its process allocated no GPU memory"
         fits = f"fits: {self._most_reserved}"
         if not self.steps:
             flushed = "; the cache was flushed" if self.rest["flushes"] else ""
@@ -222,6 +219,7 @@ class RehearsalResult:
         return f"{_gib(most['reserved_bytes'])} of {_gib(self.usable_bytes)} GiB reserved at most{when}"
 
     def as_text(self) -> str:
+        """Return the verdict, the steps, and what holds the memory after an out-of-memory error."""
         lines = [self.verdict()]
         if self.steps:
             lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes   (peaks, GiB)"]
@@ -239,7 +237,7 @@ class RehearsalResult:
                 f"at {error['file']}:{error['line']}: {error['source']}",
                 *[f"in {error['operation']}"] * (error["operation"] != error["source"]),
                 f"requested {_size(error['asked_bytes'])}; "
-                f"free {_size(error['free_bytes'])} on the card, {_size(cached)} in the allocator's cache",
+                f"free {_size(error['free_bytes'])} on the GPU, {_size(cached)} in the allocator's cache",
             ]
             lines += [FRAGMENTED.format("PYTORCH_ALLOC_CONF=expandable_segments:True")] * self.fragmented
             lines += [
@@ -248,33 +246,33 @@ class RehearsalResult:
         if self.fits or self.steps or self.errors or self.guesses:
             lines += [
                 "",
-                f"rank {self.rank} of {self.ranks}; of the card's {_size(self.usable_bytes + self.overhead_bytes)}, "
-                f"{_size(self.overhead_bytes)} are left to CUDA's context, NCCL and libraries (--memory-overhead)",
-                "no kernel ran: every loss is 0, and branches on values may differ in training",
-                *[told.format(places=places) for what, told in _GUESSED.items() if (places := self._places(what))],
+                f"rank {self.rank} of {self.ranks}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU memory, "
+                f"{_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
+                "kernels did not run: every loss is 0, and branches on values may differ in training",
+                *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             ]
         if self.rest.get("stopped"):
             why = (
-                "these steps need different amounts, and the script goes on"
+                "these steps have different peaks, and later ones were not run"
                 if self.rises
-                else "stopped here, so what follows, such as saving, is not rehearsed"
+                else ("stopped here, so the rest of the script, such as saving, is not rehearsed")
             )
             lines.append(f"{why}: --steps 0 runs the script to its end")
         if (idle := self.rest.get("idle_bytes")) and self.fits:
             lines.append(
-                f"an optimizer of {_size(idle)} of parameters took no step, so neither its state nor their gradients "
-                "may be counted: --steps runs more"
+                f"an optimizer of {_size(idle)} of parameters took no step, so its state and their gradients may not "
+                "be counted: raise --steps"
             )
         if self.next_bytes:
             lines.append(
-                f"the only step's update allocated {_size(self.rest['state_bytes'])} of optimizer state, which stays "
-                "on the card in the next forward and backward"
+                f"the only step allocated {_size(self.rest['state_bytes'])} of optimizer state at its end, which a "
+                "second forward and backward would find on the GPU"
             )
         if managed := self.rest.get("managed_bytes"):
             lines.append(f"{_size(managed)} of managed memory (a paged optimizer's state) is counted as host memory")
         lines += [_NOTES[each] for each in self.rest.get("notes", ())]
         if replays := self.rest.get("replays"):
-            lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")
+            lines.append(f"CUDA graphs were replayed {replays} times: steps of optimizers in them are not counted")
         return "\n".join(lines)
 
     def _places(self, what: str) -> str:
@@ -283,7 +281,7 @@ class RehearsalResult:
         return ", ".join(places[:SHOWN_PLACES]) + (f" and {more} more" if more > 0 else "")
 
     def _shown(self) -> list[dict[str, int]]:
-        """All steps; of many those that reserve more than all before them or flush, the first and the last."""
+        """Return all steps; of many, the last one and those with a new peak or a flush."""
         if len(self.steps) <= SHOWN_STEPS:
             return self.steps
         most, shown = 0, []
@@ -294,6 +292,7 @@ class RehearsalResult:
         return shown
 
     def as_json(self) -> str:
+        """Return the result as JSON."""
         answer = {
             "fits": self.fits if self.fits or self.out_of_memory else None,
             "verdict": self.verdict(),
@@ -323,11 +322,12 @@ def _size(size: int) -> str:
     return f"{_gib(size)} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
-# Okabe and Ito's colours, which can be told apart with any colour vision
+# Okabe and Ito's colours, which are distinct with any colour vision
 _BLUE, _SKY, _RED, _INK = "#0072B2", "#56B4E9", "#D55E00", "#333333"
 
 
 def draw(found: RehearsalResult, path: Path) -> None:
+    """Draw the peaks of the steps; needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -342,16 +342,18 @@ def draw(found: RehearsalResult, path: Path) -> None:
         for name, per in (("step", 1), ("reserved_bytes", GIB), ("allocated_bytes", GIB))
     )
     axes.bar(steps, reserved, width=0.9, color=_SKY, label="reserved")
-    axes.bar(steps, allocated, width=0.9, color=_BLUE, label="of it, allocated")
+    axes.bar(steps, allocated, width=0.9, color=_BLUE, label="allocated")
     if error is not None:
         axes.bar(error["step"], error["asked_bytes"] / GIB, bottom=error["reserved_bytes"] / GIB, width=0.9,
-                 color=_RED, label="requested, and refused")  # fmt: skip
+                 color=_RED, label="requested")  # fmt: skip
     axes.axhline(card, color=_INK, lw=1.5, label="usable memory")
     flushing = [each["step"] for each in found.steps if each["flushes"]]
     if flushing:
         axes.plot(flushing, [card] * len(flushing), "v", color=_RED, ms=7, clip_on=False, label="cache flushed")
     axes.set(xlabel="step", ylabel="GiB", ylim=(0, None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # by default two, of one step its fractions
+    axes.xaxis.set_major_locator(
+        MaxNLocator(integer=True, min_n_ticks=1)
+    )  # the default of two would add fractions of one step
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower left", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)

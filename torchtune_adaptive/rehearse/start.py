@@ -1,4 +1,4 @@
-"""Starts a rehearsal: a process on a null device, watched until it ends."""
+"""Check the command, and run it in a process on null devices until it ends."""
 
 from __future__ import annotations
 
@@ -24,111 +24,118 @@ from torchtune_adaptive.rehearse.result import RehearsalResult
 
 
 class CannotRehearse(NullCudaError):
-    """What is asked for has no answer; the message is one line."""
+    """The rehearsal has no result; the message is one line."""
 
 
 ONE_MACHINE = 8
-"""Ranks of a machine, where there are so many."""
+"""Ranks per machine, if there are at least this many."""
 LAUNCHERS = (
     "torchrun", "tune", "accelerate", "accelerate-launch",
     "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
 )  # fmt: skip
-"""Programs and modules that say themselves as how many ranks they start a script."""
+"""Programs and modules whose arguments contain the number of ranks."""
 
 _START_OTHERS = ("deepspeed", "deepspeed.launcher.runner", "mpirun", "mpiexec", "srun", "horovodrun")
 
 
-def is_python(word: str) -> bool:
+def _is_python(word: str) -> bool:
     return re.fullmatch(r"python[\d.]*", Path(word).name) is not None
 
 
 def without_python(command: Sequence[str]) -> list[str]:
-    """What the interpreter runs; `-u` changes nothing that is rehearsed."""
-    words = [*command[1:]] if is_python(command[0]) else [*command]
+    """Return the command without the interpreter and `-u`, which has no effect on memory."""
+    words = [*command[1:]] if _is_python(command[0]) else [*command]
     return words[1:] if words[:1] == ["-u"] else words
 
 
 def script_of(word: str) -> str | None:
-    """A file, or a program of this environment or on the path; None if there is neither."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return word if Path(word).is_file() else shutil.which(word, path=beside)
+    """Return the path of a file, or of a program in this environment or in PATH; None if there is neither."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return word if Path(word).is_file() else shutil.which(word, path=path)
 
 
-def launched(command: Sequence[str]) -> str:
-    """A program or module by its name."""
+def program_of(command: Sequence[str]) -> str:
+    """Return the name of the program or module that a command runs."""
     words = without_python(command)
     return words[1] if words[:1] == ["-m"] and len(words) > 1 else Path(words[0]).name if words else ""
 
 
 def likely_ranks(command: Sequence[str], rank: int) -> int:
-    """Before a launcher has told; accelerate looks for several cards before it reads what it was told."""
-    if launched(command) not in LAUNCHERS:
+    """Estimate the number of ranks before the launcher runs: accelerate counts devices before it reads its options."""
+    if program_of(command) not in LAUNCHERS:
         return 1
-    told = re.search(r"--num[_-]processes[ =](\d+)", " ".join(command))
-    return max(rank + 1, int(told[1]) if told else 1)
+    option = re.search(r"--num[_-]processes[ =](\d+)", " ".join(command))
+    return max(rank + 1, int(option[1]) if option else 1)
 
 
 def check(command: Sequence[str]) -> None:
-    """Raises ValueError for what is no Python program."""
+    """Raise a ValueError if the command is not a Python program that can be rehearsed."""
     words = without_python(command)
     if not words or (words[0] == "-m" and len(words) < 2):
-        raise ValueError(f"{' '.join(command)} names no script")
+        raise ValueError(f"{' '.join(command)} contains no script: add one, for example train.py")
     named = {word.partition("=")[0].replace("_", "-") for word in words}
-    if launched(command).startswith("accelerate") and "--num-machines" in named and "--machine-rank" not in named:
-        raise ValueError("accelerate needs --machine_rank beside --num_machines: add --machine_rank 0")
-    if (launcher := launched(command)) in _START_OTHERS:
+    if program_of(command).startswith("accelerate") and "--num-machines" in named and "--machine-rank" not in named:
+        raise ValueError("accelerate needs --machine_rank with --num_machines: add --machine_rank 0")
+    if (launcher := program_of(command)) in _START_OTHERS:
         at_script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
         instead = " ".join(words[at_script:]) or "the script"
         raise ValueError(f"{launcher} starts processes that cannot be followed: rehearse {instead}, with --ranks")
     if words[0] == "-m":
         return
     if words[0].startswith("-"):
-        raise ValueError(f"{words[0]} is no script: give the script, or -m and a module, without options of python")
+        raise ValueError(f"{words[0]} is not a script: pass the script, or -m and a module, without options of python")
     script = script_of(words[0])
     if script is None:
-        raise ValueError(f"{words[0]} is neither a file nor a program")
+        raise ValueError(f"{words[0]} is neither a file nor a program in PATH: pass the path of the script")
     with open(script, "rb") as file:
         first = file.readline(200)
     if not script.endswith((".py", ".pyc")) and b"python" not in first:
-        raise ValueError(f"{words[0]} is not written in Python; give the script that it starts")
+        raise ValueError(f"{words[0]} is not a Python program: pass the script that it starts")
 
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
-"""What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
-MOST_S_TO_END = 10
-"""A script that was interrupted may take so long."""
-_AN_ERROR = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
+"""Memory of a GPU that tensors cannot use: the CUDA context and libraries, and with several ranks NCCL's buffers."""
+INTERRUPT_S = 10
+"""An interrupted script is killed after this time."""
+_ERROR_LINE = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_LEFT_OVER = re.compile(
+_OF_OTHER_LAUNCH = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)"
-    r"|TORCH_DISTRIBUTED_DEBUG"  # wraps a process group in another that the fake one cannot be
+    r"|TORCH_DISTRIBUTED_DEBUG"  # it wraps process groups, which fake ones do not support
 )
-"""Variables of another launch and of other cards, which a shell may still have."""
+"""Variables of an earlier launch that a shell may still contain."""
 
 
 def overhead_of(ranks: int) -> int:
+    """Return the bytes of a GPU that tensors cannot use."""
     return CONTEXT_AND_NCCL_BYTES if ranks > 1 else CONTEXT_BYTES
 
 
 class RankSettings(NamedTuple):
-    """What a rehearsed process is told."""
+    """Settings of the rehearsed process."""
 
     rank: int
     ranks: int | None
-    """None: as many as the launcher in the command starts."""
+    """By default, the number that the launcher in the command starts."""
     memory: int
-    """The whole card's."""
+    """Bytes of a GPU."""
     overhead_bytes: int | None
     steps: int
+    devices: int | None = None
+    """GPUs that the process sees; by default one per rank of the machine."""
+
+    def devices_of(self, ranks: int) -> int:
+        """Return how many GPUs each of this many ranks sees."""
+        return self.devices or min(ranks, ONE_MACHINE)
 
     def share(self, ranks: int) -> dict[str, int]:
-        """What one of so many ranks has of its card."""
+        """Return the memory of a GPU that each of this many ranks can use."""
         overhead = overhead_of(ranks) if self.overhead_bytes is None else self.overhead_bytes
         if self.rank >= ranks:
             raise CannotRehearse(f"--rank is {self.rank}, but the last of {ranks} is {ranks - 1}")
         if self.memory <= overhead:
             raise CannotRehearse(
-                f"the card has {self.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
+                f"the GPU has {self.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
                 "(--memory-overhead): raise --memory, or lower --memory-overhead"
             )
         return {"usable_bytes": self.memory - overhead, "overhead_bytes": overhead, "ranks": ranks}
@@ -142,30 +149,32 @@ def rehearse(
     rank: int = 0,
     overhead_bytes: int | None = None,
     steps: int,
+    devices: int | None = None,
     output: IO[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> RehearsalResult:
-    """Runs a command as one rank of many; raises NullCudaError where there is no null device, and CannotRehearse.
+    """Run a command as one rank of many, and return its peaks.
 
-    What the command prints goes to `output`, by default to standard error.
+    Raises CannotRehearse, or a NullCudaError if this machine has no null device. The output of the command is copied
+    to `output`, by default standard error.
     """
-    settings = RankSettings(rank, ranks, gpu.memory, overhead_bytes, steps)
+    settings = RankSettings(rank, ranks, gpu.memory, overhead_bytes, steps, devices)
     likely = ranks or likely_ranks(command, rank)
     share = settings.share(likely)
-    card = environment(memory=share["usable_bytes"], devices=min(likely, ONE_MACHINE), capability=gpu.capability)
-    there = _checked({**os.environ, **card, **(variables or {})})
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard stream that was closed: not for the record
+    device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
+    environ = _checked({**os.environ, **device, **(variables or {})})
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # keep the record off closed standard streams
         pass
     os.close(descriptor)
     printed, shown = bytearray(), output.fileno() if output else 2
-    with tempfile.TemporaryFile() as file:  # which nobody has to remove
+    with tempfile.TemporaryFile() as file:
         record = Path(f"/proc/self/fd/{file.fileno()}")
-        # -P: the script's own folder is put on the path, not this one
+        # -P: put the script's folder on the path instead of this one
         runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
         with _interrupted_by_signals():
             script = subprocess.Popen(
                 [*runner, str(record), json.dumps(settings._asdict()), *command],
-                env=there,
+                env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=shown,
                 stderr=subprocess.PIPE,
@@ -176,17 +185,19 @@ def rehearse(
             copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
             copying.start()
             try:
-                status, interrupted = _ended(script)
+                status, interrupted = _wait(script)
             finally:
                 _signal(script, signal.SIGKILL)
                 script.wait()
                 copying.join(1)
-        said = _last_error(printed.decode(errors="replace"))
-        return RehearsalResult.read(record, **share, rank=rank, status=status, interrupted=interrupted, said=said)
+        last_error = _last_error(printed.decode(errors="replace"))
+        return RehearsalResult.read(
+            record, **share, rank=rank, status=status, interrupted=interrupted, last_error=last_error
+        )
 
 
 def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
-    """Copy what a script prints, and keep the end of it."""
+    """Copy the output of a script, and keep its end."""
     while part := os.read(source.fileno(), 2**16):
         last += part
         del last[: -(2**13)]
@@ -197,42 +208,41 @@ def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
 def _last_error(printed: str) -> str:
     """Return the last line that looks like an error, else the last one."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if _AN_ERROR.search(line)), "".join(lines[-1:]))
+    return next((line for line in reversed(lines) if _ERROR_LINE.search(line)), "".join(lines[-1:]))
 
 
 def _checked(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without those that a rehearsed process must not see."""
+    """Return the variables without those of an earlier launch; raise CannotRehearse for another allocator."""
     settings = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables or "cudaMallocAsync" in settings:
         raise CannotRehearse(
             "only torch's own caching allocator can be rehearsed: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and take "
             "backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
         )
-    return {name: value for name, value in variables.items() if not _LEFT_OVER.fullmatch(name)}
+    return {name: value for name, value in variables.items() if not _OF_OTHER_LAUNCH.fullmatch(name)}
 
 
-def _ended(script: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Its exit status, and whether Ctrl-C ended it: then the answer is of the steps until then. A second one kills it,
-    and so does time."""
+def _wait(script: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """Return the exit status, and whether Ctrl-C interrupted the script. A second Ctrl-C or a timeout kills it."""
     try:
         return script.wait(), False
     except KeyboardInterrupt:
         _signal(script, signal.SIGINT)
     with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-        return script.wait(MOST_S_TO_END), True
+        return script.wait(INTERRUPT_S), True
     _signal(script, signal.SIGKILL)
     return script.wait(), True
 
 
 def _signal(script: subprocess.Popen[bytes], number: int) -> None:
-    """To the script and to what it has started."""
+    """Send a signal to the script and the processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(script.pid, number)
 
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """While open, a signal that asks this process to end is as good as Ctrl-C."""
+    """Treat signals that end this process as Ctrl-C."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,5 +1,7 @@
-"""Writes down, line by line, what each step of a script did to the card's memory: the allocator's peaks between two
-readings, although the script reads and resets them as well."""
+"""Record the allocator's peaks of each step in a file, one JSON line per step, and classify the memory after an error.
+
+The script can read and reset the same peaks without affecting the record.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -33,10 +36,10 @@ _HERE = str(Path(__file__).parent)
 
 
 class StepRecorder:
-    """Steps are told by the optimizers, without the script's help.
+    """Detects steps by hooks on the optimizers.
 
-    A script may have several optimizers. The first step is over when one of them steps for the second time, each later
-    one when all that had a part in the first have stepped.
+    With several optimizers, the first step ends when one of them steps for the second time. Each later step ends when
+    all optimizers of the first step have stepped.
     """
 
     def __init__(self, path: Path, *, most_steps: int) -> None:
@@ -47,9 +50,13 @@ class StepRecorder:
         self.steps = 0
         self._stepped: set[WeakIdRef] = set()
         self._all: set[WeakIdRef] | None = None
-        self._reading = Usage()
-        self._before_update, self._allocated = Usage(), 0
-        self._state_bytes = self._most_before_update = 0
+        self._reading: Usages = {}
+        self._before_update: Usages = {}
+        self._allocated: list[int] = []
+        self._run: Usages = {}
+        """The peaks of all steps and of the time after the last one."""
+        self._most_before_update: Usages = {}
+        self._state_bytes = Counter[int]()
         self.notes = set[str]()
         """Keys of notes for the end of the report."""
         self._replays = 0
@@ -58,139 +65,149 @@ class StepRecorder:
         self._have_stepped = set[WeakIdRef]()
 
     def __enter__(self) -> None:
-        # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
-        torch.cuda._lazy_call(self._cuda_starts)
-        register_optimizer_step_pre_hook(self._optimizer_steps)
-        register_optimizer_step_post_hook(self._optimizer_stepped)
-        make = torch.optim.Optimizer.__init__
+        # do not initialize CUDA before the script: this would change the device of a DeviceMesh, and forbid forks
+        torch.cuda._lazy_call(self._on_cuda_init)
+        register_optimizer_step_pre_hook(self._before_optimizer_step)
+        register_optimizer_step_post_hook(self._after_optimizer_step)
+        construct = torch.optim.Optimizer.__init__
 
-        def noted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            make(optimizer, *args, **kwargs)
+        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            construct(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
 
-        torch.optim.Optimizer.__init__ = noted  # type: ignore[method-assign,assignment]
+        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         REHEARSAL.when_tried.append(self._forget_peaks_of_a_trial)
         replay = torch.cuda.CUDAGraph.replay
 
-        def counted(graph: torch.cuda.CUDAGraph) -> None:
+        def count_and_replay(graph: torch.cuda.CUDAGraph) -> None:
             self._replays += 1
             replay(graph)
 
-        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign,assignment]
+        torch.cuda.CUDAGraph.replay = count_and_replay  # type: ignore[method-assign,assignment]
 
-    def _cuda_starts(self) -> None:
+    def _on_cuda_init(self) -> None:
         torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
         torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._first_is_over or (self._stepped and _error(error) is None):
-            self._step_is_over()
-        self._reading.add(self._before_update)
-        self._reading.add(self._peaks.read())
+        if self._first_step_is_complete or (self._stepped and _message(error) is None):
+            self._end_step()
+        _add(self._reading, self._before_update)
+        _add(self._reading, self._peaks.read())
         self._write_end(self._reading, error)
 
-    def _write_end(self, after_last_step: Usage, error: BaseException | None = None, *, stopped: bool = False) -> None:
+    def _write_end(self, after_last_step: Usages, error: BaseException | None = None, *, stopped: bool = False) -> None:
+        _add(self._run, after_last_step)
         weights = [
             weight for each in self._idle().values() for group in each.param_groups for weight in group["params"]
         ]
         idle_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in weights if each.is_cuda)
-        ended = {
-            "error": _error(error),
-            "by_memory": _by_memory(error),
+        next_bytes = {
+            device: usage.allocated_bytes + self._state_bytes[device]
+            for device, usage in self._most_before_update.items()
+        }
+        facts = {
+            "error": _message(error),
+            "by_memory": _is_out_of_memory(error),
             "replays": self._replays,
             "idle_bytes": idle_bytes,
             "stopped": stopped,
-            "state_bytes": self._state_bytes,
-            "next_bytes": self._most_before_update + self._state_bytes,
+            "state_bytes": sum(self._state_bytes.values()),
+            "next_bytes": max(next_bytes.values(), default=0),
+            "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
             "managed_bytes": used_memory(managed=True),
             "notes": [*self.notes, *([CONVOLVED] if used_convolutions() else [])],
         }
-        self.write("end", {**after_last_step.figures(), **ended})
+        self.write("end", {**asdict(_fullest(after_last_step)), **facts})
 
     def _forget_peaks_of_a_trial(self) -> None:
-        """A step's figures begin after a search's probes."""
         self._peaks.read()
 
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if REHEARSAL.trying:
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             _refuse_lbfgs(optimizer)
-        self._before_update.add(self._peaks.read())
+        _add(self._before_update, self._peaks.read())
         self._allocated = _allocated()
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if REHEARSAL.trying:
             return
-        reading, updates = self._before_update, _updated(optimizer)
-        self._before_update = Usage()
-        if updates not in self._have_stepped:
-            self._most_before_update = max(self._most_before_update, reading.allocated_bytes)
-            self._state_bytes += max(_allocated() - self._allocated, 0)
-        reading.add(self._peaks.read())
-        self._have_stepped.add(updates)
-        gone = any(each() is None for each in self._stepped)  # the next step has a model of its own
-        if gone or updates in self._stepped:
+        usage, parameter = self._before_update, _parameter_of(optimizer)
+        self._before_update = {}
+        if parameter not in self._have_stepped:
+            _add(self._most_before_update, usage)
+            for device, (before, now) in enumerate(zip(self._allocated, _allocated(), strict=True)):
+                self._state_bytes[device] += max(now - before, 0)
+        _add(usage, self._peaks.read())
+        self._have_stepped.add(parameter)
+        gone = any(each() is None for each in self._stepped)  # the script trains a new model in each step
+        if gone or parameter in self._stepped:
             self._all = None if gone else self._stepped
-            self._step_is_over()
-        self._reading.add(reading)
-        self._stepped = self._stepped | {updates}
-        if self._all is None and not self.steps:  # if the script is killed before another step tells
-            self.write("first", {"step": 1, **self._reading.figures()})
+            self._end_step()
+        _add(self._reading, usage)
+        self._stepped = self._stepped | {parameter}
+        if self._all is None and not self.steps:  # in case the script is killed in the second step
+            self.write("first", {"step": 1, **asdict(_fullest(self._reading))})
         if self._stepped == self._all:
-            self._step_is_over()
+            self._end_step()
 
     @property
-    def _first_is_over(self) -> bool:
-        """Whether every optimizer has taken part in the first step, though none has begun the next one."""
+    def _first_step_is_complete(self) -> bool:
+        """True if every optimizer has stepped, and the second step has not ended."""
         return self._all is None and bool(self._stepped) and not self._idle()
 
     def _idle(self) -> dict[WeakIdRef, torch.optim.Optimizer]:
-        return {_updated(each): each for each in self._optimizers if _updated(each) not in self._have_stepped}
+        optimizers = {_parameter_of(each): each for each in self._optimizers}
+        return {parameter: each for parameter, each in optimizers.items() if parameter not in self._have_stepped}
 
-    def _step_is_over(self) -> None:
+    def _end_step(self) -> None:
         self.steps += 1
-        self.write("step", {"step": self.steps, **self._reading.figures()})
-        self._reading, self._stepped = Usage(), set()
+        self.write("step", {"step": self.steps, **asdict(_fullest(self._reading))})
+        _add(self._run, self._reading)
+        self._reading, self._stepped = {}, set()
         if self.steps == self._most_steps:
-            self._write_end(Usage(), stopped=True)
+            self._write_end({}, stopped=True)
             flush()
-            os._exit(0)  # nothing that the script catches, or does at its end
+            os._exit(0)  # the script can neither catch this nor run its end
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
-        """Called by the allocator, on the thread whose request has failed."""
+        """Record an error; the allocator calls this on the thread whose request failed."""
         frames = _stack(sys._getframe().f_back) or _stack(sys._current_frames()[threading.main_thread().ident or 0])
         node = torch._C._current_autograd_node()
-        where = _outside_torch(frames)
+        place = _outside_torch(frames)
         stats = torch.cuda.memory_stats(device)
         self.write(
             "out_of_memory",
             {
-                "step": self.steps + 1 + self._first_is_over,
+                "step": self.steps + 1 + self._first_step_is_complete,
                 "tried": REHEARSAL.trying,
                 "trains": bool(self._optimizers),
-                "file": where[0],
-                "line": where[1],
-                "source": linecache.getline(*where).strip(),
+                "device": device,
+                "file": place[0],
+                "line": place[1],
+                "source": linecache.getline(*place).strip(),
                 "operation": node.name() if node else linecache.getline(*frames[0]).strip(),
                 "asked_bytes": asked,
                 "free_bytes": free,
                 "allowed_bytes": int(total * torch.cuda.get_per_process_memory_fraction(device)),
                 "allocated_bytes": stats["allocated_bytes.all.current"],
                 "reserved_bytes": stats["reserved_bytes.all.current"],
-                "held_bytes": holders(device),
+                "held_bytes": memory_by_holder(device),
             },
         )
 
     def guessed(self, what: str, frame: FrameType) -> None:
-        """Once for each place."""
+        """Record a place that read a guessed value, once."""
         file, line = innermost(frame)
         if (what, file, line) not in self._guesses:
             self._guesses.add((what, file, line))
             self.write("guess", {"what": what, "file": file, "line": line})
 
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
-        if os.getpid() == self._process:  # and not one that the script has forked
+        """Write a line, except in processes that the script forked."""
+        if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
 
@@ -205,24 +222,25 @@ def _refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     )
 
 
-def _allocated() -> int:
-    return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))) if torch.cuda.is_initialized() else 0
+def _allocated() -> list[int]:
+    devices = range(torch.cuda.device_count())
+    return [torch.cuda.memory_allocated(device) if torch.cuda.is_initialized() else 0 for device in devices]
 
 
-def _updated(optimizer: torch.optim.Optimizer) -> WeakIdRef:
-    """A parameter that it updates, by which it is known: scripts may make new optimizers."""
+def _parameter_of(optimizer: torch.optim.Optimizer) -> WeakIdRef:
+    """Return the first parameter, which identifies an optimizer although scripts may construct a new one per step."""
     return WeakIdRef(next((each for group in optimizer.param_groups for each in group["params"]), optimizer))
 
 
 def flush() -> None:
-    """Writes out what the script has printed, if it has left anything to print to."""
+    """Flush standard output and error, unless the script closed them."""
     for stream in sys.stdout, sys.stderr:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def innermost(frame: FrameType) -> tuple[str, int]:
-    """File and line of the script, or of a library that is neither torch nor this one."""
+    """Return file and line of the innermost frame outside torch and this package."""
     return _outside_torch(_stack(frame) or [(frame.f_code.co_filename, frame.f_lineno)])
 
 
@@ -231,7 +249,7 @@ def _outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int]]:
-    """File and line of each frame, innermost first, without this room's own."""
+    """Return file and line of each frame outside this package, innermost first."""
     found = []
     while frame is not None:
         if not frame.f_code.co_filename.startswith((_HERE, "<")):
@@ -240,61 +258,75 @@ def _stack(frame: FrameType | None) -> list[tuple[str, int]]:
     return found
 
 
-def _error(error: BaseException | None) -> str | None:
-    """What ended the script; None where it ended well."""
+def _message(error: BaseException | None) -> str | None:
+    """Return the first line of the error; None if the script ended with success."""
     if isinstance(error, SystemExit):
         return None if error.code in (None, 0) else f"exit status {error.code}"
     if error is None:
         return None
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return re.split(r"\. GPU \d+ has", said)[0]  # torch's out of memory goes on for long
+    line = f"{type(error).__name__}: {error}".splitlines()[0]
+    return re.split(r"\. GPU \d+ has", line)[0]  # torch's out-of-memory errors are long
 
 
-def _by_memory(error: BaseException | None) -> bool:
-    """Whether it is an out-of-memory error, or was raised because of one or while one was handled."""
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error is an out-of-memory error, was caused by one, or was raised while one was handled."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error is not None
 
 
 Statistics = dict[str, Any]
-"""As torch has them: {"allocated_bytes": {"all": {"current": ..., "peak": ...}, ...}, "num_alloc_retries": ...}."""
+"""torch's: {"allocated_bytes": {"all": {"current": ..., "peak": ...}, ...}, "num_alloc_retries": ...}."""
 
 
 @dataclass
 class Usage:
+    """Peaks of a period on one device."""
+
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     flushes: int = 0
-    """How often the allocator returned its cached blocks to the card and asked again."""
+    """How many times the allocator released its cache and retried."""
 
     def add(self, other: Usage) -> None:
+        """Extend the period by another one."""
         self.allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, other.reserved_bytes)
         self.flushes += other.flushes
 
-    def figures(self) -> dict[str, int]:
-        return asdict(self)
+
+Usages = dict[int, Usage]
+"""By device."""
+
+
+def _add(total: Usages, other: Usages) -> None:
+    for device, usage in other.items():
+        total.setdefault(device, Usage()).add(usage)
+
+
+def _fullest(usages: Usages) -> Usage:
+    """Return the peaks of the device that reserved most, with the flushes of all devices."""
+    most = max(usages.values(), key=attrgetter("reserved_bytes"), default=Usage())
+    return replace(most, flushes=sum(each.flushes for each in usages.values()))
 
 
 class Peaks:
-    """Stands between torch's Python functions and the allocator: a reset by one side does not reset the other's."""
+    """Wraps torch's functions for peaks, so that the script and the recorder can reset them independently."""
 
     def __init__(self) -> None:
         self._statistics, self._reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
         self._scripts: dict[int, Statistics] = {}
-        self._ours: dict[int, Usage] = {}
+        """The script's peaks at the recorder's last reset."""
+        self._ours: Usages = {}
+        """The recorder's peaks at the script's last reset."""
         self._flushes: dict[int, int] = {}
-        torch._C._cuda_memoryStats = self._as_the_script_sees_them
-        torch._C._cuda_resetPeakMemoryStats = self._script_resets
+        torch._C._cuda_memoryStats = self._statistics_of_script
+        torch._C._cuda_resetPeakMemoryStats = self._reset_by_script
 
-    def read(self) -> Usage:
-        """What happened since the last reading, on the device that reserved most."""
-        readings = (
-            [self._read(device) for device in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-        )
-        most = max(readings, key=lambda each: each.reserved_bytes, default=Usage())
-        return replace(most, flushes=sum(each.flushes for each in readings))
+    def read(self) -> Usages:
+        """Return the peaks since the last call."""
+        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        return {device: self._read(device) for device in range(devices)}
 
     def _read(self, device: int) -> Usage:
         statistics = self._statistics(device)
@@ -303,16 +335,16 @@ class Peaks:
         retries = int(statistics["num_alloc_retries"])
         usage.flushes = max(retries - self._flushes.get(device, 0), 0)
         self._flushes[device] = retries
-        self._scripts[device] = self._as_the_script_sees_them(device)
+        self._scripts[device] = self._statistics_of_script(device)
         self._reset(device)
         return usage
 
-    def _as_the_script_sees_them(self, device: int) -> Statistics:
+    def _statistics_of_script(self, device: int) -> Statistics:
         statistics: Statistics = self._statistics(device)
         _raise_peaks(statistics, self._scripts.get(device, {}))
         return statistics
 
-    def _script_resets(self, device: int) -> None:
+    def _reset_by_script(self, device: int) -> None:
         self._ours.setdefault(device, Usage()).add(_peaks_of(self._statistics(device)))
         self._scripts.pop(device, None)
         self._reset(device)
@@ -335,22 +367,22 @@ BUFFERS, ACTIVATIONS, BACKWARD = "FSDP and DDP buffers", "activations", "backwar
 STATE_DICT, OTHER = "state dict", "other"
 
 _Frames = tuple[tuple[str, str], ...]
-"""Ends of files and functions in them."""
+"""Pairs of a part of a file's path and a part of a function's name."""
 
-_BEFORE_OWNERS: _Frames = (("_fully_shard/_fsdp_collectives.py", ""), ("_fully_shard/_fsdp_common.py", "alloc_storage"))
-"""Where FSDP2 makes what it fills by communicating. Its parameters are there while they are whole."""
+_FSDP2_BUFFERS: _Frames = (("_fully_shard/_fsdp_collectives.py", ""), ("_fully_shard/_fsdp_common.py", "alloc_storage"))
+"""Functions that allocate FSDP2's communication buffers, which are also the storages of unsharded parameters."""
 _FSDP_AND_DDP: _Frames = (
     ("/torch/distributed/fsdp/", ""),
     ("/torch/nn/parallel/distributed.py", "_ddp_init_helper"),
-    ("/torch/nn/parallel/distributed.py", "_pre_forward"),  # makes other buckets, once it has seen a backward
+    ("/torch/nn/parallel/distributed.py", "_pre_forward"),  # DDP rebuilds its buckets after the first backward
 )
 _OPTIMIZER: _Frames = (("/torch/optim/", ""),)
 _MODULES: _Frames = (("/torch/nn/modules/module.py", "_call_impl"), ("/torch/nn/functional.py", ""))
 _STATE_DICT: _Frames = (("/torch/distributed/checkpoint/", ""),)
 
 
-def holders(device: int) -> dict[str, int]:
-    """Bytes in use on a device by what holds them."""
+def memory_by_holder(device: int) -> dict[str, int]:
+    """Return the allocated bytes of a device by purpose, from the allocator's snapshot."""
     owners = _owners(device)
     held: Counter[str] = Counter()
     for segment in torch.cuda.memory._snapshot(device)["segments"]:
@@ -362,16 +394,16 @@ def holders(device: int) -> dict[str, int]:
 
 def _holder(block: dict[str, Any], owners: dict[int, str]) -> str:
     frames, owner = block.get("frames", []), owners.get(block["address"])
-    if owner != GRADIENTS and _any_in(frames, _BEFORE_OWNERS):
+    if owner != GRADIENTS and _any_in(frames, _FSDP2_BUFFERS):
         return BUFFERS
     if owner is not None:
         return owner
-    if not frames:  # autograd's own thread
+    if not frames:  # a thread of autograd
         return BACKWARD
-    # the innermost frame tells: FSDP1 calls the module, and an optimizer may call the whole forward
+    # the innermost frame decides: FSDP1 calls the module, and an optimizer may call the whole forward
     by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES, STATE_DICT: _STATE_DICT}
-    told = (holder for frame in frames for holder, where in by_frames.items() if _any_in([frame], where))
-    return next(told, OTHER)
+    holders = (holder for frame in frames for holder, where in by_frames.items() if _any_in([frame], where))
+    return next(holders, OTHER)
 
 
 def _any_in(frames: list[dict[str, Any]], where: _Frames) -> bool:
@@ -379,10 +411,10 @@ def _any_in(frames: list[dict[str, Any]], where: _Frames) -> bool:
 
 
 def _owners(device: int) -> dict[int, str]:
-    """By the address of its storage: what parameters, buffers and optimizers refer to."""
+    """Return the holder of each storage of parameters, buffers, gradients and optimizer states, by address."""
     owners: dict[int, str] = {}
     for thing in gc.get_objects():
-        kind = type(thing)  # isinstance would ask lazy modules what they are
+        kind = type(thing)  # isinstance would import lazy modules
         if issubclass(kind, torch.Tensor) and isinstance(thing, torch.nn.Parameter):
             owners[_address(thing, device)] = PARAMETERS
             if thing.grad is not None:
@@ -403,10 +435,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor, device: int) -> int:
-    """Where its memory begins; 0 for what is not on the device."""
+    """Return the address of a tensor's storage; 0 if it is not on the device."""
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         storage = local.untyped_storage()
         return int(storage.data_ptr()) if storage.device == torch.device("cuda", device) else 0
-    except (RuntimeError, NotImplementedError):  # a subclass without storage of its own
+    except (RuntimeError, NotImplementedError):  # a subclass without a storage
         return 0
