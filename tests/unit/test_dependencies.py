@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
 
 from torchtune_adaptive.dependencies import RECIPES_EXTRA, hide_notices, refuse_torch
-from torchtune_adaptive.engine import fsdp
+from torchtune_adaptive.engine import fsdp, ghost
 
 NEEDS_EXTRA = "which is not installed: install the [recipes] extra"
 BLOCK = """
@@ -98,6 +99,12 @@ def test_missing_private_name_of_fsdp2_is_detected(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
     assert fsdp.missing_names(fsdp._TOUCHED) == ["FSDPModule.set_custom_all_gather"]
     assert fsdp.missing_names({fsdp.reset: "root event"}) == ["event in reset()"]
+
+
+def test_missing_private_name_of_ghost_passes_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fsdp.missing_names(ghost._TOUCHED) == []
+    monkeypatch.delattr(MaskBuffer, "materialize_mask")
+    assert fsdp.missing_names(ghost._TOUCHED) == ["MaskBuffer.materialize_mask"]
 
 
 @pytest.mark.parametrize("arguments", [None, []])

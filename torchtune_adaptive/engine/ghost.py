@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 try:
     from torch._C import _get_dispatch_mode as get_dispatch_mode
     from torch._C import _TorchDispatchModeKey as DispatchModeKey
-    from torch._C._distributed_c10d import FakeWork
+    from torch._C._distributed_c10d import Backend, FakeWork
     from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
     from torch._ops import OpOverloadPacket
     from torch._subclasses.fake_tensor import (
@@ -89,7 +89,9 @@ _TOUCHED: dict[Any, str] = {
     FakeTensor: "fake_mode",
     OpOverloadPacket: "_op",
     torch._ops.OpOverload: "_opname _schema namespace",
-    dist.ProcessGroup: " ".join((*_METHODS, "unbox")),
+    dist.ProcessGroup: " ".join((*_METHODS, "unbox", "_get_backend", "_device_types")),
+    Backend: "_get_sequence_number_for_group",
+    type(dist.distributed_c10d._world): "pg_map pg_names",
     FakeWork: "boxed",
     DispatchModeKey: "FAKE",
 }

@@ -319,7 +319,7 @@ class StepRunner(Generic[Sample]):
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
                 self._gauge.end_step()
-                self._keep(upcoming_plan, reports.upcoming_microbatches)
+                self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
                 # without recovery, no other limit can be tried
                 if self.recovers and (change := self._governor.completed(step, reports.rate, reports.retrying)):
                     self._announce(change, reports)
@@ -388,7 +388,7 @@ class StepRunner(Generic[Sample]):
         lengths = self.kind.lengths(upcoming)
         return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
-    def _keep(self, upcoming: _NextPlan | None, microbatches: int) -> None:
+    def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
         """Keep the plan of the next step, with this number of microbatches; 0 if a rank does not know its samples."""
         if upcoming is not None and microbatches:
             limit, lengths, plan = upcoming

@@ -235,5 +235,5 @@ def test_unsupported_models_are_refused_with_a_reason():
         assert "some of the ranks" in found["tensor parallel on some ranks"]
         assert "an optimizer in the backward" in found["optimizer in backward"]
         assert "all-reduce hook" in found["all-reduce hook"]
-        assert "pass the module in it" in found["hooks of DDP"]
+        assert "pass its `module` instead" in found["hooks of DDP"]
         assert all(found.values())
