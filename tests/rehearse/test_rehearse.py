@@ -641,6 +641,33 @@ def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> 
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
+def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehearse) -> None:
+    """As vision models compute the patches of each image and the places of their tokens."""
+    script = """
+        import torch
+        from torch.nn.functional import pad
+
+        grids = torch.tensor([[1, 28, 28], [2, 14, 14]]).cuda()
+        assert (grids.prod(-1) // 4).tolist() == [196, 98]
+        patches = torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0])
+        ends = pad(patches.cumsum(0, dtype=torch.int32), (1, 0))
+        assert (ends[1:] - ends[:-1]).tolist() == [784, 196, 196]
+        assert torch.cat([patches, 1 + patches]).tolist() == [784, 196, 196, 785, 197, 197]
+        mask = torch.arange(8, device="cuda") < torch.tensor([3, 5]).cuda()[:, None]
+        assert torch.zeros(2, 8, device="cuda")[mask].shape == (8,)
+        hidden = torch.zeros(2, 8, 4, device="cuda", requires_grad=True)
+        assert hidden.masked_select(mask[..., None]).shape == (32,)
+        images = torch.zeros(8, 4, device="cuda", requires_grad=True)
+        hidden.masked_scatter(mask[..., None], images).sum().backward()
+        assert images.grad.shape == (8, 4)
+        range((patches + (images[0, 0] > 0)).max().item())  # guessed
+        hidden.masked_select(hidden > 0)  # guessed
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert answer.status == 0, answer.printed
+    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+
+
 CHILDREN = """
     import subprocess, sys, torch
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_value
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtune_adaptive.rehearse.fake_ranks import replace
 from torchtune_adaptive.rehearse.result import INTEGER, MASK
@@ -34,9 +34,11 @@ LARGE = 2**20
 _RETURN_INTEGERS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge",
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
-    "any", "all",
+    "any", "all", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__", "add",
+    "sub", "mul", "floor_divide", "remainder", "clamp", "prod", "cumsum", "diff", "cat", "stack", "pad",
+    "repeat_interleave", "index_select",
 )  # fmt: skip
-"""Methods that return integers or masks; the host computes their results from values of the host."""
+"""Functions that can return integers or masks; the host computes such results from values of the host."""
 _CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_like")
 """Functions whose integers and masks the host knows."""
 _ALWAYS_TRUE = "_null_device_true"
@@ -78,6 +80,7 @@ class DeviceValues:
         library = torch.library.Library("aten", "IMPL")
         library.impl("_local_scalar_dense", self._number, "CUDA")
         library.impl("nonzero", self._nonzero, "CUDA")
+        library.impl("masked_select", self._masked_select, "CUDA")
         library.impl("all", _all, "CUDA")
         for name in "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor":
             operation = attrgetter(name)(torch.ops.aten)
@@ -88,7 +91,7 @@ class DeviceValues:
             setattr(torch.Tensor, name, self._track_copy(getattr(torch.Tensor, name)))
         for name in "tensor", "as_tensor":
             setattr(torch, name, self._track_copy(getattr(torch, name)))
-        for where, name in product((torch.Tensor, torch), _RETURN_INTEGERS):
+        for where, name in product((torch.Tensor, torch, torch.nn.functional), _RETURN_INTEGERS):
             if callable(getattr(where, name, None)):  # torch.int is a type
                 setattr(where, name, self._compute_on_host_too(getattr(where, name)))
         for name in _CREATE:
@@ -185,7 +188,7 @@ class DeviceValues:
             result = function(*args, **kwargs)
             if not self._can_be_known(result):
                 return result
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             if any(result is each for each in given) or not any(each.is_cuda for each in given):
                 return result
             known = [each for each in given if not each.is_cuda or self._is_known(each)]
@@ -291,6 +294,12 @@ class DeviceValues:
             return self._on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
         self._on_guess(MASK, _caller())
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
+
+    def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        known = self._source_of(mask) is Source.HOST  # read before the mask is expanded, which loses its version
+        tensor, expanded = torch.broadcast_tensors(tensor, self._on_host(mask) if known else mask)
+        selected = expanded.nonzero().to(tensor.device) if known else self._nonzero(expanded)
+        return tensor[tuple(selected.unbind(1))]
 
     def _with_dynamic_size(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         """Run an operation on the host whose result sizes depend on values."""
