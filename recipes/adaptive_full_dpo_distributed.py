@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import load_reference
-from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.lifecycle.entry_point import run_recipe

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchtune_adaptive.checkpoints.saving import Contents
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_lora_dpo_settings
 from torchtune_adaptive.lifecycle.entry_point import run_recipe

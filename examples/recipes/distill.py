@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from torch.nn.functional import kl_div, pad
 
 from torchtune_adaptive import RowLimit, StepRunner, Totals
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import load_reference
-from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training.checkpointing import _checkpointer
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.checkpoints.saving import BackgroundSave
+from torchtune_adaptive.checkpoints.manager import BackgroundSave
 from torchtune_adaptive.tune import distributed
 
 

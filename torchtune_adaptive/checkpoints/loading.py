@@ -25,8 +25,8 @@ from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints import store
+from torchtune_adaptive.checkpoints.contents import AnyOptimizer
 from torchtune_adaptive.checkpoints.identity import file_names, saves_adapters
-from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer
 from torchtune_adaptive.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import load_reference
-from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import rank, world_size

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import training
 
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, read_state, section_writing_to
-from torchtune_adaptive.checkpoints.saving import Contents
 from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings

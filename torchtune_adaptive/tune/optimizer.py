@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 
-from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer, load_state
+from torchtune_adaptive.checkpoints.contents import AnyOptimizer, load_optimizer_state
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
@@ -129,7 +129,7 @@ def build_optimization(
         optimizer = components.build("optimizer", settings.config, list(model.parameters()))
         optimization = Optimization(settings, model, optimizer, optimizer)
         if state:
-            load_state(model, optimizer, state, device)
+            load_optimizer_state(model, optimizer, state, device)
         return optimization
     # One optimizer per parameter, which steps as soon as the gradient is complete.
     optimizers = {p: components.build("optimizer", settings.config, [p]) for p in model.parameters()}
@@ -142,7 +142,7 @@ def build_optimization(
                 f"optimizer_in_bwd is True, but the checkpoint's optimizer state ({name!r}) was not saved that way: "
                 "resume with the optimizer_in_bwd of the run that saved it"
             )
-        load_state(model, wrapper.optim_map[name], one_state, device)
+        load_optimizer_state(model, wrapper.optim_map[name], one_state, device)
     return optimization
 
 

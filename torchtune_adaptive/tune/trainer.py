@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 from torch import nn
 
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
+from torchtune_adaptive.checkpoints.manager import CheckpointManager
 from torchtune_adaptive.checkpoints.progress import GIVEN, EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
-from torchtune_adaptive.checkpoints.saving import Checkpoints, Contents
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
@@ -55,7 +56,7 @@ class Run:
         self.place = join(settings)
         self._start = find_start(settings, contents.recipe, steps=steps)
         self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
-        self.checkpoints = Checkpoints(settings, self._start, contents, self.place.device, build)
+        self.checkpoints = CheckpointManager(settings, self._start, contents, self.place.device, build)
         self.progress = start_progress(settings, self.place.ranks)
         prepare(settings)
         self.metrics = Metrics(settings, self.place.device, self.journal)
@@ -178,7 +179,7 @@ class Trainer:
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
             record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.place.ranks)
             self.optimization.use_lr_factor(sizes.lr_factor)
-            with run.checkpoints.going_on_to_draw(run.progress):
+            with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
                 self._cut.count(samples)
@@ -188,7 +189,7 @@ class Trainer:
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()
-            run.checkpoints.end_if_asked(run.progress, self._stopping)
+            run.checkpoints.stop_if_asked(run.progress, self._stopping)
 
     def done(
         self,
@@ -218,10 +219,10 @@ class Trainer:
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
         self._profiler.step()
         self._stopping = asked_to_stop
-        if run.checkpoints.due(run.progress, asked_to_stop):
+        if run.checkpoints.is_due(run.progress, asked_to_stop):
             if self._losses.worth_saving(run.progress.step, ends_epoch=False):
                 self.save()
-            run.checkpoints.end_if_asked(run.progress, asked_to_stop)
+            run.checkpoints.stop_if_asked(run.progress, asked_to_stop)
 
     def save(self) -> None:
         """Collective: save a checkpoint of the current position."""

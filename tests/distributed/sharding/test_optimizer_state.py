@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.checkpoints.optimizer_state import SHARDS, gather_state, load_state
+from torchtune_adaptive.checkpoints.contents import SHARDS, gather_optimizer_state, load_optimizer_state
 from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def save(kind: str, path: Path, mesh: str = ONE_DIMENSION) -> set[bool]:
     """Collective: save, train on, and return whether shards of this rank are quantized."""
     model, optimizer = trained(kind, mesh)
-    state = gather_state(model, optimizer, CPU)
+    state = gather_optimizer_state(model, optimizer, CPU)
     if dist.get_rank() == 0:
         torch.save(state, path)
     assert len(moments(optimizer)) == 2 * 2 * len(SIZES)
@@ -85,7 +85,7 @@ def load_anew(kind: str, path: Path, mesh: str = ONE_DIMENSION) -> tuple[bool, f
     """
     model, expected = trained(kind, mesh)
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
-    load_state(model, optimizer, torch.load(path, weights_only=True), CPU)
+    load_optimizer_state(model, optimizer, torch.load(path, weights_only=True), CPU)
     same = all(torch.equal(one, other) for one, other in zip(bits(optimizer), bits(expected), strict=True))
     apart = 0.0
     for one, other in zip(moments(optimizer), moments(expected), strict=True):

@@ -15,7 +15,7 @@ from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.recorders import events_of
 from tests.recipes.running import load_ours
-from torchtune_adaptive.checkpoints.saving import Checkpoints
+from torchtune_adaptive.checkpoints.manager import CheckpointManager
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.rl import iterations
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY
@@ -77,7 +77,7 @@ def train(folder: Path, case: Case, kib: int, stop_at: int | None = None) -> Out
     memory = f"adaptive.memory_limit=[{','.join(limits)}]"
     recipe = load_ours("full_ppo")(ppo_config(folder, *DEEP, memory, *case.overrides))
     recipe.setup()
-    watch, save, iterate = Metrics.watch, Checkpoints.save, recipe.iterate
+    watch, save, iterate = Metrics.watch, CheckpointManager.save, recipe.iterate
 
     def watch_and_be_scarce_later(metrics: Metrics, meter: Any) -> None:
         def save_unlimited(*args: Any) -> None:
@@ -93,7 +93,7 @@ def train(folder: Path, case: Case, kib: int, stop_at: int | None = None) -> Out
 
         watch(metrics, meter)
         recipe.iterate = iterate_in_less
-        patches.enter_context(mock.patch.object(Checkpoints, "save", save_unlimited))
+        patches.enter_context(mock.patch.object(CheckpointManager, "save", save_unlimited))
 
     answers: list[list[int]] = []
     with ExitStack() as patches, noting_answers(answers):

@@ -39,7 +39,7 @@ def no_memory_to(function: str) -> Callable[..., Any]:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    return lambda *_: mock.patch(f"torchtune_adaptive.checkpoints.saving.{function}", full)
+    return lambda *_: mock.patch(f"torchtune_adaptive.checkpoints.manager.{function}", full)
 
 
 def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:

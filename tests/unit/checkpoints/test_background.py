@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.optim import AdamW8bit
 
-from torchtune_adaptive.checkpoints.saving import BackgroundSave, Written, copy_of
+from torchtune_adaptive.checkpoints.manager import BackgroundSave, Written, copy_of
 from torchtune_adaptive.engine.memory import plain_tensors
 
 COPIES = ("copy_", "clone", "_to_copy")

@@ -10,7 +10,7 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.checkpoints.saving import Contents, gather_weights, weights_are_finite
+from torchtune_adaptive.checkpoints.contents import Contents, gather_weights, weights_are_finite
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}

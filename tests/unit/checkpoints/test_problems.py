@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit.checkpoints.checkpoint_files import save
-from torchtune_adaptive.checkpoints import loading, saving, store
-from torchtune_adaptive.checkpoints.saving import cause
+from torchtune_adaptive.checkpoints import loading, manager, store
+from torchtune_adaptive.checkpoints.manager import describe_failure
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import CheckpointError, ConfigError
 
@@ -20,10 +20,10 @@ from torchtune_adaptive.errors import CheckpointError, ConfigError
 def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None:
     error = RuntimeError("basic_ios::clear: iostream error")
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert cause(error, tmp_path).startswith("No space left on device (")
+    assert describe_failure(error, tmp_path).startswith("No space left on device (")
     gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/tokenizer.json")
-    assert cause(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
-    assert cause(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
+    assert describe_failure(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
+    assert describe_failure(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
 
 
 CUT = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
@@ -35,14 +35,14 @@ def test_if_torch_drops_the_reason_the_file_system_is_checked(
 ) -> None:
     for step in (2, 4):
         save(tmp_path, f"step_{step}", step)
-    assert cause(error, tmp_path).startswith(f"torch could not write a file in full ({CUT}) (")
+    assert describe_failure(error, tmp_path).startswith(f"torch could not write a file in full ({CUT}) (")
     assert not (tmp_path / store.SAVING / "try").exists()
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saving, "replace_file", full)
-    message = cause(error, tmp_path)
+    monkeypatch.setattr(manager, "replace_file", full)
+    message = describe_failure(error, tmp_path)
     assert message.startswith("No space left on device (")
     assert message.endswith(" free; step_2 may be removed)")
 
@@ -51,11 +51,11 @@ def test_full_disk_names_checkpoints_that_may_be_removed(tmp_path: Path, monkeyp
     for step in (2, 4, 6):
         save(tmp_path, f"step_{step}", step)
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert cause(full, tmp_path).endswith(" free; step_4, step_2 may be removed)")
-    assert "may be removed" not in cause(OSError(errno.EIO, "Input/output error"), tmp_path)
+    assert describe_failure(full, tmp_path).endswith(" free; step_4, step_2 may be removed)")
+    assert "may be removed" not in describe_failure(OSError(errno.EIO, "Input/output error"), tmp_path)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     for short in (MemoryError(), RuntimeError("can't start new thread"), OSError(errno.ENOMEM, "?")):
-        assert cause(short, tmp_path) == "out of memory on the host of rank 1: free host memory"
+        assert describe_failure(short, tmp_path) == "out of memory on the host of rank 1: free host memory"
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_uncopyable_file_is_refused_before_training(tmp_path: Path, component: s
 
 def test_oom_in_a_save_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr(saving.THIS_RUN, "newest", None)
+    monkeypatch.setattr(manager.THIS_RUN, "newest", None)
 
     def message() -> str:
-        return in_keys(saving.out_of_memory_in("epoch_0", torch.OutOfMemoryError()))
+        return in_keys(manager.out_of_memory_in("epoch_0", torch.OutOfMemoryError()))
 
     advice = "train on more ranks or raise adaptive.memory_limit if it is set"
     again = "the same command and resume_from_checkpoint=auto"
     assert message().endswith(f"there is no earlier checkpoint; once that is fixed, start over with {again}; {advice}")
-    monkeypatch.setattr(saving.THIS_RUN, "newest", tmp_path)
+    monkeypatch.setattr(manager.THIS_RUN, "newest", tmp_path)
     assert message().endswith(f"the last good one is {tmp_path}; once that is fixed, resume with {again}; {advice}")
-    assert cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
+    assert describe_failure(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
 
 
 @pytest.mark.parametrize(

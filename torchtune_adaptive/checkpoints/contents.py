@@ -1,0 +1,264 @@
+"""Contents of a checkpoint: weights, optimizer state and random generators, gathered on rank 0 and loaded back.
+
+torch cannot gather the quantized optimizer state of torchao: such a tensor consists of blocks, and a shard may end
+inside a block. Its shards are therefore saved as they are. The same number of ranks loads the same bits; other numbers
+load the same values.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import training
+from torchtune.modules import peft
+from torchtune.training._distributed import _gather_nf4_tensor
+from torchtune.training.memory import OptimizerInBackwardWrapper
+
+from torchtune_adaptive.checkpoints.store import RANDOM_FILE, State
+from torchtune_adaptive.config.keys import LoraSettings
+from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
+from torchtune_adaptive.text import count_of
+
+ShardedWeights: TypeAlias = dict[str, dict[str, Tensor]]
+"""Local weights by name, under each key of torchtune's checkpointer."""
+StateKey: TypeAlias = tuple[str, str]
+"""Name of a parameter, and key of its optimizer state."""
+AnyOptimizer: TypeAlias = Optimizer | OptimizerInBackwardWrapper
+"""Optimizers that torchtune can save."""
+Shard: TypeAlias = tuple[tuple[int, ...], Tensor]
+"""Offset in each dimension of the full tensor, and the local tensor."""
+RandomState: TypeAlias = dict[str, Any]
+
+SHARDS = "adaptive_shards"
+"""Key of a list of shards, in place of a tensor."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The weights that a recipe saves. With LoRA: the adapter, and the model with the adapter merged into it unless
+    only the adapter is wanted."""
+
+    recipe: str = "full"
+    lora: LoraSettings | None = None
+    adapter_only: bool = False
+    parts: tuple[tuple[str, str], ...] = (("", training.MODEL_KEY),)
+    """Trained submodules, and their keys in torchtune's checkpointer."""
+
+    def sharded(self, model: nn.Module) -> ShardedWeights:
+        """Return the local weights that rank 0 has to gather."""
+        whole = {key: model.get_submodule(name).state_dict() for name, key in self.parts}
+        if not self.adapter_only:
+            return whole
+        return {key: peft.get_adapter_state_dict(weights, None) for key, weights in whole.items()}
+
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        """On rank 0: convert gathered weights to the state that torchtune's checkpointer saves."""
+        if (lora := self.lora) is None:
+            return gathered
+        modules = list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
+        for_peft = {
+            "r": lora.lora_rank,
+            "lora_alpha": lora.lora_alpha,
+            "target_modules": peft.get_lora_module_names(*modules),
+            "peft_type": "LORA",
+        }
+        state: State = {training.ADAPTER_CONFIG: for_peft}
+        if self.adapter_only:
+            return {**state, training.ADAPTER_KEY: gathered[training.MODEL_KEY]}
+        # torchtune merges in place; weights that did not have to be gathered still share memory with the model
+        tensors = [*model.parameters(), *model.buffers()]
+        shared = {plain.untyped_storage().data_ptr() for tensor in tensors for plain in plain_tensors(tensor)}
+        own = {
+            name: weight.clone() if weight.untyped_storage().data_ptr() in shared else weight
+            for name, weight in gathered[training.MODEL_KEY].items()
+        }
+        state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
+        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=lora.lora_rank, alpha=lora.lora_alpha)
+        return state
+
+
+def gather_weights(sharded: ShardedWeights, device: torch.device) -> State:
+    """Collective: return the full weights in host memory of rank 0, dequantized to their own precision.
+
+    Unlike torchtune, without a barrier after each weight: a gather ends only after all ranks have sent.
+    """
+    first, whole = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
+    for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
+        gathered = weight.to(device) if weight.is_cpu else weight
+        if isinstance(gathered, DTensor):
+            quantized = isinstance(gathered.to_local(), NF4Tensor)
+            gathered = _gather_nf4_tensor(gathered) if quantized else gathered.full_tensor()
+        if isinstance(gathered, NF4Tensor):
+            gathered = gathered.to(gathered.dtype)
+        if first:
+            whole[key][name] = gathered.cpu()
+        elif gathered.is_cuda:
+            torch.cuda.current_stream().synchronize()
+    return whole
+
+
+@torch.no_grad()
+def weights_are_finite(model: nn.Module) -> bool:
+    """Return True if the trained weights of this rank contain no NaN or infinity."""
+    # A sum is NaN or infinite if one of its terms is, and needs no memory, unlike `isfinite`.
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
+    sums = [shard.sum(dtype=torch.float32) for shard in shards]
+    return not sums or bool(torch.stack(sums).isfinite().all())
+
+
+def gather_optimizer_state(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> State:
+    """Collective: return the full state on rank 0; of an optimizer per parameter, by the parameter's name."""
+    if isinstance(optimizer, OptimizerInBackwardWrapper):
+        return {name: _gathered(model, each, device) for name, each in optimizer.optim_map.items()}
+    return _gathered(model, optimizer, device)
+
+
+def _gathered(model: nn.Module, optimizer: Optimizer, device: torch.device) -> State:
+    first = dist.get_rank() == 0
+    states: Any = get_optimizer_state_dict(model, optimizer)
+    whole: State = {**states, "state": {name: dict(entries) for name, entries in states["state"].items()}}
+    tensors = _tensors(states)
+    # a rank whose shard is smaller than a block has a plain tensor where the other ranks have a quantized one
+    mine = [
+        key for key, value in tensors.items() if isinstance(value, DTensor) and wraps_tensors(type(value.to_local()))
+    ]
+    quantized = set().union(*from_all_ranks(mine)) if dist.get_world_size() > 1 else set()
+    for (name, key), value in tensors.items():
+        if (name, key) in quantized:
+            whole["state"][name][key] = {SHARDS: _shards_on_rank_0(value)}
+            continue
+        gathered: Tensor = value.to(device).full_tensor() if isinstance(value, DTensor) else value  # type: ignore[attr-defined]
+        whole["state"][name][key] = gathered.cpu() if first else None
+    return whole if first else {}
+
+
+def load_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], device: torch.device
+) -> None:
+    """Collective: distribute a full state to the optimizers of all ranks."""
+    plain, in_shards = _without_shards(state)
+    training.load_from_full_optimizer_state_dict(model, optimizer, plain, device)
+    loaded = _tensors(get_optimizer_state_dict(model, optimizer)) if in_shards else {}
+    for entry, shards in in_shards.items():
+        _fill(loaded[entry], shards)
+
+
+def _tensors(states: Mapping[str, Any]) -> dict[StateKey, Any]:
+    """Return the optimizer's tensors by names that do not depend on how the model is wrapped."""
+    return {
+        (name, key): value
+        for name, entries in states["state"].items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
+    """Collective: return every distinct shard once on rank 0, and an empty list on other ranks."""
+    local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    placed = zip(coordinate, tensor.placements, strict=True)
+    is_first_replica = not any(at for at, placement in placed if placement.is_replicate())
+    mine: tuple[tuple[int, ...], bytes] | None = None
+    if is_first_replica and local.numel():
+        file = io.BytesIO()  # pickle alone does not support 8-bit types
+        torch.save(copied_to_host(local), file)
+        mine = _offset(tensor), file.getvalue()
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    # under tensor parallelism, ranks outside the tensor's mesh have the same shards
+    shards = dict(sorted(shard for shard in gathered or [] if shard is not None))
+    return [(offset, torch.load(io.BytesIO(shard), weights_only=True)) for offset, shard in shards.items()]
+
+
+def _offset(tensor: Tensor) -> tuple[int, ...]:
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def _without_shards(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[StateKey, list[Shard]]]:
+    """Split a state into the part that torchtune can load and the quantized tensors."""
+    in_shards: dict[StateKey, list[Shard]] = {}
+    plain: dict[str, State] = {}
+    if not isinstance(state.get("state"), Mapping):
+        return state, in_shards  # torchtune raises an error that names the missing key
+    for name, entries in state["state"].items():
+        plain[name] = {}
+        for key, value in entries.items():
+            if isinstance(value, Mapping) and SHARDS in value:
+                in_shards[name, key] = value[SHARDS]
+            elif wraps_tensors(type(value)):
+                in_shards[name, key] = [(_offset(value), value)]
+            else:
+                plain[name][key] = value
+    return {**state, "state": plain}, in_shards
+
+
+@torch.no_grad()
+def _fill(target: Tensor, shards: Sequence[Shard]) -> None:
+    """Copy this rank's part of a tensor from all of its shards."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if not local.numel():
+        return
+    mine = _offset(target)
+    for offset, shard in shards:
+        if tuple(offset) == mine and shard.shape == local.shape:
+            local.copy_(shard)
+            return
+    whole = torch.empty(target.shape, device=local.device)
+    for offset, shard in shards:
+        plain: Tensor = shard.dequantize() if wraps_tensors(type(shard)) else shard
+        whole[_box(offset, shard)] = plain.to(whole)
+    local.copy_(whole[_box(mine, local)])
+
+
+def _box(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))
+
+
+def capture_random_state() -> RandomState:
+    """Return the state of this rank's generators: torch, CUDA, Python and NumPy."""
+    torch_state = RngState.capture()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch_state.cpu,
+        "cuda": torch_state.cuda,
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, [int(key) for key in keys], *rest]),
+    }
+
+
+def restore_random_state(folder: Path) -> str | None:
+    """Restore this rank's generators from a checkpoint; return the reason if that is not possible."""
+    path = folder / RANDOM_FILE
+    if not path.is_file():
+        return "the checkpoint has no random state"
+    states = torch.load(path, weights_only=True)
+    if len(states) != dist.get_world_size():
+        return f"the checkpoint has the random state of {count_of(len(states), 'rank')}"
+    state: RandomState = states[dist.get_rank()]
+    RngState(cpu=state["torch"], cuda=state["cuda"] if torch.cuda.is_initialized() else None).restore()
+    version, internal, gauss = json.loads(state["python"])
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = json.loads(state["numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    return None
