@@ -56,7 +56,7 @@ def test_restart_overwrites_no_checkpoint_whichever_launcher_counts_it(
     with 0.
     """
     monkeypatch.setattr(THIS_RUN, "restarted", False)
-    monkeypatch.setattr(THIS_RUN, "place", None)
+    monkeypatch.setattr(THIS_RUN, "record_directory", None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv(RESTARTS, "0")
     fresh = read_full_settings(config(tmp_path, *OVERWRITE))
