@@ -1,12 +1,12 @@
-"""Runs training steps at their worst, and measures what they need on all ranks.
+"""Run training steps on worst-case samples and measure their memory on all ranks.
 
-A probe runs a microbatch of the shortest sample, which leaves gradients behind, one of so many copies of the longest
-sample, and the update. The first is left out if a step is one microbatch. One collective makes the peaks of all ranks
-one `Peak`.
+A probe runs a microbatch of the shortest sample, whose gradients stay in memory, a microbatch of copies of the longest
+sample, and the update. If a step is a single microbatch, the first one is left out. One collective combines the peaks
+of all ranks in a `Peak`.
 
-Which phase of a step needs the most changes with the rows, so the peak of the whole step follows no line, but that of
-each phase does. Hooks cut the forward at the outputs of modules, and the backward at the gradients of those outputs;
-there the peak is read and reset on the host.
+The phase with the highest peak changes with the number of rows, so the peak of a whole step follows no line, but that
+of each phase does. Hooks divide the forward at the outputs of modules, and the backward at the gradients of these
+outputs. There the peak is read and reset on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -54,11 +54,11 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import count_of
 
 _UNLIMITED_ROWS = 2
-"""Up to here a need above the limit is measured: one row tells the user what it takes, two make a line."""
+"""Probes up to this size run without the memory limit: one row for the error message, two for a line."""
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
-    """The phases in the order they run. A boundary bears the name of the part of the model that it ends."""
+    """Return the phases of a step in order. Each boundary has the name of the part of the model that it ends."""
     if not boundaries:
         return ["forward and backward", "update"]
     forward = [f"{part} forward" for part in boundaries]
@@ -67,29 +67,46 @@ def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
 
 
 class PhaseMeter:
-    """Notes the peak of each phase of one step, which may have several microbatches."""
+    """Measures the peak of each phase of a step, over all microbatches; a context manager around the step.
 
-    def __init__(self, memory: MemorySource, boundaries: Mapping[str, nn.Module]) -> None:
+    `boundaries` are modules in the order of the forward.
+    """
+
+    def __init__(self, memory: MemorySource, model: nn.Module, boundaries: Mapping[str, nn.Module]) -> None:
         self.peaks: dict[str, int] = {}
-        self._memory, self._names, self._phase = memory, phase_names(boundaries), 0
-        memory.reset_peak()
+        self._memory, self._model, self._boundaries = memory, model, boundaries
+        self._names, self._phase = phase_names(boundaries), 0
+
+    def __enter__(self) -> Self:
+        self._memory.reset_peak()
+        # Before FSDP's hook, which gathers parameters.
+        self._handles = [self._model.register_forward_pre_hook(partial(self.begin, 0), prepend=True)]
+        for index, module in enumerate(self._boundaries.values()):
+            self._handles.append(module.register_forward_hook(partial(self._at_output, index)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def begin(self, phase: int, *_: object) -> None:
-        """Counts the peak since the last call for the phase that ends here."""
+        """Assign the peak since the last call to the phase that ends here, and begin another one."""
         name = self._names[self._phase]
         self.peaks[name] = max(self.peaks.get(name, 0), self._memory.peak_bytes)
         self._memory.reset_peak()
         self._phase = phase
 
     def begin_update(self) -> None:
+        """Begin the last phase."""
         self.begin(len(self._names) - 1)
 
     def end(self) -> None:
+        """End the current phase."""
         self.begin(self._phase)
 
-    def at_output(self, boundary: int, module: nn.Module, args: object, output: object) -> None:
-        """The forward has reached a boundary; the backward will come back to the same tensor."""
-        # Activation checkpointing runs forwards again inside the backward: later phases stay what they are.
+    def _at_output(self, boundary: int, module: nn.Module, args: object, output: object) -> None:
+        """Begin the next phase of the forward, and later the corresponding one of the backward."""
+        # Activation checkpointing repeats forwards inside the backward; these do not change the phase.
         if self._phase > boundary:
             return
         self.begin(boundary + 1)
@@ -99,52 +116,36 @@ class PhaseMeter:
                 tensor.register_hook(partial(self.begin, backward_before))
 
 
-@contextmanager
-def measuring_phases(
-    memory: MemorySource, model: nn.Module, boundaries: Mapping[str, nn.Module]
-) -> Iterator[PhaseMeter]:
-    """Watches the boundaries, given in the order of the forward."""
-    meter = PhaseMeter(memory, boundaries)
-    # Before FSDP's own hook, which gathers parameters.
-    handles = [model.register_forward_pre_hook(partial(meter.begin, 0), prepend=True)]
-    for index, module in enumerate(boundaries.values()):
-        handles.append(module.register_forward_hook(partial(meter.at_output, index)))
-    try:
-        yield meter
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep(Generic[Sample]):
     """One training step, as a search runs it."""
 
     runner: StepRunner[Sample]
     sample: Sample
-    """The worst case: as long as samples get, every token a target."""
+    """The worst case: a sample of the greatest length in which every token is a target."""
     cut: Callable[[Sample, int], Sample] | None = None
-    """The sample as one of so many tokens; what a profile over several lengths measures."""
+    """Shortens the sample to a number of tokens. `profile_memory` requires it."""
     shortest: int = 2
-    """Tokens of the shortest sample that a profile asks of it."""
+    """The smallest number of tokens to which `profile_memory` shortens the sample."""
     knee: int = 0
-    """The length up to which what it cuts grows in another way than from there on; 0: it grows in one."""
+    """The number of tokens from which on memory grows differently; 0 if it grows evenly."""
     update: Callable[[StepResult], object] | None
-    """Collective: what follows the backward: scales and clips gradients, steps the optimizers. Not the schedule.
-    None: nothing does."""
+    """Collective: scales and clips the gradients and steps the optimizers, but not the learning rate; None if the step
+    has no update."""
     optimizers: Sequence[Optimizer]
     boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules whose outputs cut the step into phases, in the order of the forward, each under the name of the part
-    that it ends: {"layers": final_norm, "head and loss": loss}. Without them a search may take more probes."""
+    """Modules whose outputs divide the step into phases, in the order of the forward, by the name of the part that each
+    ends: {"layers": final_norm, "head and loss": loss}. Without them a search may need more probes."""
     beside: "Sequence[TrainingStep[Any]]" = ()
-    """Other stages, which are not measured with this one, but keep in training what they keep: optimizer state, say."""
+    """Steps of other stages. They are not measured, but run once, so that their optimizer state is in memory."""
 
     @property
     def length(self) -> int:
+        """Tokens of the sample."""
         return self.runner.kind.length_of(self.sample)
 
     def sample_of(self, length: int | None) -> Sample:
-        """The worst sample of so many tokens."""
+        """Return the worst sample with this number of tokens."""
         if length is None or length == self.length:
             return self.sample
         if self.cut is None:
@@ -153,37 +154,37 @@ class TrainingStep(Generic[Sample]):
 
     @property
     def smallest(self) -> list[Sample]:
-        """The microbatch that needs the least."""
+        """The microbatch that needs least memory."""
         return [self.runner.kind.stand_in(self.sample)]
 
 
 class ProbeReport(NamedTuple):
-    """What one rank measured in a probe."""
+    """Measurements of one rank in a probe."""
 
     room: Room
     retries: int
     seconds: float
     peaks: tuple[int, ...]
-    """The peak of each phase; 0 for a phase that was not reached."""
+    """The peak of each phase; 0 if it was not reached."""
     fullness: float = 0.0
 
     @property
     def missing_bytes(self) -> int:
-        """What the rank needs above its budget; negative if it has some left."""
+        """The memory that the rank needs above its budget; negative if some is left."""
         return max(self.peaks) - self.room.budget_bytes
 
 
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
-    """One peak for all ranks, in the room of the tightest of them.
+    """Return one peak for all ranks, relative to the rank with the least free memory.
 
-    Ranks differ in what they need and in what they have. What counts is the share of its free memory that a rank
-    needs. The result is the largest of these shares, in bytes of the rank that has least: within that one's budget if
-    and only if every rank is within its own. It grows with the rows as the needs of the ranks do.
+    Ranks differ in need and budget. The largest share of free memory that any rank needs is converted to bytes of the
+    tightest rank. So the result is within its budget if and only if every rank is within its own, and it grows with
+    the rows as the needs of the ranks do.
     """
     tightest = min((report.room for report in reports), key=attrgetter("free_bytes"))
 
     def in_tightest(peak_bytes: int, room: Room) -> int:
-        # rounded up: a byte too many stays a byte too many
+        # Rounded up, so that one byte above a budget stays above it.
         above_resident = max(0, peak_bytes - room.resident_bytes)
         return tightest.resident_bytes - (-above_resident * tightest.free_bytes // room.free_bytes)
 
@@ -191,7 +192,7 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
         phase_bytes={
             phase: max(in_tightest(report.peaks[index], report.room) for report in reports)
             for index, phase in enumerate(phases)
-            if any(report.peaks[index] for report in reports)  # a stage may have no backward, or no update
+            if any(report.peaks[index] for report in reports)  # a stage may have no backward or no update
         },
         fits=True,
         retries=max(report.retries for report in reports),
@@ -200,35 +201,35 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     )
 
 
-OnProbe: TypeAlias = Callable[[int, Peak | None], object]
-"""Called with the rows of a probe and None when it begins, and with what it measured when it ends."""
+OnProbe: TypeAlias = Callable[[int, Peak], object]
+"""Called after each probe, with its rows."""
 
 
 class Prober:
-    """Probes one or several training steps, by name: one after another, while all keep what they keep in training."""
+    """Probes one or several named training steps, one after another, with the state of all of them in memory."""
 
     def __init__(
         self, steps: Mapping[str, TrainingStep[Any]], memory: MemorySource, progress: OnProbe = lambda *_: None
     ) -> None:
-        """Collective: on CUDA it creates the group that the ranks agree on."""
+        """Collective: on CUDA, the first Agreement creates a process group."""
         self._steps, self._memory, self._progress = steps, memory, progress
         self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
         self._agreement = Agreement(5 + len(self._phases))
         self._room: Room | None = None
         self._samples = {name: step.sample for name, step in steps.items()}
-        # Of the last probe, the same on every rank:
+        # Of the last probe, equal on all ranks:
         self._reports: list[ProbeReport] = []
         self._failed: tuple[str, int] | None = None  # the step and the rank that ran out of memory
 
     def warm_up(self) -> Room:
-        """Collective: brings all steps to where they are in training, with optimizer state and communication buffers.
+        """Collective: run all steps once, so that optimizer state and communication buffers are in memory.
 
-        Returns the room of the tightest rank. Raises OneRowDoesNotFitError if not even the shortest sample is within
-        the budget: a rank that ran out of memory could not keep its peers company then.
+        Return the room of the tightest rank. Raises OneRowDoesNotFitError if the shortest sample exceeds the budget,
+        because a rank that runs out of memory could then not complete the collectives of its peers.
         """
-        for beside in (each for step in self._steps.values() for each in step.beside):
-            with _explaining(1):
-                _, failed = self._run(beside, [beside.smallest], limited=False)
+        for other in (each for step in self._steps.values() for each in step.beside):
+            with _fatal_if_out_of_memory(1):
+                _, failed = self._run(other, [other.smallest], limited=False)
             if failed:
                 raise UnrecoverableError(
                     f"rank {failed[0]} ran out of memory in the smallest microbatch of another stage", *NEEDS_LESS
@@ -240,13 +241,11 @@ class Prober:
                 raise ValueError("a training step allocated no memory: search inside `with meter:`")
             if all(report.missing_bytes <= 0 for report in self._reports):
                 return min((report.room for report in self._reports), key=attrgetter("free_bytes"))
-            self._probe_rows(1)  # tells what the user needs to know
+            self._probe_rows(1, accumulates=True)  # for the numbers in the error message
         raise self.refuse()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
-        """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to; a step that
-        `accumulates` holds gradients of an earlier microbatch."""
-        self._progress(rows, None)
+        """Collective: measure rows of this length (by default that of the sample), with gradients in memory or not."""
         self._samples = {name: step.sample_of(length) for name, step in self._steps.items()}
         self._probe_rows(rows, accumulates=accumulates)
         if self._failed:
@@ -256,8 +255,8 @@ class Prober:
         self._progress(rows, peak)
         return peak
 
-    def _probe_rows(self, rows: int, *, accumulates: bool = True) -> None:
-        """Collective: probes so many rows of the worst samples."""
+    def _probe_rows(self, rows: int, *, accumulates: bool) -> None:
+        """Collective: probe copies of the worst samples."""
         microbatches = {
             name: [*([step.smallest] if accumulates else []), [self._samples[name]] * rows]
             for name, step in self._steps.items()
@@ -265,17 +264,17 @@ class Prober:
         self._probe(rows, microbatches)
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
-        """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured.
+        """Collective: run all steps until one runs out of memory, and exchange the measurements.
 
-        If not even one row fits, which ends a run, it tries once more: what was in the way may pass, say another
-        process on the GPU. All ranks know that some rank failed, so all of them try again.
+        A single row, whose failure ends the run, is tried twice on all ranks: the cause may be temporary, for example
+        another process on the GPU.
         """
         for _ in range(2 if rows == 1 else 1):
             started, retries_before = perf_counter(), self._memory.retries
             peaks: dict[tuple[str, str], int] = {}
             self._failed = None
             for name, step in self._steps.items():
-                with _explaining(rows):
+                with _fatal_if_out_of_memory(rows):
                     measured, failed = self._run(step, microbatches[name], limited=rows > _UNLIMITED_ROWS)
                 if failed:
                     self._failed = name, failed[0]
@@ -283,7 +282,7 @@ class Prober:
                 peaks.update({(name, phase): peak for phase, peak in measured.items()})
             retries, fullness = self._memory.retries - retries_before, self._memory.fullness
             release()
-            # The warm-up's room: other processes come and go on a GPU, but a search is for one budget.
+            # The budget is read once, in the warm-up: the free memory of a GPU may change during a search.
             if (room := self._room) is None:
                 self._memory.reset_peak()
                 room = Room(self._memory.budget_bytes, self._memory.peak_bytes)
@@ -293,7 +292,7 @@ class Prober:
                 return
 
     def exchange(self, report: ProbeReport) -> None:
-        """Collective: one small table of numbers."""
+        """Collective: gather the reports of all ranks."""
         table = self._agreement.gather([*report.room, report.retries, report.seconds, report.fullness, *report.peaks])
         self._reports = [
             ProbeReport(Room(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)), fullness)
@@ -303,15 +302,15 @@ class Prober:
     def _run(
         self, step: TrainingStep[Any], microbatches: list[list[Any]], *, limited: bool
     ) -> tuple[dict[str, int], list[int]]:
-        """Collective: one step: the peak of each phase, and the ranks that ran out of memory."""
-        # A step that could not go on after running out of memory must not do so while its need can be measured.
+        """Collective: run one step; return the peak of each phase and the ranks that ran out of memory."""
+        # A step that cannot be repeated runs without the limit: its need is measured instead of failing.
         enforced = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
-        with measuring_phases(self._memory, step.runner.model, step.boundaries) as meter:
+        with PhaseMeter(self._memory, step.runner.model, step.boundaries) as meter:
             with enforced:
                 result, reports = step.runner.attempt(microbatches)
             if result is not None and step.update is not None:
                 meter.begin_update()
-                # Its collectives cannot be drained, and its need does not depend on the rows: measured, not limited.
+                # The update's collectives cannot be drained, and its need does not depend on the rows.
                 with self._memory.unlimited():
                     step.update(result)
             if result is not None:
@@ -322,7 +321,7 @@ class Prober:
         return meter.peaks, [*reports.failed]
 
     def refuse(self) -> OneRowDoesNotFitError:
-        """What the last probe, of one row, needed and did not have; the same on every rank."""
+        """Return the error for the last probe, of one row that did not fit; equal on all ranks."""
         if self._failed is not None:
             name, where = self._failed
             need_bytes = None
@@ -341,8 +340,8 @@ class Prober:
         )
 
 
-def _explaining(rows: int) -> AbstractContextManager[None]:
-    """Says what it means if a step runs out of memory where no limit stopped it."""
+def _fatal_if_out_of_memory(rows: int) -> AbstractContextManager[None]:
+    """Convert an out-of-memory error in a part of a probe that cannot be repeated."""
     return fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(
             f"rank {rank()} ran out of memory while measuring {count_of(rows, 'row')}, in the update or in a step that "
@@ -358,23 +357,22 @@ def _explaining(rows: int) -> AbstractContextManager[None]:
 def _probing(
     steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]], memory: MemorySource | None, progress: OnProbe | None
 ) -> Iterator[tuple[Mapping[str, TrainingStep[Any]], Prober]]:
-    """Collective: the steps by name, and a prober of them that leaves nothing behind."""
+    """Collective: yield the steps by name and their prober; afterwards restore models, optimizers and generators."""
     named = steps if isinstance(steps, Mapping) else {"": steps}
     if not named:
         raise ValueError("a search needs at least 1 training step, but got none")
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("there is no GPU whose memory is measured; pass memory, a MemoryMeter that is in force")
     memory = CudaMemory() if memory is None else memory
-    run = [*named.values(), *(beside for step in named.values() for beside in step.beside)]
-    # Once each: stages may share a model.
-    models = list({id(step.runner.model): step.runner.model for step in run}.values())
+    run = [*named.values(), *(other for step in named.values() for other in step.beside)]
+    models = list({id(step.runner.model): step.runner.model for step in run}.values())  # stages may share a model
     optimizers = [optimizer for step in run for optimizer in step.optimizers]
     for model in models:
-        if isinstance(model, fsdp.FSDPModule):  # an evaluation leaves parameters gathered, in storages that will go
+        if isinstance(model, fsdp.FSDPModule):  # an evaluation may have left parameters gathered
             fsdp.prepare(model)
     with leaving_no_trace(models, optimizers), REHEARSAL.trial():
         yield named, Prober(named, memory, progress or (lambda *_: None))
-    # Only now, since a peak restarts from what is in use: until then that was optimizer state of the probes' own.
+    # Resetting the peak sets it to the memory in use, so it must follow the release of the probes' optimizer state.
     memory.reset_peak()
 
 
@@ -389,16 +387,17 @@ def find_max_batch_size(
     whole_step_rows: int | None = None,
     progress: OnProbe | None = None,
 ) -> SearchResult:
-    """Collective: the most rows that every step can train with on every rank, the same number on all of them.
+    """Collective: return the most rows with which every rank can train every step; equal on all ranks.
 
-    Several steps (a policy and a critic) are given by name: each is measured while all of them keep what they keep in
-    training. Call it between two training steps, when gradients are None. It leaves parameters, buffers, optimizer
-    state and random generators bitwise as they were, and the device's peak reset.
+    Several steps (for example of a policy and a critic) are given by name. Each is measured with the state of all of
+    them in memory. Call this between two training steps, when gradients are None. It restores parameters, buffers,
+    optimizer state and random generators bitwise, and resets the peak of the device.
 
-    With `whole_step_rows`, the rows from which on a step is one microbatch, it first searches without gradients of an
-    earlier microbatch, and again with them if it finds fewer. By default every step has several. `memory` is the GPU's
-    by default; on a CPU, a MemoryMeter that is in force. The other arguments are those of `search`. Raises
-    OneRowDoesNotFitError, the same on every rank.
+    A step of at least `whole_step_rows` rows is a single microbatch. So the search first runs without gradients in
+    memory, and again with them if it finds fewer rows. By default, every step has several microbatches. `memory` is
+    that of the GPU by default; on a CPU, pass a MemoryMeter that is in force. For other arguments see `search`.
+
+    Raises OneRowDoesNotFitError on all ranks if one row does not fit.
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs_up_to(max_rows, round_to, samples_per_step)
@@ -435,9 +434,9 @@ def profile_memory(
     most_rows: int = MAX_ROWS,
     progress: OnProbe | None = None,
 ) -> Profile:
-    """Collective: what microbatches of up to the steps' lengths need, over rows and length, the same on every rank.
+    """Collective: return the memory of microbatches over rows and length, up to the lengths of the steps' samples.
 
-    As `find_max_batch_size`, but every step needs a `cut`.
+    Arguments and side effects are those of `find_max_batch_size`, but every step needs a `cut`.
     """
     with _probing(steps, memory, progress) as (named, prober):
         lengths = SampleLengths(

@@ -365,10 +365,9 @@ def _reuse_or_measure(
         return result, ", reused from an earlier run"
     with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
 
-        def on_probe(rows: int, measured: Peak | None) -> None:
-            if measured is not None:
-                bar.set_postfix_str(f"{rows} rows", refresh=False)
-                bar.update()
+        def on_probe(rows: int, _: Peak) -> None:
+            bar.set_postfix_str(f"{rows} rows", refresh=False)
+            bar.update()
 
         try:
             result = measure(progress=on_probe)

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.searched_model import Shape, Trained, search_within
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.probes import (
+    PhaseMeter,
     ProbeReport,
     agreed_peak,
     find_max_batch_size,
-    measuring_phases,
     phase_names,
 )
 from torchtune_adaptive.engine.results import Totals
@@ -94,7 +94,7 @@ def test_phases_end_at_the_boundaries_even_with_checkpointing(microbatches: int)
     model = Checkpointed()
     boundaries = {"layer": model.layer, "head": model.head}
     memory = CountingMemory()
-    with measuring_phases(memory, model, boundaries) as meter:
+    with PhaseMeter(memory, model, boundaries) as meter:
         for _ in range(microbatches):
             model(torch.ones(2, 4)).sum().backward()
         meter.begin_update()
@@ -112,12 +112,11 @@ def test_phases_end_at_the_boundaries_even_with_checkpointing(microbatches: int)
     assert memory.asked == 1 + 6 + 5 * (microbatches - 1)  # the hooks are gone
 
 
-def test_progress_is_reported_before_and_after_each_probe():
-    seen: list[tuple[int, Peak | None]] = []
+def test_progress_is_reported_after_each_probe():
+    seen: list[tuple[int, Peak]] = []
     with MemoryMeter() as meter:
         result = search_within(Trained(Shape()).step(), meter, 400_000, progress=lambda *message: seen.append(message))
-    expected = [message for probe in result.probes for message in ((probe.rows, None), (probe.rows, probe.peak))]
-    assert seen == expected
+    assert seen == [(probe.rows, probe.peak) for probe in result.probes]
 
 
 def report(
