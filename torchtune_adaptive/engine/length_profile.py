@@ -1,7 +1,7 @@
 """Measure how the memory of a microbatch depends on its rows and their length.
 
 1. Measure the longest sample alone. If it fits, every shorter one does.
-2. Measure ever shorter lengths, with as many rows as earlier probes prove to fit, and fit a surface to each phase.
+2. Measure ever shorter lengths, with all rows that earlier probes prove to fit, and fit a surface to each phase.
 3. Two of these probes are held out: they measure the error of the fit, and that share of the budget stays free.
 4. If the surfaces allow far more rows than were measured, measure that too. A constant part, such as a gathered layer,
    can hide how memory grows with the rows. Running out of memory here costs one probe, not a training step.
@@ -25,7 +25,7 @@ _PADDED = ((1, 1.0, False), (4, 1.0, False), (16, 1.0, False), (16, 0.25, False)
 _JOINED = ((1, 1.0, False), (4, 0.8, False), (64, 0.25, False), (64, 1.0, False), (2, 0.5, True), (8, 0.8, True))
 MOST_POINTS = 1 + len(_PADDED)
 MOST_CHECKS = 6
-"""Checks of what the surfaces allow, without the one of short rows."""
+"""Checks of sizes that the surfaces allow, without the one of short rows."""
 
 _FAR, _NEAR = 1.3, 1.1
 """Surfaces are trusted up to this multiple of the measured rows: the first, or the second after a surprise."""
@@ -101,7 +101,7 @@ class _Measurements:
             self.points.append(self.probe(rows, length, held_out))
 
     def checked_profile(self) -> Profile | None:
-        """Measure what the surfaces allow beyond the probes; return None if a check failed or surprised."""
+        """Measure larger sizes that the surfaces allow; return None if a check failed or surprised."""
         profile, trusted = self.fit(), _FAR
         while (size := self._next_check(profile.limit, trusted)) is not None:
             if len(self.checks) == MOST_CHECKS:
@@ -144,7 +144,7 @@ class _Measurements:
         # A fitted surface passes between the points, but a limit must be above all of them.
         surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(probes).items()}
         budget_bytes = self.room.budget_bytes
-        # Whatever the error of the surfaces, the longest sample was measured and fits.
+        # The longest sample was measured and fits, even if the surfaces have a large error.
         alone_bytes = max(surface.bytes_at(1, self.lengths.longest) for surface in surfaces.values())
         limit = SurfaceLimit(surfaces, round(max(budget_bytes * (1 - error), min(alone_bytes, budget_bytes))))
         for point in self.points:

@@ -1,9 +1,8 @@
-"""What a microbatch may be so that it fits. A limit is a frozen value: a transition returns a new one.
+"""Limits on the size of a microbatch: frozen values, whose transitions return new ones.
 
-A limit by bytes rests on a law. What a phase needs is what it finds, plus something for each row, for each token, and,
-where attention holds a matrix, for each pair of tokens of a row. All of it is linear in the rows, so the most rows of
-a length follow without a search. Where samples grow in one way up to some length and in another from there on, the
-surface has a knee at that length.
+A limit by bytes predicts memory: a phase needs a fixed part, plus bytes per row, per token and, if attention stores a
+matrix, per pair of tokens of a row. All of this is linear in the rows, so the most rows of a length follow without a
+search. If samples grow differently from some length on, the surface has a knee there.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of, format_bytes, is_whole
 
 MAX_ROWS = 4096
-"""Searched up to where the user sets no bound; ends the search on memory that does not grow with the rows."""
+"""The default upper bound of a search, which ends it if memory does not grow with the rows."""
 
 ROUNDINGS = ("power_of_two", "none", "divisor")
 
 
 def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | None = None) -> Sequence[int]:
-    """The rows that may be chosen, ascending: all of them, powers of two, or divisors of the step."""
+    """Return the rows that may be chosen, ascending: all, powers of two, or divisors of the samples per step."""
     for name, count in {"max_rows": max_rows, "samples_per_step": samples_per_step}.items():
         if count is not None and not is_whole(count, at_least=1):
-            raise ConfigError(f"{name}: {count!r} is no whole number from 1 on; allowed: 1 or more, or None")
+            raise ConfigError(f"{name}: {count!r} is not allowed; pass a whole number, 1 or more, or omit it")
     most = MAX_ROWS if max_rows is None else int(max_rows)
     if round_to == "none":
         return range(1, most + 1)
@@ -47,22 +46,22 @@ Points: TypeAlias = Mapping[tuple[int, int], int]
 """Measured bytes by rows and length."""
 
 _BENT = 0.01
-"""Points that are further than this from a surface without pairs of tokens, in proportion to how far the points lie
-apart, ask for one with them: in proportion to their need, what is resident would hide what grows."""
+"""A pair term is added if a surface without it misses a point by more than this share of the points' range. The range
+is used because resident memory would hide the error relative to the total."""
 
 _HALF_A_BYTE = 0.5
-"""Bytes are whole: half of one keeps floating point from costing a row, and cannot add one."""
+"""Tolerance for floating point. Bytes are whole, so it cannot add a row."""
 
 _FIXED, _ROW, _TOKEN, _PAIR, _LATE = range(5)
-"""The parts of a surface, in the order of its fields."""
+"""Terms of a surface, in field order."""
 
 
 @dataclass(frozen=True)
 class Surface:
     """fixed + rows × (per row + per token × length + per pair × length²)
 
-    A straight line in the rows; where all have one length, only the first two parts are told apart, and no method
-    needs the length. Behind a knee, a token needs what a late one does.
+    It is linear in the rows. If all rows have one length, only the first two terms are used, and methods need no
+    length. Tokens beyond the knee have their own coefficient.
     """
 
     fixed_bytes: float
@@ -71,18 +70,18 @@ class Surface:
     bytes_per_pair: float = 0.0
     bytes_per_late_token: float = 0.0
     knee: int = 0
-    """The tokens of a row that are not late; 0: none is."""
+    """Tokens of a row before the knee; 0 if there is no knee."""
 
     def bytes_at(self, rows: float, length: float = 0.0, tokens: float | None = None) -> float:
-        """`tokens` are those of all rows where these are not padded to the longest, which then has `length`."""
+        """Return the predicted bytes. Without padding, `tokens` are those of all rows, and `length` is the longest."""
         if tokens is None:
             return self.fixed_bytes + rows * self._bytes_of_a_row(length)
-        # the pairs of tokens of all rows are no more than if each token were in the longest
+        # an upper bound: each token is paired with at most `length` tokens
         per_token = self.bytes_per_token + length * self.bytes_per_pair
         return self.fixed_bytes + rows * self.bytes_per_row + tokens * per_token
 
     def rows_within(self, budget_bytes: float, length: float = 0.0) -> float:
-        """The rows at which the phase reaches the budget; infinite for a phase that does not grow."""
+        """Return the rows at which the phase reaches the budget; infinite if it does not grow."""
         free_bytes = budget_bytes + _HALF_A_BYTE - self.fixed_bytes
         each_bytes = self._bytes_of_a_row(length)
         if each_bytes == 0:
@@ -96,7 +95,7 @@ class Surface:
 
 
 def fit_surface(points: Points, knee: int = 0) -> Surface:
-    """The surface that is closest to the points in proportion to them; with pairs of tokens only if they show."""
+    """Return the surface with the smallest relative errors; it has a pair term only if the points require one."""
 
     def farthest_off(surface: Surface) -> float:
         return max(abs(surface.bytes_at(*at) - measured) for at, measured in points.items())
@@ -110,13 +109,13 @@ def fit_surface(points: Points, knee: int = 0) -> Surface:
 
 
 def covering(surface: Surface, points: Points) -> Surface:
-    """The surface raised as far as it lies below a point: a law for what fits must not promise what was refuted."""
+    """Return the surface, raised so that no point is above it."""
     short_bytes = max(0.0, *(measured - surface.bytes_at(*at) for at, measured in points.items()))
     return replace(surface, fixed_bytes=surface.fixed_bytes + short_bytes)
 
 
 def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
-    """Least squares of relative errors, without negative coefficients: memory is never given back by more rows."""
+    """Fit non-negative coefficients by least squares of relative errors; more rows never need less memory."""
     basis = np.array([_factors(*at, knee) for at in points])
     measured = np.array([max(1, need) for need in points.values()], dtype=float)
     scale = np.maximum(basis.max(axis=0), 1.0)
@@ -125,7 +124,7 @@ def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
     for chosen in (list(some) for size in range(1, len(terms) + 1) for some in combinations(terms, size)):
         part, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(measured)), rcond=None)
         error = float(np.square(weighted[:, chosen] @ part - 1).sum())
-        # A solution with a negative part is not one; of those without, one that only adds noise is not better.
+        # Require a real improvement: a further term that only fits noise is not better.
         if (part >= 0).all() and error < best_error * (1 - 1e-9) - 1e-15:
             best, best_error = np.zeros(len(scale)), error
             best[chosen] = part
@@ -133,100 +132,101 @@ def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
 
 
 def _factors(rows: int, length: int, knee: int) -> list[float]:
-    """What each part of a surface is multiplied by."""
     late = max(0, length - knee) if knee else 0
     return [1.0, rows, rows * (length - late), rows * length**2, rows * late]
 
 
 UNBOUNDED_ROWS = 2**20
-"""What a surface that does not grow with the rows returns in place of infinity."""
+"""Returned instead of infinity by a surface that does not grow with the rows."""
 
 _STEP_DOWN = 0.75
-"""What is left of the predicted need that grows with a microbatch, after it ran out of memory."""
+"""Factor on the growing part of the predicted need, after running out of memory."""
 
 
 class Microbatch(NamedTuple):
-    """The size of a microbatch: rows, the longest of them and, where nothing is padded, the tokens of all."""
+    """The size of a microbatch."""
 
     rows: int
     length: int
+    """Tokens of the longest row."""
     tokens: int | None = None
-    """None: rows × length."""
+    """Tokens of all rows, if they are not padded; by default, rows × length."""
 
     @property
     def room_tokens(self) -> int:
-        """Tokens that take room, padding included."""
+        """Tokens in memory, padding included."""
         return self.rows * self.length if self.tokens is None else self.tokens
 
 
 class Limit(Protocol):
-    """What a microbatch may be: one number, `size`, in some unit. Its methods are those of a limit that counts.
+    """The largest microbatch that is allowed, as one number. The methods here are those of a limit that counts.
 
-    A microbatch is given by its rows and the length of the longest. Where nothing is padded, `tokens` are those of all
-    rows; None: rows × length. A limit has never room for more rows of a longer one.
+    Methods take the fields of a `Microbatch`. The allowed rows never increase with the length.
     """
 
     unit: str
-    """What `size` counts."""
+    """The unit of `size`."""
     by_length: bool
-    """Whether it depends on the length, so that ranks with equally many samples may need more or less room."""
+    """True if the limit depends on the length, so that ranks may need different numbers of microbatches."""
+    sized_by: str
+    """The field that is the size."""
 
     @property
     def size(self) -> int:
-        """The one number that changes when a limit shrinks or grows."""
+        """The number that changes when a limit shrinks or grows."""
+        return int(getattr(self, self.sized_by))
 
     def resized(self, size: int) -> Self:
-        """The limit of the same kind with this size."""
+        """Return a limit of the same kind with this size."""
+        return replace(self, **{self.sized_by: size})  # type: ignore[type-var]
 
     def rows_at(self, length: int) -> int:
-        """The most rows of this length; 0 where not even one fits."""
+        """Return the most rows of this length; 0 if one row does not fit."""
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> float:
-        """What a microbatch takes of `size`."""
+        """Return the part of `size` that a microbatch uses."""
 
     @property
     def next_size(self) -> int:
-        """What to try when this has been enough for long."""
+        """The next larger size, after enough clean steps."""
         return 1 << self.size.bit_length()
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
-        """Whether such a microbatch is within the limit."""
+        """Return True if the microbatch is within the limit."""
         return self.need(rows, length, tokens) <= self.size
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """The next smaller limit, after such a microbatch ran out of memory: the next lower power of two, 8 -> 4 and
-        6 -> 4. None if nothing smaller is left."""
+        """Return the next smaller limit, after this microbatch ran out of memory; None at the smallest.
+
+        This is the next lower power of two: 8 -> 4 and 6 -> 4.
+        """
         if self.size == 1 or not self.fits(rows, length, tokens):
             return None
-        return self.resized(largest_power_of_two_below(max(2, int(self.need(rows, length, tokens)))))
+        needed = max(2, int(self.need(rows, length, tokens)))
+        return self.resized(1 << ((needed - 1).bit_length() - 1))
 
     def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
-        """A microbatch in the unit of the limit, without the unit: `microbatch 8 -> 4 rows`."""
+        """Format a microbatch in the unit of the limit, without the unit: the 8 in `microbatch 8 -> 4 rows`."""
         return str(self.need(rows, length, tokens))
 
 
 @dataclass(frozen=True)
 class RowLimit(Limit):
-    """At most `rows` samples in a microbatch, however long they are."""
+    """At most `rows` samples in a microbatch, of any length."""
 
     rows: int
-    unit = "rows"
+    unit = sized_by = "rows"
     by_length = False
 
     def __post_init__(self) -> None:
         _check_count(self.rows, "row")
 
-    @property
-    def size(self) -> int:
-        return self.rows
-
-    def resized(self, size: int) -> Self:
-        return replace(self, rows=size)
-
     def rows_at(self, length: int) -> int:
+        """Return the same rows for every length."""
         return self.rows
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> int:
+        """Return the rows of the microbatch."""
         return rows
 
     def __str__(self) -> str:
@@ -235,29 +235,24 @@ class RowLimit(Limit):
 
 @dataclass(frozen=True)
 class TokenLimit(Limit):
-    """At most `tokens` in a microbatch, padding included: rows × longest row, where rows are padded."""
+    """At most `tokens` in a microbatch: rows × longest row, if rows are padded."""
 
     tokens: int
     rows_per_sample: int = 1
-    """More than 1 where a sample is several rows of a microbatch: the limit counts all of them, `rows` samples."""
-    unit = "tokens"
+    """Rows of each sample, for example 2 for a pair; the limit counts the tokens of all of them."""
+    unit = sized_by = "tokens"
     by_length = True
 
     def __post_init__(self) -> None:
         _check_count(self.tokens, "token")
         _check_count(self.rows_per_sample, "row")
 
-    @property
-    def size(self) -> int:
-        return self.tokens
-
-    def resized(self, size: int) -> Self:
-        return replace(self, tokens=size)
-
     def rows_at(self, length: int) -> int:
+        """Return the most samples whose longest row has this length."""
         return self.tokens // (length * self.rows_per_sample)
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> int:
+        """Return the tokens of the microbatch, padding included."""
         return rows * self.rows_per_sample * length if tokens is None else tokens
 
     def __str__(self) -> str:
@@ -266,50 +261,48 @@ class TokenLimit(Limit):
 
 @dataclass(frozen=True)
 class SurfaceLimit(Limit):
-    """As many rows as the measured need of every phase, fitted over rows and length, has room for."""
+    """Microbatches whose predicted need is within the budget in every phase."""
 
     surfaces: Mapping[str, Surface]
-    """One surface for each phase, by its name."""
+    """The surface of each phase."""
     budget_bytes: int
     unit = "bytes"
+    sized_by = "budget_bytes"
     by_length = True
 
-    @property
-    def size(self) -> int:
-        return self.budget_bytes
-
-    def resized(self, size: int) -> Self:
-        return replace(self, budget_bytes=size)
-
     def rows_at(self, length: int) -> int:
+        """Return the most rows of this length that all phases allow."""
         within = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())
         return int(min(UNBOUNDED_ROWS, within))
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> float:
+        """Return the predicted bytes of the phase with the highest need."""
         return max(surface.bytes_at(rows, length, tokens) for surface in self.surfaces.values())
 
     @property
     def next_size(self) -> int:
+        """The next larger budget."""
         return max(self.budget_bytes + 1, int(self.budget_bytes / _STEP_DOWN))
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
+        """Return True if all phases are within the budget."""
         if tokens is None:
             return rows <= self.rows_at(length)
         return self.need(rows, length, tokens) <= self.budget_bytes + _HALF_A_BYTE
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """A limit with a smaller budget than was predicted for what failed; what does not grow with it stays."""
+        """Return a limit whose budget is below the predicted need of the failed microbatch; its fixed part is kept."""
         size = Microbatch(rows, length, tokens)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
         failed_bytes = fullest.bytes_at(*size)
         stepped_down = fullest.fixed_bytes + _STEP_DOWN * (failed_bytes - fullest.fixed_bytes)
-        # Surfaces have fractions of bytes and are compared with half a byte to spare: of a few bytes, less than that
-        # may be left of the step down.
+        # If few bytes grow, the step down may be within the tolerance of `fits`: exclude the microbatch anyway.
         smaller = self.resized(int(min(stepped_down, math.ceil(failed_bytes - _HALF_A_BYTE) - 1)))
         shrinks = self.fits(*size) and smaller.budget_bytes < self.budget_bytes and not smaller.fits(*size)
         return smaller if shrinks else None
 
     def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
+        """Format the predicted need."""
         return format_bytes(self.need(rows, length, tokens))
 
     def __str__(self) -> str:
@@ -322,15 +315,10 @@ def _check_count(count: int, of: str) -> None:
 
 
 def most_that_fit(fits: Callable[[int], bool], at_most: int) -> int:
-    """The largest number up to `at_most` that fits, where every smaller one fits too; 0 if 1 does not."""
+    """Return the largest number up to `at_most` that fits, or 0. If a number fits, every smaller one must fit too."""
     return bisect_left(range(1, at_most + 1), True, key=lambda number: not fits(number))
 
 
 def longest_row(limit: Limit, at_most: int) -> int:
-    """The longest sample, of no more than `at_most` tokens, that fits alone; 0 if none does."""
+    """Return the length of the longest row, up to `at_most`, that fits alone, or 0."""
     return most_that_fit(lambda length: limit.fits(1, length), at_most)
-
-
-def largest_power_of_two_below(count: int) -> int:
-    """The largest power of two that is smaller than `count` (which is at least 2)."""
-    return 1 << ((count - 1).bit_length() - 1)

@@ -1,7 +1,7 @@
 """Run training steps on worst-case samples and measure their memory on all ranks.
 
 A probe runs a microbatch of the shortest sample, whose gradients stay in memory, a microbatch of copies of the longest
-sample, and the update. If a step is a single microbatch, the first one is left out. One collective combines the peaks
+sample, and the update. If a step is a single microbatch, the first one is omitted. One collective combines the peaks
 of all ranks in a `Peak`.
 
 The phase with the highest peak changes with the number of rows, so the peak of a whole step follows no line, but that
@@ -170,7 +170,7 @@ class ProbeReport(NamedTuple):
 
     @property
     def missing_bytes(self) -> int:
-        """The memory that the rank needs above its budget; negative if some is left."""
+        """The memory that the rank needs above its budget; negative if it needs less."""
         return max(self.peaks) - self.room.budget_bytes
 
 
@@ -360,7 +360,7 @@ def _probing(
     """Collective: yield the steps by name and their prober; afterwards restore models, optimizers and generators."""
     named = steps if isinstance(steps, Mapping) else {"": steps}
     if not named:
-        raise ValueError("a search needs at least 1 training step, but got none")
+        raise ValueError("a search needs at least 1 training step, but got 0")
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("there is no GPU whose memory is measured; pass memory, a MemoryMeter that is in force")
     memory = CudaMemory() if memory is None else memory
@@ -389,7 +389,7 @@ def find_max_batch_size(
 ) -> SearchResult:
     """Collective: return the most rows with which every rank can train every step; equal on all ranks.
 
-    Several steps (for example of a policy and a critic) are given by name. Each is measured with the state of all of
+    Pass several steps (for example, of a policy and a critic) by name. Each is measured with the state of all of
     them in memory. Call this between two training steps, when gradients are None. It restores parameters, buffers,
     optimizer state and random generators bitwise, and resets the peak of the device.
 

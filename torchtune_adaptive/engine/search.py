@@ -72,7 +72,7 @@ class Probe:
     def accepted(self, budget_bytes: int) -> bool:
         """Return True if training with this microbatch is possible: within the budget and without allocator retries.
 
-        A single row may have retries, because nothing smaller exists.
+        A single row may have retries, because it cannot be made smaller.
         """
         peak_bytes = self.peak.peak_bytes
         within = peak_bytes is not None and peak_bytes <= budget_bytes
@@ -285,7 +285,7 @@ def _reach(history: History) -> float:
     """Return the most rows that can be measured next without relying on an unproven line."""
     phases = phase_rows(history.probes).values()
     reach = min(_phase_reach(points, history) for points in phases)
-    # As long as no phase grows, lines do not show where one will.
+    # While all phases are constant, lines do not show where one will grow.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
     return reach if grows else min(reach, history.trusted_jump * history.fit_rows)
 
@@ -384,7 +384,7 @@ def search(
         history = replace(history, probes=(*history.probes, probe))
         if rows == 1 and not probe.accepted(room.budget_bytes):
             raise refuse()
-    # Lines may promise more rows than were measured, but not as many as failed.
+    # Lines may promise more rows than were measured, but fewer than failed.
     fits_rows = float(max(history.fit_rows, history.predicted_rows if strategy == "linear" else 0.0))
     if history.rejected and fits_rows >= history.too_many:
         fits_rows = float(history.fit_rows)
