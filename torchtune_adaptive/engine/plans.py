@@ -1,4 +1,4 @@
-"""Splits the samples of a step into microbatches, padded or not, and deals them to ranks."""
+"""Split the samples of a step into microbatches, padded or not, and distribute samples over the ranks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ from typing import NamedTuple, TypeAlias
 from torchtune_adaptive.engine.limits import Limit, Microbatch, most_that_fit
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
-"""The samples of a step, by index, in the microbatches that they run in."""
+"""The microbatches of a step, as indices of its samples."""
 
 _HALVINGS = 6
-"""Bisections of the size that all microbatches may have: they find it to a few percent of the largest."""
+"""Bisection steps for the common size of microbatches: enough for a few percent of the largest."""
 
 
 def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> Plan:
-    """The fewest microbatches that the limit allows; a sample that does not fit even alone is alone.
+    """Return a plan with the fewest microbatches. A sample that does not fit gets a microbatch for itself.
 
-    Under a limit by rows, consecutive samples fill a microbatch, so that with `batch_size` rows these are exactly the
-    batches of stock torchtune. By length, samples of like length share one, since each is padded to the longest. The
-    longest go first: what fits the longest of a microbatch fits the rest of it, so filling up in that order takes the
-    fewest microbatches that there can be.
-
-    Without padding any samples may share one, so they are dealt. More microbatches than there could be at best are
-    rarely needed, and cost little: no token is computed more for it.
+    Under a limit by rows, microbatches have consecutive samples: with `batch_size` rows, exactly the batches of stock
+    torchtune. Under a limit by length, they are filled in descending order of length, which gives the fewest, because
+    rows that fit at one length also fit at a shorter one. Without padding, samples are distributed by size; this may
+    need slightly more microbatches than the minimum, but computes no additional tokens.
     """
     if padded or not limit.by_length:
         order = _longest_first(lengths) if limit.by_length else tuple(range(len(lengths)))
         return _cut(order, _starts(order, lengths, limit.rows_at))
     total = sum(lengths)
     fullest = max(1, most_that_fit(lambda tokens: limit.fits(1, 1, tokens), total))
-    microbatches = min(len(lengths), -(-total // fullest))  # no fewer can be enough: each is full to its last token
+    microbatches = min(len(lengths), -(-total // fullest))  # the minimum: all are full
     while True:
         plan = _dealt(lengths, microbatches)
         if microbatches >= len(lengths) or _all_fit(plan, lengths, limit):
@@ -41,11 +38,10 @@ def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> P
 
 
 def spread(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int, *, padded: bool = True) -> Plan:
-    """Deals the samples of a plan by length to so many microbatches, no fewer than it has, of about as many tokens;
-    where there are fewer samples, the last are empty.
+    """Return a plan with this number of microbatches (at least that of `plan`) of similar size, the largest first.
 
-    Ranks go through their microbatches side by side, so what one has more than its peers in each of them is time that
-    they wait. Equal ones, the largest first, wait least; they also waste less on padding, and need less memory.
+    Ranks run their microbatches in parallel, so differences in size are time that they wait for each other. If there
+    are fewer samples than microbatches, the last ones are empty.
     """
     if padded:
         plan = _even(plan, lengths, limit, microbatches)
@@ -57,12 +53,12 @@ def spread(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int, 
 
 
 def _longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Indices of the samples, the longest first; among samples of one length, the earlier first."""
+    """Return the indices of the samples in descending order of length; equal lengths keep their order."""
     return tuple(sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True))
 
 
 def _starts(order: Sequence[int], lengths: Sequence[int], rows_at: Callable[[int], int]) -> list[int]:
-    """Places in `order` at which microbatches begin, each with as many rows as its first one allows."""
+    """Return the positions in `order` at which microbatches begin; the first row of each determines its rows."""
     starts, start = [], 0
     while start < len(order):
         starts.append(start)
@@ -75,7 +71,7 @@ def _cut(order: tuple[int, ...], starts: Sequence[int]) -> Plan:
 
 
 def _even(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
-    """The plan under the smallest cap on padded tokens that still takes few enough microbatches, by bisection."""
+    """Bisect the smallest cap on padded tokens that needs no more than these microbatches, and return its plan."""
     order = tuple(chain.from_iterable(plan))
 
     def starts_under(tokens: int) -> list[int]:
@@ -93,7 +89,7 @@ def _even(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -
 
 
 def _dealt(lengths: Sequence[int], microbatches: int) -> Plan:
-    """The samples, the longest first, each to the microbatch with the fewest tokens; the largest microbatch first."""
+    """Assign each sample, longest first, to the smallest microbatch so far; return the largest microbatch first."""
     parts: list[list[int]] = [[] for _ in range(microbatches)]
     emptiest = [(0, number) for number in range(microbatches)]
     for index in _longest_first(lengths):
@@ -105,12 +101,12 @@ def _dealt(lengths: Sequence[int], microbatches: int) -> Plan:
 
 
 def _all_fit(plan: Plan, lengths: Sequence[int], limit: Limit) -> bool:
-    """Whether each microbatch without padding is within the limit, or one sample."""
+    """Return True if each microbatch without padding is within the limit, or has one sample."""
     return all(len(rows) <= 1 or limit.fits(*size_of(rows, lengths, padded=False)) for rows in plan)
 
 
 def _split_largest(plan: Plan, microbatches: int, lengths: Sequence[int], padded: bool) -> Plan:
-    """Halves the largest microbatch until there are enough; where all are down to one row, the rest are empty."""
+    """Halve the largest microbatch until there are enough; if all have one row, add empty ones."""
 
     def keyed(rows: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         return -size_of(rows, lengths, padded=padded).room_tokens, rows
@@ -126,27 +122,27 @@ def _split_largest(plan: Plan, microbatches: int, lengths: Sequence[int], padded
             continue
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             heapq.heappush(heap, keyed(half))
-    parts = sorted(single + heap)  # the largest come first, beside the largest of the other ranks
+    parts = sorted(single + heap)  # the largest come first, at the same time as those of the other ranks
     return (*(rows for _, rows in parts), *[()] * (microbatches - len(parts)))
 
 
 def size_of(rows: Sequence[int], lengths: Sequence[int], *, padded: bool = True) -> Microbatch:
-    """The size of a microbatch of these samples; an empty one counts as one row, for its stand-in."""
+    """Return the size of a microbatch of these samples. An empty one counts as one row, the filler."""
     own = [lengths[index] for index in rows] or [1]
     return Microbatch(len(own), max(own), None if padded else sum(own))
 
 
 class Load(NamedTuple):
-    """What a plan makes of the samples of a rank."""
+    """The amount of work in the plan of a rank."""
 
     tokens: int
     padded_tokens: int
     most_rows: int
-    """Rows of the microbatch that has the most."""
+    """Rows of the microbatch with the most rows."""
     most_tokens: int
-    """Tokens, padding included, of the microbatch that has the most."""
+    """Tokens, padding included, of the largest microbatch."""
     cost: float
-    """What there is to do, padding included."""
+    """Computing cost, padding included."""
 
 
 def load_of(
@@ -157,8 +153,11 @@ def load_of(
     rows: Sequence[Sequence[int]] | None = None,
     cost: Callable[[int], float] = float,
 ) -> Load:
-    """`rows` are the tokens of each row of each sample, where samples are several rows of a microbatch; `cost` is what
-    a row of so many tokens takes: by default, its tokens."""
+    """Return the load of a plan.
+
+    `rows` has the length of each row of each sample, if samples have several rows. `cost` is the cost of a row by its
+    length, by default the length.
+    """
     each = len(rows[0]) if rows and padded else 1
     sizes = [size_of(indices, lengths, padded=padded) for indices in plan if indices]
     tokens = [each * size.room_tokens for size in sizes]
@@ -171,9 +170,9 @@ def load_of(
 
 
 def deal(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """The rank of each sample: the most expensive first, each to the rank that has least so far, equally many to all.
+    """Return the rank of each sample: the most expensive first, each to the rank with the lowest total cost.
 
-    A function of the costs and of their order, and so the same wherever it is computed.
+    All ranks get the same number of samples. The result only depends on the costs and their order.
     """
     each, left_over = divmod(len(costs), ranks)
     if left_over:
