@@ -738,6 +738,62 @@ def test_document_mask_is_computed_from_host_values(rehearse: Rehearse) -> None:
     assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
 
 
+MANUAL = """
+    import torch
+
+    first, last = torch.nn.Linear(1024, 1024).to("cuda:0"), torch.nn.Linear(1024, 8192).to("cuda:1")
+    optimizer = torch.optim.AdamW([*first.parameters(), *last.parameters()])
+    last(first(torch.zeros(8, 1024, device="cuda:0")).to("cuda:1")).sum().backward()
+    optimizer.step()
+"""
+PARALLEL = """
+    import torch
+
+    model = torch.nn.DataParallel(torch.nn.Linear(8192, 8192).cuda())
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.zeros(4096, 8192, device="cuda")).sum().backward()
+        optimizer.step()
+"""
+DEVICE_MAP = """
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained("model")
+    model = AutoModelForCausalLM.from_pretrained("model", device_map="auto")
+    assert set(model.hf_device_map.values()) == {0, 1}
+    model(input_ids=torch.zeros(1, 64, dtype=torch.long, device="cuda")).logits.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "mib"),
+    [(MANUAL, (16, 128)), (PARALLEL, (512, 256)), (DEVICE_MAP, (500, 500))],
+    ids=["manual", "DataParallel", "device_map"],
+)
+def test_each_device_of_one_process_has_its_peaks(rehearse: Rehearse, script: str, mib: tuple[int, int]) -> None:
+    if script is DEVICE_MAP:
+        pytest.importorskip("accelerate")
+    answer = rehearse(script, "--devices", "2")
+    assert answer.status == 0, answer.printed
+    first, second = answer.found["after_last_step"]["devices"]
+    assert (first["device"], second["device"]) == (0, 1)
+    least = min(first["allocated_bytes"] / mib[0], second["allocated_bytes"] / mib[1])
+    assert 2**20 <= least < 3 * 2**20
+    assert f"on device {int(second['reserved_bytes'] > first['reserved_bytes'])} of 2" in answer.found["verdict"]
+
+
+def test_device_that_runs_out_of_memory_is_named_and_so_is_the_option(rehearse: Rehearse) -> None:
+    script = MANUAL.replace("optimizer.step()", "torch.empty(2**40, device='cuda:1')")
+    text = rehearse(script, "--devices", "2", json_format=False).found
+    assert text.startswith("does not fit: out of memory in step 1 on device 1, ")
+    assert re.search(r"\ndevice  allocated   reserved .*\n     0 .*\n     1 ", text)
+    alone = rehearse(script).found["verdict"]
+    assert "invalid device ordinal" in alone
+    assert "for several GPUs in one process, --devices" in alone
+
+
 def test_idle_optimizer_is_reported_and_a_value_dependent_one_gives_no_prediction(
     rehearse: Rehearse,
 ) -> None:

@@ -159,6 +159,7 @@ class RehearsalResult:
                 had = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(room)}"
             asked = f"{_size(error['asked_bytes'])} more requested"
             when = f" in step {error['step']}" if error["trains"] else ""
+            when += f" on device {error['device']}" if len(self.devices) > 1 else ""
             return f"does not fit: out of memory{when}, {had}, {asked}{guessed}"
         if self.status and self.interrupted:
             before = f"; before, {self._most_reserved}" if self.all_peaks else ""
@@ -216,7 +217,16 @@ class RehearsalResult:
     def _most_reserved(self) -> str:
         most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
         when = f" (step {most['step']})" if most["step"] else " (after the last step)" if self.steps else ""
-        return f"{_gib(most['reserved_bytes'])} of {_gib(self.usable_bytes)} GiB reserved at most{when}"
+        where = ""
+        if len(self.devices) > 1:
+            fullest = max(self.devices, key=lambda each: each["reserved_bytes"])
+            where = f" on device {fullest['device']} of {len(self.devices)}"
+        return f"{_gib(most['reserved_bytes'])} of {_gib(self.usable_bytes)} GiB reserved at most{where}{when}"
+
+    @property
+    def devices(self) -> list[dict[str, int]]:
+        """The peaks of each device that the process used."""
+        return list(self.rest.get("devices", []))
 
     def as_text(self) -> str:
         """Return the verdict, the steps, and what holds the memory after an out-of-memory error."""
@@ -230,6 +240,12 @@ class RehearsalResult:
             ]
             left_out = len(self.steps) - len(self._shown())
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
+        if len(self.devices) > 1:
+            lines += ["", f"{'device':>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)"]
+            lines += [
+                f"{each['device']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}"
+                for each in self.devices
+            ]
         if (error := self.unfinished) is not None and not self.fits:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [

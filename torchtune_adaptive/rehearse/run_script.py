@@ -291,14 +291,32 @@ def _build_models_without_weights(models: Any) -> None:
             if "quantization_config" in kwargs:
                 raise
         arguments = {key: kwargs.pop(key) for key in BUILDS if kwargs.get(key) not in (None, "auto")}
-        device = kwargs.pop("device_map", None)
+        device_map, max_memory = kwargs.pop("device_map", None), kwargs.pop("max_memory", None)
         if config is None or isinstance(config, str | os.PathLike):
             config, _ = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         print(f"rehearse: this machine has no weights of {name}; the model is built from its config", file=sys.stderr)
         model = cls._from_config(config, **arguments).eval()
-        return model if device is None else model.to("cuda")
+        return model if device_map is None else _dispatch(model, device_map, max_memory)
 
     models.from_pretrained = classmethod(from_pretrained)
+
+
+def _dispatch(model: Any, device_map: Any, max_memory: Any) -> Any:
+    """Distribute the layers over the devices like transformers."""
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory, get_max_memory
+
+    whole = model._no_split_modules
+    if device_map == "sequential":
+        max_memory = get_max_memory(max_memory)
+    elif device_map in ("auto", "balanced", "balanced_low_0"):
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes=whole, low_zero=low_zero)
+    elif not isinstance(device_map, dict):
+        return model.to(device_map)
+    if isinstance(device_map, str):
+        device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=whole)
+    return dispatch_model(model, device_map=device_map, skip_keys=model._skip_keys_device_placement)
 
 
 if __name__ == "__main__":
