@@ -26,8 +26,8 @@ BENCHMARKS = (
     "rollouts",
     "scaling",
 )
-BY_NAME = ("learning", "plans", "growth", "large_saves")
-"""Run where they are asked for: PPO learns, every config is forecast, batches grow, a save takes 20 GiB of memory."""
+BY_NAME = ("learning", "plans", "growth", "large_saves", "ghost")
+"""Run only by name: PPO learns, every config is forecast, batches grow, a save takes 20 GiB, a ghost pass of 8B."""
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def mesh_of(case: MeshCase) -> DeviceMesh:
 
 def tensor_parallel(case: MeshCase) -> nn.Module:
     """Collective: build a Llama under tensor, sequence and loss parallelism; FSDP shards layers over further ranks."""
-    mesh, both = mesh_of(case), (Replicate(), Replicate())
+    mesh = mesh_of(case)
     model = llama3(
         vocab_size=VOCABULARY,
         num_layers=2,
@@ -76,7 +76,20 @@ def tensor_parallel(case: MeshCase) -> nn.Module:
         intermediate_dim=24,
         max_seq_len=64,
     )
-    model = training.prepare_mha_for_tp(model, mesh["shared"])
+    model = parallelize(model, mesh["shared"])
+    if case.checkpointing:
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    if case.world_size > case.shared_by:
+        over = mesh["replicas", "shards"] if case.replicas > 1 else mesh["shards"]
+        for each in (*model.layers, model):
+            fully_shard(each, mesh=over)
+    return model
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Apply tensor, sequence and loss parallelism to a Llama."""
+    model = training.prepare_mha_for_tp(model, mesh)
+    both = (Replicate(), Replicate())
     layer = {
         "attn": PrepareModuleInput(input_layouts=(Shard(1), Shard(1)), desired_input_layouts=both),
         "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
@@ -90,14 +103,7 @@ def tensor_parallel(case: MeshCase) -> nn.Module:
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, mesh["shared"], plan)
-    if case.checkpointing:
-        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-    if case.world_size > case.shared_by:
-        over = mesh["replicas", "shards"] if case.replicas > 1 else mesh["shards"]
-        for each in (*model.layers, model):
-            fully_shard(each, mesh=over)
-    return model
+    return parallelize_module(model, mesh, plan)
 
 
 class Experts(nn.Module):
