@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def of_its_types(record: FromFile) -> FromFile:
-    """Returns a dataclass that was made from a file. Raises TypeError if a field has another type than it declares."""
+    """Return a dataclass that was read from a file; raise TypeError if a field has another type than it declares."""
     for name, kind in get_type_hints(type(record)).items():
         value, plain = getattr(record, name), get_origin(kind) or kind
         fits = isinstance(value, kind if plain is UnionType else plain) and not (kind is int and type(value) is bool)

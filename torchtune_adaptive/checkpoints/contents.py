@@ -39,7 +39,7 @@ from torchtune_adaptive.text import count_of
 ShardedWeights: TypeAlias = dict[str, dict[str, Tensor]]
 """Local weights by name, under each key of torchtune's checkpointer."""
 StateKey: TypeAlias = tuple[str, str]
-"""Name of a parameter, and key of its optimizer state."""
+"""Parameter name, and key in the optimizer state."""
 AnyOptimizer: TypeAlias = Optimizer | OptimizerInBackwardWrapper
 """Optimizers that torchtune can save."""
 Shard: TypeAlias = tuple[tuple[int, ...], Tensor]

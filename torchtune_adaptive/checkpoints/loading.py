@@ -1,7 +1,6 @@
-"""Reading weights and state, through torchtune's checkpointers or torch.distributed.checkpoint.
+"""Load weights and state with torchtune's checkpointers or torch.distributed.checkpoint.
 
-Every rank reads the same files. What goes wrong on one of them is reported by all, since a rank that is missing looks
-to the others like anything but what it is.
+Every rank reads the same files. All ranks raise the error of the first rank that fails.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
@@ -40,32 +39,32 @@ from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
-    """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
+    """Build torchtune's checkpointer, which reads the files to resume from and writes to the staging directory."""
     section = section_writing_to(cfg, "checkpointer", staging)
-    check_what_saves_copy(cfg.checkpointer)
+    check_copied_files(cfg.checkpointer)
     check_names("checkpointer", cfg.checkpointer)
     from_files = files is not None and not files.distributed
     if files is not None and from_files:
-        # On resuming, torchtune looks for an adapter in the largest epoch of output_dir, and fails where there is none.
+        # When resuming, torchtune looks for an adapter in the last epoch of output_dir, and fails without an epoch.
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
         section.update(recipe_checkpoint=files.recipe_state, adapter_checkpoint=files.adapter)
-        if files.adapter is None:  # an adapter belongs to the weights that the run began with
+        if files.adapter is None:  # an adapter belongs to the initial weights
             section["checkpoint_files"] = list(files.weights)
     built = components.build_section("checkpointer", OmegaConf.create(section), should_load_recipe_state=from_files)
     return cast(Checkpointer, built)
 
 
 def check_names(key: str, section: DictConfig) -> None:
-    """Refuses names that torchtune's checkpointer would stumble over without saying which."""
+    """Raise ConfigError for file names and model types that fail in torchtune without a clear message."""
     if "checkpoint_files" in section:
         file_names(section.checkpoint_files, key)
-    is_torchtunes = str(section.get(COMPONENT)).startswith("torchtune")  # or takes the same, as ours
+    is_torchtunes = str(section.get(COMPONENT)).startswith("torchtune")  # or the demo's, with the same keys
     if is_torchtunes and (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
         raise ConfigError(f"{key}.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
 
 
 def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
-    """Collective: the weights that a section names, which never change."""
+    """Collective: load weights that are not trained."""
     section = section_writing_to(settings.config, key, checkpoint_directory(settings) / store.SAVING)
     checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
     weights: State = _on_all_ranks(partial(read_state, checkpointer, key), "the weights", key)[training.MODEL_KEY]
@@ -73,7 +72,7 @@ def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
 
 
 def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, Any]:
-    """A checkpointer's section, as torchtune takes it, with another output directory."""
+    """Return a checkpointer's section with another output directory."""
     section = components.require(cfg, key)
     if (problem := missing_directory(section, key)) is not None:
         raise ConfigError(problem)
@@ -83,7 +82,7 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
 
 
 def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
-    """Collective: the weights to start from and, when resuming, the state that belongs to them."""
+    """Collective: load the initial weights, or the weights and state to resume from."""
     if files is None or files.distributed:
         return _on_all_ranks(partial(read_state, checkpointer), "the weights")
 
@@ -96,13 +95,13 @@ def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
 
 
 def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, group: dist.ProcessGroup | None) -> State:
-    """Collective: fills model and optimizer, for however many ranks it was saved by; returns the recipe state."""
+    """Collective: load model and optimizer from any number of saved parts; return the recipe state."""
     for one in optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackwardWrapper) else [optimizer]:
-        _init_optim_state(one)  # only state that exists is loaded
+        _init_optim_state(one)  # torch loads only state that exists
     state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
     state.update(dict.fromkeys(TORCHTUNE_KEYS.values(), 0))
     reader, what = FileSystemReader(folder), f"checkpoint {folder}"
-    # by itself: a rank that cannot read it would be missing in the next collective, which is another group's
+    # separately: a rank that cannot read it would be missing in the collectives of the other group
     if ADAPTIVE_KEY in _on_all_ranks(reader.read_metadata, what).state_dict_metadata:
         state[ADAPTIVE_KEY] = ""
 
@@ -116,6 +115,7 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, gr
 
 
 def read_state(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
+    """Load a state, and check that its weights are a mapping."""
     state = checkpointer.load_checkpoint()
     if not isinstance(weights := state[training.MODEL_KEY], Mapping):
         raise ConfigError(
@@ -125,7 +125,7 @@ def read_state(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
 
 
 def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
-    """Collective: what the work returns; where it fails on any rank, that one's problem is raised on all of them."""
+    """Collective: run `work` on all ranks; raise the error of the first failed rank on all of them."""
     result, problem = None, None
     try:
         result = work()
@@ -148,11 +148,11 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
 
 
 def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:
-    """What is wrong where there is no directory of weights; torchtune names neither key nor directory."""
+    """Describe a missing directory of weights, for which torchtune's error names neither key nor directory."""
     directory = section.get("checkpoint_dir")
     if not isinstance(directory, str):
         raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")
-    # torchtune's look where the config says; the demo's makes its files
+    # the demo's checkpointer creates its files
     if not str(section.get(COMPONENT)).startswith("torchtune.training.") or os.path.isdir(directory):
         return None
     return (
@@ -161,8 +161,8 @@ def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | N
     )
 
 
-def check_what_saves_copy(section: DictConfig) -> None:
-    """Refuses, before training, files beside the weights that a save could not copy into a checkpoint."""
+def check_copied_files(section: DictConfig) -> None:
+    """Raise ConfigError, before training, for a file next to the weights that saves could not copy."""
     if not str(section.get(COMPONENT)).startswith("torchtune"):
         return
     for root, folders, files in os.walk(str(section.checkpoint_dir)):
@@ -179,7 +179,7 @@ def check_what_saves_copy(section: DictConfig) -> None:
 
 
 def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
-    """Refuses a state that was saved after another epoch than these weights, where no manifest vouches for them."""
+    """Raise ConfigError if weights and state are from different epochs; a manifest guarantees that they are not."""
     if saves_adapters(recipe) and training.ADAPTER_KEY not in state:
         raise ConfigError(
             "resume_from_checkpoint is True, but no adapter weights were found: "

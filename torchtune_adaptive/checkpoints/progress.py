@@ -76,24 +76,28 @@ class Progress:
 
     @property
     def finished(self) -> bool:
+        """True after the last epoch."""
         return self.epochs_run >= self.total_epochs
 
     @property
     def epochs_begun(self) -> tuple[EpochSizes, ...]:
-        """The epochs so far, with the one in progress."""
+        """The completed epochs and the current one."""
         return self.past if self.begun is None else (*self.past, self.begun)
 
     @property
     def position(self) -> Position:
+        """The position for a manifest."""
         return Position(epochs=self.epochs_run, steps_in_epoch=self.steps_in_epoch, step=self.step)
 
     def name_of_checkpoint(self, *, distributed: bool) -> str:
+        """Return the directory name of a checkpoint at this position."""
         if self.steps_in_epoch:
             return f"step_{self.step}"
-        prefix = "dist_" if distributed else ""  # the name under which torchtune's recipes look for them
+        prefix = "dist_" if distributed else ""  # as in torchtune
         return f"{prefix}epoch_{self.epochs_run - 1}"
 
     def after_step(self, sizes: EpochSizes, ranks: int) -> Progress:
+        """Return the progress after one more step."""
         return replace(
             self,
             begun=sizes,
@@ -103,11 +107,12 @@ class Progress:
         )
 
     def after_epoch(self, sizes: EpochSizes) -> Progress:
+        """Return the progress at the end of the current epoch."""
         done, past = self.epochs_run + 1, (*self.past, sizes)
         return replace(self, epochs_run=done, past=past, begun=None, steps_in_epoch=0, samples_in_epoch=0)
 
     def resumed(self, checkpoint: Mapping[str, Any], keys: Mapping[str, str] = GIVEN) -> Progress:
-        """The progress that a checkpoint continues. `keys`: fields that the config gives, for the log, and its keys."""
+        """Return the progress of a checkpoint, with the config's epochs; log the fields of `keys` that differ."""
         if absent := [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
@@ -131,14 +136,14 @@ class Progress:
         return resumed
 
     def recipe_state(self) -> dict[str, object]:
-        """The progress in torchtune's keys, and one of ours that its recipes ignore."""
+        """Return the progress in torchtune's keys, and in one more key that torchtune's recipes ignore."""
         values = asdict(self)
         ours = {name: value for name, value in values.items() if name not in TORCHTUNE_KEYS}
         return {**{key: values[field] for field, key in TORCHTUNE_KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
 
 
 def start_progress(settings: Settings, ranks: int) -> Progress:
-    """Collective: seeds every rank and starts counting."""
+    """Collective: seed every rank and return the progress of a new run."""
     try:
         seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
     except (ValueError, RuntimeError) as error:

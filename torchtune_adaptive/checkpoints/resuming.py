@@ -1,8 +1,8 @@
-"""Where a run starts: anew, or from which checkpoint. Rank 0 looks and decides; the others are told.
+"""Find where a run starts. Rank 0 looks at the output directory and decides for all ranks.
 
-resume_from_checkpoint: False    anew, in an output directory without checkpoints, or with overwrite_output_dir
-                        auto     the newest complete checkpoint of this run, or anew where there is none
-                        True     as torchtune has it: from the files that the config names
+resume_from_checkpoint: False    fresh, in an output directory without checkpoints, or with overwrite_output_dir
+                        auto     from the newest complete checkpoint of this run, or fresh without one
+                        True     as in torchtune: from the files that the config names
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
@@ -33,6 +33,7 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 logger = logging.getLogger(__name__)
 
 StepsOnRanks: TypeAlias = Callable[[int], int]
+"""Total steps of a run by number of ranks, for runs that count steps instead of epochs."""
 
 DISTRIBUTED_METADATA = ".metadata"
 """The last file that torch.distributed.checkpoint writes."""
@@ -40,40 +41,42 @@ DISTRIBUTED_METADATA = ".metadata"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
+    """The start of a run: fresh, or from a checkpoint."""
+
     serial: int
-    """The serial of its next checkpoint."""
+    """Serial of the run's next checkpoint."""
     files: Files | None = None
-    """The checkpoint to go on from; None for a fresh start."""
+    """The checkpoint to resume from, unless the start is fresh."""
     locks: tuple[IO[bytes], ...] = ()
-    """What keeps other runs out until it is closed; held by rank 0."""
+    """On rank 0: open files that lock the directories of the run."""
     overwrites: int = 0
-    """Checkpoints of another run in the output directory, to be removed once training can begin."""
+    """Number of another run's checkpoints, to be removed just before training starts."""
     claim: Claim
-    """The hold on the directory of checkpoints; by its mark, ranks know whether they see that of rank 0."""
+    """The claim on the directory of checkpoints; ranks that do not see its mark have another directory."""
 
     @property
     def resumes(self) -> bool:
+        """True if the run resumes from a checkpoint."""
         return self.files is not None
 
     def release(self) -> None:
-        """Lets other runs in, once this one writes nothing more."""
+        """Unlock the directories, after the last write."""
         for lock in self.locks:
             lock.close()
 
 
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
-    """Collective: the decision, which raises `RunFinished` or the same error on every rank. `steps` says how many the
-    whole run has on so many ranks, where it counts them and not epochs."""
+    """Collective: return where the run starts; raise `RunFinished` or the same error on every rank."""
     decided: Start | Exception | None = None
     locks: list[IO[bytes]] = []
     launchers = sorted(set(filter(None, from_all_ranks(this_launcher()))))
     if dist.get_rank() == 0:
         before = run_state.read_record(Path(settings.output_dir))
-        # each launcher counts its own restarts, and not those for which another node has asked
+        # a launcher counts only the restarts that its own ranks caused
         again = before is not None and not set(launchers).isdisjoint(before.launchers)
         THIS_RUN.restarted = again or os.environ.get(RESTARTS, "0") != "0"
         try:
-            locks.extend(map(lock_directory, places_of(settings)))
+            locks.extend(map(lock_directory, written_directories(settings)))
             decided = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
             decided = error
@@ -83,85 +86,100 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     if isinstance(start, Exception):
         raise start
     assert start is not None, "rank 0 has decided"
-    own_path = checkpoint_directory(settings).absolute()  # a relative one may be another on another node
+    own_path = checkpoint_directory(settings).absolute()  # a relative path may differ between nodes
     start = replace(start, claim=replace(start.claim, directory=own_path))
     _check_shared(start, settings)
-    _leave_note(start, settings, launchers)
+    _record_start(start, settings, launchers)
     return replace(start, locks=tuple(locks))
 
 
 def checkpoint_directory(settings: Settings) -> Path:
+    """Return the directory of checkpoints: `checkpointer.output_dir`, or `output_dir`."""
     section = components.require(settings.config, "checkpointer")
     return Path(section.get("output_dir", None) or settings.output_dir)
 
 
-def places_of(settings: Settings) -> list[Path]:
-    """Where a run writes: its checkpoints, and its record where that is elsewhere."""
-    places = checkpoint_directory(settings).absolute(), Path(settings.output_dir).absolute()
-    return list(dict.fromkeys(places))
+def written_directories(settings: Settings) -> list[Path]:
+    """Return the directories that a run writes to: that of its checkpoints, and output_dir if it is another one."""
+    return list(dict.fromkeys([checkpoint_directory(settings).absolute(), Path(settings.output_dir).absolute()]))
 
 
 def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -> Start:
-    """On rank 0: looks at the output directory, and prepares it for what the run will write."""
+    """On rank 0: choose where to start, and prepare the output directory."""
     directory = checkpoint_directory(settings)
     checkpoints = store.find_checkpoints(directory)
     try:
-        files, manifest = choose(settings, recipe, checkpoints, steps)
-    except RunFinished:  # it may have been killed right after its last checkpoint
+        files, manifest = choose_checkpoint(settings, recipe, checkpoints, steps)
+    except RunFinished:  # possibly killed right after its last checkpoint
         with suppress(OSError):
             store.prune(directory, settings.keep_last_n_checkpoints, None)
             store.clean(directory)
         raise
     if files is not None:
         if manifest is not None:
-            with suppress(OSError):  # the run would have removed them, had it not been killed, and may need the room
+            with suppress(OSError):  # a run that was killed may have left more than it keeps, and need their space
                 store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name)
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     elif settings.resume_from_checkpoint == AUTO:
         logger.info("fresh start: %s contains no checkpoint yet", directory)
-    return Start(
-        serial=1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1),
-        files=files,
-        overwrites=len(checkpoints) if files is None else 0,
-        claim=_prepare(directory),
-    )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        store.clean(directory)
+        claim = store.claim(directory)
+    except OSError as error:
+        raise unwritable(directory, error) from error
+    serial = 1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1)
+    return Start(serial=serial, files=files, overwrites=len(checkpoints) if files is None else 0, claim=claim)
 
 
-def choose(
+def choose_checkpoint(
     settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
 ) -> tuple[Files | None, Manifest | None]:
-    """What a run goes on from, and its manifest; nothing for a fresh start. Changes nothing."""
+    """Return the files to resume from and their manifest; None for a fresh start. Changes no file."""
     directory, mode = checkpoint_directory(settings), settings.resume_from_checkpoint
     if fact := store.in_the_way(directory):
         raise ConfigError(f"{fact}: move it, or change output_dir")
     own: Sequence[FoundCheckpoint] = checkpoints if mode == AUTO else []
     if mode is True and THIS_RUN.restarted and (begun := run_state.read_record(Path(settings.output_dir))) is not None:
-        # A launcher repeats the command, and a run that always went back to the same place might never get past it.
+        # A launcher repeats the command. A run that always resumed from the same checkpoint might never finish.
         own = [checkpoint for checkpoint in checkpoints if checkpoint.serial >= begun.serial]
     newest, skipped = store.newest_intact(own)
     for checkpoint in skipped:
         logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
     if newest is not None and newest.manifest is not None:
         _check_same_run(newest.manifest, settings, recipe, directory)
-        position = newest.manifest.position
-        # by the ranks that it had: on others a step has other samples, and what is half done would look finished
-        if position.epochs >= settings.epochs if steps is None else position.step >= steps(newest.manifest.ranks):
-            more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
-            raise RunFinished(
-                f"nothing left to train: the run is finished, and its last checkpoint is {newest.path} ({position}); "
-                f"{more} to continue from there"
+        _check_unfinished(newest.path, newest.manifest, settings, steps)
+        if newest.manifest.distributed and not settings.enable_async_checkpointing:
+            # reading it can run code: the user's config decides about that, not the folder
+            raise ConfigError(
+                f"cannot resume: {newest.path} is in the format of asynchronous checkpoints, which torch unpickles, "
+                "but enable_async_checkpointing is False: if you trust this folder, set "
+                "enable_async_checkpointing=True to resume, else choose another output_dir"
             )
-        _check_may_unpickle(newest, settings)
         return store.files_of(newest.path, newest.manifest), newest.manifest
     if mode is True:
         files, manifest = named_files(settings, recipe, directory, checkpoints)
-        # in mid-epoch, a changed order or size of steps would repeat samples and miss others
+        # within an epoch, another order or size of steps would repeat samples and skip others
         if manifest is not None and manifest.position.steps_in_epoch:
             _check_same_run(manifest, settings, recipe, directory)
         return files, manifest
     if checkpoints:
         _check_may_overwrite(checkpoints, settings, directory)
     return None, None
+
+
+def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None) -> None:
+    """Raise RunFinished after the last epoch, or after the last step on the number of ranks that the run had.
+
+    On more ranks the run would have fewer steps, and an unfinished run could look finished.
+    """
+    position = manifest.position
+    if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
+        more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
+        raise RunFinished(
+            f"nothing left to train: the run is finished, and its last checkpoint is {path} ({position}); "
+            f"{more} to continue from there"
+        )
 
 
 def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory: Path) -> None:
@@ -172,19 +190,11 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory:
         )
 
 
-def _check_may_unpickle(checkpoint: FoundCheckpoint, settings: Settings) -> None:
-    """Reading a distributed checkpoint can run code. The user's config decides about that, not the folder."""
-    if checkpoint.manifest and checkpoint.manifest.distributed and not settings.enable_async_checkpointing:
-        raise ConfigError(
-            f"cannot resume: {checkpoint.path} is in the format of asynchronous checkpoints, which torch unpickles, "
-            "but enable_async_checkpointing is False: if you trust this folder, set enable_async_checkpointing=True to "
-            "resume, else choose another output_dir"
-        )
-
-
 def _check_may_overwrite(checkpoints: Sequence[FoundCheckpoint], settings: Settings, directory: Path) -> None:
-    """Refuses a fresh start beside these checkpoints, unless it may remove them: not where a launcher repeats the
-    command, since they may be the run's own then."""
+    """Raise ConfigError unless a fresh start may remove these checkpoints.
+
+    It may not when a launcher repeats the command, because they may be this run's.
+    """
     fresh = settings.resume_from_checkpoint is False
     if fresh and settings.overwrite_output_dir and not THIS_RUN.restarted:
         _check_not_needed(settings.config, checkpoints)
@@ -201,7 +211,7 @@ def _check_may_overwrite(checkpoints: Sequence[FoundCheckpoint], settings: Setti
 
 
 def _check_not_needed(cfg: DictConfig, checkpoints: Sequence[FoundCheckpoint]) -> None:
-    """Refuses to remove a folder that holds anything to start from, links followed."""
+    """Raise ConfigError if the checkpointer reads a file in one of these checkpoints, also through a link."""
     section, folders = cfg.checkpointer, {checkpoint.path.resolve() for checkpoint in checkpoints}
     names = ["", *(str(section.get(key) or "") for key in ("adapter_checkpoint", "recipe_checkpoint"))]
     if isinstance(files := section.get("checkpoint_files"), ListConfig | DictConfig):
@@ -214,20 +224,10 @@ def _check_not_needed(cfg: DictConfig, checkpoints: Sequence[FoundCheckpoint]) -
             )
 
 
-def _prepare(directory: Path) -> Claim:
-    """Prepares the folder for checkpoints, so that what is wrong shows now."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        store.clean(directory)
-        return store.claim(directory)
-    except OSError as error:
-        raise unwritable(directory, error) from error
-
-
 def _check_shared(start: Start, settings: Settings) -> None:
-    """Collective: a checkpoint that only one node has is lost to the others, and to the run that goes on elsewhere."""
+    """Collective: check that all ranks see rank 0's directory; other nodes could not resume from its checkpoints."""
     directory = checkpoint_directory(settings)
-    # the folder alone would not tell: on a disk of its own, a rank may have one of an earlier run
+    # the mark, because a node may have a directory of the same name from an earlier run
     seen = from_all_ranks(start.claim.staging.exists())
     if all(seen):
         return
@@ -240,27 +240,30 @@ def _check_shared(start: Start, settings: Settings) -> None:
         logger.warning("%s; checkpoints are only on rank 0's node", message)
 
 
-def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
-    """Collective: leaves a note for whoever will start the run again; any rank may be the one that tells of its end."""
+def _record_start(start: Start, settings: Settings, launchers: list[str]) -> None:
+    """Collective: write `adaptive_run.json` on rank 0; any rank may record the end."""
     if REHEARSAL.on:
         return
-    place = Path(settings.output_dir).absolute()
-    THIS_RUN.keep_record_in(place)
+    output_dir = Path(settings.output_dir).absolute()
+    THIS_RUN.keep_record_in(output_dir)
     finished = None
     if dist.get_rank() == 0:
-        before = run_state.read_record(place)
+        before = run_state.read_record(output_dir)
         if before and before.ended == run_state.FINISHED:
             finished = before
         serial = before.serial if before and THIS_RUN.restarted else start.serial
-        run_state.record_start(place, resume_command(), checkpoint_directory(settings), serial, launchers)
+        run_state.record_start(output_dir, resume_command(), checkpoint_directory(settings), serial, launchers)
     THIS_RUN.finished_before = from_rank_0(finished)
 
 
 def named_files(
     settings: Settings, recipe: str, directory: Path, checkpoints: Sequence[FoundCheckpoint]
 ) -> tuple[Files, Manifest | None]:
-    """What the config names for `resume_from_checkpoint: True`, and its manifest where it has one. Weights and state
-    have to be of one epoch, which torchtune takes on trust; what is not named comes from the folder of what is."""
+    """Return the files that the config names for `resume_from_checkpoint: True`, and their manifest if there is one.
+
+    Weights and state must be from the same epoch, which torchtune does not check. Files without a name are taken from
+    the directory of the others.
+    """
     if not checkpoints:
         raise ConfigError(
             f"resume_from_checkpoint is True, but checkpointer.output_dir {str(directory)!r} contains no checkpoint: "
@@ -269,7 +272,11 @@ def named_files(
     directory = directory.absolute()
     manifests = {checkpoint.path.absolute(): checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest}
     try:
-        files = _named(settings, recipe, directory, list(manifests))
+        if settings.enable_async_checkpointing:  # found without names, as in torchtune
+            newest = _newest_with(DISTRIBUTED_METADATA, "dist_epoch_", directory, list(manifests))
+            files = Files(folder=newest, distributed=True)
+        else:
+            files = _files_in(settings.config.checkpointer, recipe, directory, list(manifests))
         manifest = manifests.get(files.folder)
         if manifest is not None and (name := store.changed_file(files.folder, manifest)) is not None:
             raise FileNotFoundError(f"{files.folder} is damaged: the content of {name} has changed")
@@ -279,40 +286,29 @@ def named_files(
         raise ConfigError(
             f"resume_from_checkpoint is True, but {error}; {without_names}names are relative to {directory}, for "
             f"example checkpointer.checkpoint_files=[{example}/model-00001-of-00001.bin]"
-        ) from None  # the message has all of it
+        ) from None  # the message contains the cause
     return replace(files, complete=manifest is not None), manifest
 
 
-def _named(settings: Settings, recipe: str, directory: Path, complete: Sequence[Path]) -> Files:
-    section = settings.config.checkpointer
+def _files_in(section: DictConfig, recipe: str, directory: Path, complete: Sequence[Path]) -> Files:
+    """Return the files that the checkpointer's section names. Raises FileNotFoundError if one is missing."""
 
-    def newest(prefix: str, file: str) -> Path:
-        """The newest epoch of our own that has this file, else the largest of torchtune's."""
-        by_number = sorted(store.named(directory), key=lambda path: -int(path.name.rpartition("_")[2]))
-        for folder in [*complete, *by_number]:
-            if folder.name.startswith(prefix) and (folder / file).is_file():
-                return folder
-        raise FileNotFoundError(f"{directory} has no complete {prefix}... folder: none has {file}")
-
-    def existing(name: object, key: str) -> Path:
+    def existing(key: str, name: Any) -> Path:
         if not os.path.isfile(path := directory / str(name)):
             raise FileNotFoundError(f"checkpointer.{key} names {path}, which does not exist")
         return path
 
-    if settings.enable_async_checkpointing:  # found without names, as in torchtune
-        return Files(folder=newest("dist_epoch_", DISTRIBUTED_METADATA), distributed=True)
-    state = existing(name, "recipe_checkpoint") if (name := section.get("recipe_checkpoint")) else None
-    adapter = None
-    if not saves_adapters(recipe):
-        weights = [existing(name, "checkpoint_files") for name in file_names(section.get("checkpoint_files"))]
+    def named(key: str) -> Path | None:
+        return existing(key, name) if (name := section.get(key)) else None
+
+    state, adapter, weights = named("recipe_checkpoint"), None, list[Path]()
+    if saves_adapters(recipe):
+        next_to_state = state.with_name(store.ADAPTER_FILE) if state else None
+        adapter = named("adapter_checkpoint") or (next_to_state if next_to_state and next_to_state.is_file() else None)
+        if adapter is None:
+            adapter = _newest_with(store.ADAPTER_FILE, "epoch_", directory, complete) / store.ADAPTER_FILE
     else:
-        if name := section.get("adapter_checkpoint"):
-            adapter = existing(name, "adapter_checkpoint")
-        elif state is not None and state.with_name(store.ADAPTER_FILE).is_file():
-            adapter = state.with_name(store.ADAPTER_FILE)
-        else:
-            adapter = newest("epoch_", store.ADAPTER_FILE) / store.ADAPTER_FILE
-        weights = []
+        weights = [existing("checkpoint_files", name) for name in file_names(section.get("checkpoint_files"))]
     read = [adapter] if adapter else weights
     folder = read[0].parent
     if state is None:
@@ -321,12 +317,13 @@ def _named(settings: Settings, recipe: str, directory: Path, complete: Sequence[
             raise FileNotFoundError(
                 f"neither {folder} nor {directory / store.RECIPE_STATE} has a {store.RECIPE_STATE_FILE}"
             )
-    homes = {path.resolve().parent for path in (*read, state)}
-    of_ours = not homes.isdisjoint(path.resolve() for path in complete)  # else they are compared when they are read
-    if len({path.parent for path in read}) > 1 or (len(homes) > 1 and of_ours):
+    sources = {path.resolve().parent for path in (*read, state)}
+    # files of torchtune's recipes are in several folders; their epochs are compared when they are read
+    ours = not sources.isdisjoint(path.resolve() for path in complete)
+    if len({path.parent for path in read}) > 1 or (len(sources) > 1 and ours):
         raise ConfigError(
-            "resume_from_checkpoint is True, but weights and state are of several checkpoints "
-            f"({', '.join(sorted(home.name for home in homes))}): use those of one, or name no recipe_checkpoint"
+            "resume_from_checkpoint is True, but weights and state are from several checkpoints "
+            f"({', '.join(sorted(source.name for source in sources))}): use those of one, or name no recipe_checkpoint"
         )
     return Files(
         folder=folder,
@@ -334,3 +331,12 @@ def _named(settings: Settings, recipe: str, directory: Path, complete: Sequence[
         adapter=str(adapter) if adapter else None,
         recipe_state=str(state),
     )
+
+
+def _newest_with(file: str, prefix: str, directory: Path, complete: Sequence[Path]) -> Path:
+    """Return the newest complete checkpoint with this file, or torchtune's checkpoint of the last epoch."""
+    by_number = sorted(store.named(directory), key=lambda path: -int(path.name.rpartition("_")[2]))
+    for folder in [*complete, *by_number]:
+        if folder.name.startswith(prefix) and (folder / file).is_file():
+            return folder
+    raise FileNotFoundError(f"{directory} has no complete {prefix}... folder: none has {file}")

@@ -89,9 +89,9 @@ class Manifest:
     because a run that resumes from an earlier epoch uses the same names again."""
     position: Position
     finished: bool
-    """Whether no epoch was left. A larger `epochs` continues the run."""
+    """True if all epochs were trained. A larger `epochs` continues the run."""
     distributed: bool
-    """Whether torch.distributed.checkpoint wrote it, with one part per rank, instead of torchtune's files."""
+    """True if torch.distributed.checkpoint wrote it, with one part per rank, instead of torchtune's files."""
     ranks: int
     identity: Mapping[str, object]
     """The part of the config that must not change on resume."""
@@ -106,7 +106,7 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest | None
     fault: Fault | None
-    """Reason why the checkpoint is incomplete; None if it is complete."""
+    """Reason why the checkpoint is incomplete, if it is."""
 
     @property
     def name(self) -> str:
@@ -187,13 +187,13 @@ class Files:
     folder: Path
     """The checkpoint's directory, which also contains the saved state of the random generators."""
     distributed: bool = False
-    """Whether the directory has the format of torch.distributed.checkpoint."""
+    """True if torch.distributed.checkpoint wrote the directory."""
     weights: tuple[str, ...] = ()
     """Files of the full model; empty if only an adapter was saved."""
     adapter: str | None = None
     recipe_state: str | None = None
     complete: bool = False
-    """Whether a manifest covers all files. Otherwise weights and state may be from different epochs."""
+    """True if a manifest covers all files; otherwise weights and state may be from different epochs."""
 
 
 def files_of(folder: Path, manifest: Manifest) -> Files:
@@ -216,7 +216,7 @@ def named(directory: Path) -> list[Path]:
 
 
 def in_the_way(directory: Path) -> str | None:
-    """Describe a file that has the name of a checkpoint; None if there is none."""
+    """Describe a file that has the name of a checkpoint, if there is one."""
     paths = (path for path in named(directory) if path.exists() and not path.is_dir())
     return next((f"{str(path)!r} is a file, but has the name of a checkpoint" for path in paths), None)
 

@@ -20,9 +20,9 @@ from torch import nn
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_adaptive.checkpoints.loading import check_names, check_what_saves_copy, missing_directory
+from torchtune_adaptive.checkpoints.loading import check_copied_files, check_names, missing_directory
 from torchtune_adaptive.checkpoints.progress import start_progress
-from torchtune_adaptive.checkpoints.resuming import checkpoint_directory, choose, places_of
+from torchtune_adaptive.checkpoints.resuming import checkpoint_directory, choose_checkpoint, written_directories
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import check_keys
@@ -238,9 +238,9 @@ def _check_folders(settings: Settings, recipe: Recipe, findings: Findings) -> No
     if (problem := missing_directory(section)) is not None:
         findings.missing(problem)
     else:
-        check_what_saves_copy(section)
-    for folder in places_of(settings):
+        check_copied_files(section)
+    for folder in written_directories(settings):
         if (who := lock_holder(folder)) is not None:
             raise in_use(folder, who)
     with suppress(RunFinished):
-        choose(settings, recipe.saved_as, find_checkpoints(checkpoint_directory(settings)))
+        choose_checkpoint(settings, recipe.saved_as, find_checkpoints(checkpoint_directory(settings)))

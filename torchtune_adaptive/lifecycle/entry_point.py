@@ -50,7 +50,7 @@ Query: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
 def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Collective: run a recipe with the config of the command line; exit with status 1 on errors.
 
-    `keys` are keys that only this recipe has. `remedies` translates the library's remedies into keys of its config.
+    `keys` are keys that only this recipe has. `remedies` translates the library's remedies into config keys.
     """
     exit_with_launcher()
     tolerate_closed_stdout()
@@ -236,5 +236,5 @@ def _exit(status: int) -> NoReturn:
 
 
 def rank() -> int:
-    """Return the rank assigned by the launcher, which is known before the process group exists."""
+    """Return the rank that the launcher assigned, before the process group exists."""
     return int(os.environ.get("RANK", "0"))

@@ -60,7 +60,7 @@ class RunRecord:
     """Serial of this run's first checkpoint; a finished checkpoint with a smaller serial is from an earlier run."""
     started_at: str
     ended: str | None = None
-    """One of the four constants above; None if the run still trains or was killed."""
+    """One of the four constants above, unless the run still trains or was killed."""
     message: str = ""
     launchers: list[str] = field(default_factory=list)
 
@@ -125,7 +125,7 @@ class ThisRun:
     newest: Path | None = None
     """The newest complete checkpoint."""
     record_directory: Path | None = None
-    """Directory of `adaptive_run.json`; None before the run knows where it starts."""
+    """Directory of `adaptive_run.json`, once the run knows where it starts."""
     record_directory_id: tuple[int, int] | None = None
     """Another run may start under the name of a directory that was renamed; this run does not write there."""
     finished_before: RunRecord | None = None
@@ -234,7 +234,7 @@ def lock_directory(directory: Path) -> IO[bytes]:
 
 
 def lock_holder(directory: Path) -> str | None:
-    """Describe the process that has locked the directory; return None if it is not locked."""
+    """Describe the process that has locked the directory, if any."""
     if not os.path.isfile(directory / LOCK_FILE):
         return None  # opening a FIFO would block
     with suppress(OSError), (directory / LOCK_FILE).open("rb") as file:

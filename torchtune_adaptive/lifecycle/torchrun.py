@@ -26,7 +26,7 @@ def launcher_timeout_s() -> float:
 
 
 def this_launcher() -> str | None:
-    """Return a unique name of this rank's launcher, across machines and time; None without a launcher."""
+    """Return a name of this rank's launcher that is unique across machines and time."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     parent, began = os.getppid(), ""

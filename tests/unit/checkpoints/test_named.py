@@ -35,7 +35,7 @@ def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
     state = (files("epoch_0"), "checkpointer.recipe_checkpoint=epoch_1/recipe_state.pt")
     both = "epoch_1/model-00001-of-00001.bin,epoch_0/model-00001-of-00001.bin"
     for overrides in (state, (f"checkpointer.checkpoint_files=[{both}]",)):
-        with pytest.raises(ConfigError, match=r"of several checkpoints \(epoch_0, epoch_1\)"):
+        with pytest.raises(ConfigError, match=r"from several checkpoints \(epoch_0, epoch_1\)"):
             named(tmp_path, *overrides)
 
 

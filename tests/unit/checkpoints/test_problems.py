@@ -65,10 +65,10 @@ def test_uncopyable_file_is_refused_before_training(tmp_path: Path, component: s
     section = OmegaConf.create({"_component_": component, "checkpoint_dir": str(tmp_path)})
     (tmp_path / "model.safetensors").symlink_to("gone")  # a save does not copy weights
     (tmp_path / ".cache").symlink_to("gone")
-    loading.check_what_saves_copy(section)
+    loading.check_copied_files(section)
     (tmp_path / "tokenizer.json").symlink_to("../blobs/1a2b")
     with pytest.raises(ConfigError, match=r"tokenizer\.json, but it is a link to \.\./blobs/1a2b, which does not"):
-        loading.check_what_saves_copy(section)
+        loading.check_copied_files(section)
 
 
 def test_oom_in_a_save_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
