@@ -28,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-from tests.hf.trainers import LONGEST, Counting, Run, arguments, collate, difference, tiny_llama, train
+from tests.hf.trainers import LONGEST, Counting, Means, Run, arguments, collate, difference, tiny_llama, train
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import (
     AdaptiveError,
@@ -155,14 +155,6 @@ def test_an_error_of_the_engine_advises_arguments_of_the_trainer(folder: Path) -
         )
     assert "raise memory_limit if it is set" in str(refused.value)
     assert "checkpoint" not in str(refused.value)
-
-
-class Means(Trainer):
-    """The model's loss is a sum over the step; without `num_items_in_batch` it is a mean over tokens."""
-
-    def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        self.model_accepts_loss_kwargs = False
-        return super().compute_loss(*args, **kwargs)
 
 
 class PartlyTargets(Counting):
@@ -295,7 +287,7 @@ def test_a_step_whose_last_batch_is_left_out_is_refused(folder: Path) -> None:
             return super().training_step(model, inputs, *args, **kwargs)
 
     options = arguments(folder, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match="does not call Trainer's for every batch of a step"):
+    with pytest.raises(ConfigError, match=r"does not call Trainer's by super\(\) for every batch of a step"):
         train(folder, AS_IT_IS, base=Leaves, arguments=options)
 
 

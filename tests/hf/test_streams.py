@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
 
-from tests.hf.trainers import Counting, arguments, difference, train, use_fsdp2
+from tests.hf.trainers import Counting, Means, Run, arguments, difference, train, use_fsdp2
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf import AdaptiveArguments
@@ -55,3 +56,30 @@ def test_two_ranks_on_a_stream_that_ends_within_a_step_train_what_stock_trains(s
 def test_a_stream_without_enough_samples_for_one_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         train(tmp_path, AdaptiveArguments(), train_dataset=Stream(8), arguments=arguments(tmp_path))
+
+
+class EndsEpochs(TrainerCallback):
+    """Ends the epoch after these batches of the run, which are not the last of their step."""
+
+    def __init__(self, *batches: int) -> None:
+        self.batches, self.seen = batches, 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen += 1
+        control.should_epoch_stop = self.seen in self.batches
+
+
+@pytest.mark.parametrize("base", [Trainer, Means], ids=["sum", "mean"])
+def test_an_epoch_that_a_callback_ends_within_a_step_trains_what_stock_trains(base: type, tmp_path: Path) -> None:
+    settings = arguments(tmp_path, max_steps=-1, num_train_epochs=4)
+    rows = [list(range(start, start + 20)) for start in range(1, 121)]  # of one length: a mean of means is their mean
+
+    def trained(adaptive: AdaptiveArguments | None, **options: Any) -> Run:
+        stops = [EndsEpochs(4, 5, 7)]  # twice before a step is complete
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        return train(tmp_path, adaptive, base=base, train_dataset=data, callbacks=stops, arguments=settings, **options)
+
+    stock, failed = trained(None), trained(AdaptiveArguments(), faults=[(2, 40)])
+    assert failed.column("oom_recoveries")[-1] == 1
+    assert difference(trained(AdaptiveArguments()), stock) < 1e-6
+    assert difference(failed, stock) < 1e-6

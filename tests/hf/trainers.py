@@ -78,6 +78,14 @@ def arguments(folder: Path, kind: type = TrainingArguments, **options: Any) -> A
     return kind(output_dir=str(folder), **{**defaults, **options})
 
 
+class Means(Trainer):
+    """The model's loss is a sum over the step; without `num_items_in_batch` it is a mean over tokens."""
+
+    def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        self.model_accepts_loss_kwargs = False
+        return super().compute_loss(*args, **kwargs)
+
+
 class Run(NamedTuple):
     """What a run has logged, step by step, and its weights."""
 

@@ -147,8 +147,8 @@ class OptimizerSteps:
         self.trainer.state.stateful_callbacks[STATE] = self.runner.state_dict()
         return result.loss_sum / world_size()  # Trainer logs the mean over ranks
 
-    def keep_gradients(self) -> None:
-        """Keep the gradients of an incomplete step, and add them to those of the next, as Trainer does."""
+    def refuse_without_steps(self) -> None:
+        """Raise a ConfigError if the dataset ended within a step twice without a complete step in between."""
         step = self.trainer.state.global_step
         if step == self._kept_in_step:
             batches = self.trainer.current_gradient_accumulation_steps, self.trainer.args.gradient_accumulation_steps
@@ -157,6 +157,9 @@ class OptimizerSteps:
                 "gradient_accumulation_steps or per_device_train_batch_size"
             )
         self._kept_in_step = step
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients of an incomplete step, and add them to those of the next, as Trainer does."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 self._kept.append((parameter, parameter.grad))
@@ -174,6 +177,7 @@ class OptimizerSteps:
         return {"oom_recoveries": self.runner.recoveries, f"microbatch_{limit.unit}": limit.size}
 
     def _begin(self, batches: Sequence[CollatedBatch], num_items: Any) -> None:
+        self._count = len(batches)
         self._samples: list[Any] = [sample for batch in batches for sample in batch.samples]
         # A microbatch that is just one of them is run as the data loader has collated it.
         self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
@@ -200,11 +204,10 @@ class OptimizerSteps:
         batch = self._batches.get(tuple(map(id, samples))) or self._collated(samples)
         rows, targets = (0, 0) if samples[0] is self._filler else (len(samples), batch.targets[self._counted])
         # Trainer adds up the losses of its batches, and divides by their number where these are means.
-        batches = self.trainer.current_gradient_accumulation_steps
         weight = {
             Reduction.SUM: float(rows > 0),
-            Reduction.MEAN_OF_ROWS: batches * rows / len(self._samples),
-        }.get(self._reduction, batches * targets / max(1, self._targets_of_step[self._counted]))
+            Reduction.MEAN_OF_ROWS: self._count * rows / len(self._samples),
+        }.get(self._reduction, self._count * targets / max(1, self._targets_of_step[self._counted]))
         if not weight:  # a mean over no target is no number, not even times 0
             batch = self._collated([self._filler])
         backward = self.trainer.accelerator.backward

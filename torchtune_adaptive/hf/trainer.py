@@ -122,7 +122,7 @@ class AdaptiveMixin(Base):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As Trainer's: the batches of one optimizer step. A stream may end before it has given all of them."""
         if self._batches is not None:
-            self._refuse_training_step("does not call Trainer's for every batch of a step")
+            self._refuse_training_step("does not call Trainer's by super() for every batch of a step")
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = [] if batches else None
         self._as_collated = [*map(versions_of, batches)]
@@ -131,10 +131,19 @@ class AdaptiveMixin(Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Collective: as that of the trainer after this mixin, which has to call Trainer's by `super()`."""
+        before = len(self._batches or ())
         loss = super().training_step(*args, **kwargs)
-        if self._batches == []:
-            self._refuse_training_step("does not call Trainer's by super()")
+        if self._batches is not None and len(self._batches) == before:
+            self._refuse_training_step("does not call Trainer's by super() for every batch of a step")
         return loss
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Collective: as Trainer's; first runs the batches of a step within which a callback has ended the epoch."""
+        if self._batches:
+            tr_loss += self._run_collected(self._batches, *self._model_and_items)
+            assert self._steps is not None
+            self._steps.keep_gradients()
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _refuse_training_step(self, does: str) -> NoReturn:
         raise ConfigError(f"training_step of {type(self).__name__} {does}, so a step cannot be split")
@@ -160,18 +169,25 @@ class AdaptiveMixin(Base):
                 "tensors, and a training_step that hands on what it was given; it got a "
                 f"{type(inputs).__name__} without its samples"
             )
+        self._model_and_items = model, num_items
         is_last = self.accelerator.sync_gradients
         if not is_last and not (self._stream_ended and len(collected) == len(self._as_collated)):
             return torch.zeros((), device=self.args.device)
+        loss = self._run_collected(collected, model, num_items)
+        if not is_last:
+            assert self._steps is not None
+            self._steps.refuse_without_steps()
+            self._steps.keep_gradients()
+        return loss
+
+    def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
+        """Collective: runs the batches of a step, or the first of them if the epoch ends within it."""
         self._batches = None
         if any(versions_of(batch.inputs) != batch.versions for batch in collected if batch.versions):
             self._refuse_training_step("edits the batch after it has called Trainer's (do that on a copy)")
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, collected, num_items, self._while_training)
-        loss = self._steps.run(collected, num_items)
-        if not is_last:
-            self._steps.keep_gradients()
-        return loss
+        return self._steps.run(collected, num_items)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Collective while training: as Trainer's, with what has become of the microbatches."""
