@@ -372,7 +372,7 @@ def describe_failure(error: BaseException, directory: Path) -> str:
         number = _errno_of_a_write(directory / store.SAVING)
     if number is not None:
         text = os.strerror(number) + f": {file}" * bool(file) + " (see ulimit -f)" * (number == errno.EFBIG)
-    elif "inline_container" in str(error):
+    elif any(writer in str(error) for writer in ("inline_container", "iostream")):
         text = f"torch could not write a file in full ({error})"
     else:
         text = in_a_line(error)
