@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -140,6 +141,45 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_with_the_limit(folder: Pa
     resumed = train(tmp_path, AS_IT_IS, resume=str(tmp_path / "checkpoint-3"), arguments=arguments(tmp_path))
     assert resumed.column("microbatch_rows") == [4, 2, 2, 2, 2, 2]
     assert difference(resumed, stock(folder)) < 1e-6
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["without a state", "with half a state"])
+def test_a_checkpoint_whose_save_was_interrupted_is_not_resumed_from(
+    folder: Path, tmp_path: Path, torn: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(Trainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            if output_dir.endswith("-4"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super()._save_rng_state(output_dir)
+
+    settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(tmp_path, AS_IT_IS, base=FullDisk, arguments=settings)
+    if torn:
+        whole = (tmp_path / "checkpoint-2" / "trainer_state.json").read_text()
+        (tmp_path / "checkpoint-4" / "trainer_state.json").write_text(whole[: len(whole) // 2])
+    resumed = train(tmp_path, AS_IT_IS, resume=True, arguments=settings)
+    assert f"{tmp_path / 'checkpoint-4'} is skipped: its save was interrupted" in caplog.text
+    assert difference(resumed, stock(folder)) == 0.0
+
+
+def test_a_folder_without_a_complete_checkpoint_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path} contains no complete checkpoint"):
+        train(tmp_path, AS_IT_IS, resume=True, arguments=arguments(tmp_path))
+
+
+def test_a_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
+    class FullDisk(Trainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    train(tmp_path, AS_IT_IS, arguments=settings)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(tmp_path, AS_IT_IS, base=FullDisk, resume=str(tmp_path / "checkpoint-2"), arguments=settings)
+    assert not (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
 
 
 def test_an_error_of_the_engine_advises_arguments_of_the_trainer(folder: Path) -> None:

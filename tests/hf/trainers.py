@@ -118,7 +118,7 @@ def train(
     base: type = Trainer,
     faults: Sequence[tuple[int, int]] = (),
     failing_rank: int = 0,
-    resume: str | None = None,
+    resume: str | bool | None = None,
     arguments: Any,
     **options: Any,
 ) -> Run:

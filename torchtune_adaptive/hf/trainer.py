@@ -7,9 +7,11 @@ trainer that generates returns its samples from `_prepare_inputs`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,15 +19,18 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
-from torchtune_adaptive.engine.ranks import rank
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.replaced import replaced
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples, versions_of
 from torchtune_adaptive.hf.steps import OptimizerSteps
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -73,12 +78,14 @@ class AdaptiveMixin(Base):
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective: as Trainer's."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Collective: as Trainer's; True resumes from the newest complete checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_complete(str(self.args.output_dir))
         with ExitStack() as self._while_training:
             try:
                 with fatal_where_memory_runs_out(self._explained):
-                    return super().train(*args, **kwargs)
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
             except AdaptiveError as error:
                 if self.args.gradient_checkpointing:
                     error.remedies = without_backward(error.remedies)
@@ -189,6 +196,18 @@ class AdaptiveMixin(Base):
             self._steps = OptimizerSteps(self, model, collected, num_items, self._while_training)
         return self._steps.run(collected, num_items)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Collective: as Trainer's. A checkpoint of that name is no longer complete while it is overwritten."""
+        if self.args.should_save:
+            state = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", TRAINER_STATE_NAME)
+            state.unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Collective: as Trainer's, on all ranks before rank 0 writes the file that completes the checkpoint."""
+        super()._save_rng_state(output_dir)
+        from_all_ranks(None)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Collective while training: as Trainer's, with what has become of the microbatches."""
         if self._steps is not None and "loss" in logs:
@@ -198,6 +217,23 @@ class AdaptiveMixin(Base):
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):
     """transformers' Trainer that finds what fits, and survives running out of memory."""
+
+
+def newest_complete(folder: str) -> str:
+    """Return the newest checkpoint of a Trainer's folder, without those whose save was interrupted.
+
+    Trainer writes trainer_state.json last.
+    """
+    named = ((path.name.removeprefix("checkpoint-"), path) for path in Path(folder).glob("checkpoint-*"))
+    for _, path in sorted(((int(step), path) for step, path in named if step.isdecimal()), reverse=True):
+        try:
+            TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))
+        except (OSError, ValueError, TypeError):
+            if rank() == 0:
+                logger.warning("%s is skipped: its save was interrupted", path)
+        else:
+            return str(path)
+    raise ConfigError(f"{folder} contains no complete checkpoint to resume from: start from the beginning")
 
 
 def _refuse_unsupported(trainer: Trainer) -> None:
