@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from tests.ranks import RankFailed, RanksHung, run_on_ranks
+from tests.ranks import PATIENCE, RankFailed, RanksHung, patience, run_on_ranks
 from tests.recipes.crash import kill_hook
 from tests.recipes.crash.kill_points import ORDERS, TIME, Order, Point, write_orders
 from tests.recipes.crash.variants import Variant
@@ -139,7 +139,7 @@ def _by_tune_run(start: Start, order: Order) -> Life:
         try:
             if at_time:
                 _strike_by_hand(process, at_time, start.manner, mark, notes)
-            process.wait(timeout=TUNE_RUN_S)
+            process.wait(timeout=TUNE_RUN_S * patience() / PATIENCE)
         except subprocess.TimeoutExpired:
             return Life(HUNG, struck_at(notes), _output(notes))
         finally:
