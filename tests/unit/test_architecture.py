@@ -1,10 +1,12 @@
 """Rules about imports between folders, checked in the source."""
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,8 @@ from tests.unit.source import (
     tree_of,
 )
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.engine import probes
+from torchtune_adaptive.rehearse.fake_ranks import ANSWERS
 from torchtune_adaptive.tune.samples import PAIR
 
 ROOMS_OF_TESTS = sorted(
@@ -183,6 +187,15 @@ def test_below_tune_only_three_modules_communicate() -> None:
 def test_decision_modules_do_not_import_torch(name: str) -> None:
     """Neither do the modules they import."""
     assert {module for module in reached_from(name) if imports(MODULES[module], "torch")} == set()
+
+
+def test_engine_does_not_know_about_rehearsals_which_replace_existing_functions() -> None:
+    assert {name for name in MODULES if room_of(name) == "engine" and "rehearsal_flag" in arrows_from(name)} == set()
+    for module, answers in ANSWERS.items():
+        engine = importlib.import_module(f"torchtune_adaptive.engine.{module}")
+        for name in answers:
+            assert attrgetter(name)(engine) is not None
+    assert probes.probing is not None
 
 
 def test_only_one_module_uses_private_names_of_fsdp2() -> None:

@@ -50,7 +50,6 @@ from torchtune_adaptive.errors import (
     check_choice,
     without_backward,
 )
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import count_of
 
 _UNLIMITED_ROWS = 2
@@ -354,7 +353,7 @@ def _fatal_if_out_of_memory(rows: int) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _probing(
+def probing(
     steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]], memory: MemorySource | None, progress: OnProbe | None
 ) -> Iterator[tuple[Mapping[str, TrainingStep[Any]], Prober]]:
     """Collective: yield the steps by name and their prober; afterwards restore models, optimizers and generators."""
@@ -370,7 +369,7 @@ def _probing(
     for model in models:
         if isinstance(model, fsdp.FSDPModule):  # an evaluation may have left parameters gathered
             fsdp.prepare(model)
-    with leaving_no_trace(models, optimizers), REHEARSAL.trial():
+    with leaving_no_trace(models, optimizers):
         yield named, Prober(named, memory, progress or (lambda *_: None))
     # Resetting the peak sets it to the memory in use, so it must follow the release of the probes' optimizer state.
     memory.reset_peak()
@@ -401,7 +400,7 @@ def find_max_batch_size(
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs_up_to(max_rows, round_to, samples_per_step)
-    with _probing(steps, memory, progress) as (named, prober):
+    with probing(steps, memory, progress) as (named, prober):
         if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in named.values()):
             raise ConfigError(
                 f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
@@ -438,7 +437,7 @@ def profile_memory(
 
     Arguments and side effects are those of `find_max_batch_size`, but every step needs a `cut`.
     """
-    with _probing(steps, memory, progress) as (named, prober):
+    with probing(steps, memory, progress) as (named, prober):
         lengths = SampleLengths(
             longest=max(step.length for step in named.values()),
             shortest=max(step.shortest for step in named.values()),

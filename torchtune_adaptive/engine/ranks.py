@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.errors import RanksPartedError, Remedy, UnrecoverableError
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 Value = TypeVar("Value")
 
@@ -130,8 +129,6 @@ class Agreement:
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Collective: return the rows of all ranks, in order of rank."""
         width, cells = self._columns, self._cells
-        if REHEARSAL.on:  # all ranks are alike
-            return [tuple(map(float, row))] * world_size()
         cells[:] = array("d", bytes(8 * len(cells)))
         cells[rank() * width : (rank() + 1) * width] = array("d", row)
         if world_size() > 1:
@@ -254,7 +251,7 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
         # parameters without replicas, such as most under tensor parallelism, are skipped
         elif dims := _replicated_dims(parameter):
             replicated.setdefault((parameter.device_mesh, dims), []).append(parameter)
-    if not replicated or world_size() == 1 or REHEARSAL.on:
+    if not replicated or world_size() == 1:
         return
     row = [number for shards in replicated.values() for number in (_first_holder(shards[0]), checksum(shards))]
     table = Agreement(len(row)).gather(row)

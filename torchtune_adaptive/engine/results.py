@@ -16,7 +16,6 @@ from torchtune_adaptive.engine.memory import Reading
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.text import format_apart
 
 
@@ -153,8 +152,8 @@ class AttemptReports(tuple[AttemptReport, ...]):
 
     @property
     def rate(self) -> float:
-        """Target tokens per second. A rehearsal has no timing: its rate is constant, so smaller limits are kept."""
-        return 1.0 if REHEARSAL.on else self.target_tokens / max(report.reading.seconds for report in self)
+        """Target tokens per second."""
+        return self.target_tokens / max(report.reading.seconds for report in self)
 
     @property
     def fullest(self) -> Fullest | None:

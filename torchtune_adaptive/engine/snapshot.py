@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
         *(buffer for _, _, buffer in buffers),
         *(tensor for state in states for tensor in state.tensors),
     )
-    distinct = {id(tensor): tensor for tensor in contents if not REHEARSAL.on}.values()
-    copies = [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in distinct]
+    copies = copies_on_host({id(tensor): tensor for tensor in contents}.values())
     try:
         yield
     finally:
@@ -73,6 +71,11 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
             for plain, copied in zip(plain_tensors(tensor), parts, strict=True):
                 plain.detach().copy_(copied)
         rng.restore()
+
+
+def copies_on_host(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return each tensor with copies of its plain tensors."""
+    return [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in tensors]
 
 
 def _to_host(tensor: Tensor) -> Tensor:

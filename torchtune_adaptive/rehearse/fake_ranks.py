@@ -6,6 +6,11 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +35,18 @@ def set_rank_variables(rank: int, ranks: int) -> None:
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
         GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",
     )  # fmt: skip
+
+
+def _gather(agreement: Any, row: Sequence[float]) -> list[tuple[float, ...]]:
+    return [tuple(map(float, row))] * (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "ranks": {"Agreement.gather": _gather, "compare_replicas": lambda _: None},
+    "results": {"AttemptReports.rate": property(lambda _: 1.0)},  # without timing, a trial keeps the smaller size
+    "snapshot": {"copies_on_host": lambda _: []},  # values on the device have no meaning
+}
+"""By module of this package's engine: functions whose results come from other ranks or from the device."""
 
 
 class FakeRanks:
@@ -60,6 +77,8 @@ class FakeRanks:
         # a fake group cannot gather the statistics of these layers, which are a few numbers
         torch.nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
         _skip_reductions_of_ddp()
+        for name, answers in ANSWERS.items():
+            after_import(f"torchtune_adaptive.engine.{name}", partial(_set_answers, answers))
 
     def _init_process_group(self, *_: Any, **__: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -151,6 +170,40 @@ def _save_checkpoints_without_other_ranks() -> None:
 
     utils._DistWrapper.__init__ = init  # type: ignore[method-assign]
     default_planner._validate_global_plan = lambda *_: validate([], Metadata({}))
+
+
+def _set_answers(answers: dict[str, Any], module: ModuleType) -> None:
+    for name, answer in answers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(getattr(module, owner) if owner else module, attribute, answer)
+
+
+class _AfterImport(MetaPathFinder):
+    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
+        self._name, self._patch = name, patch
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
+    """Patch a module now, or when the script imports it."""
+    if name in sys.modules:
+        patch(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, patch))
 
 
 def replace(function: Any, by: Any) -> None:

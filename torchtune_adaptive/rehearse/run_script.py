@@ -21,11 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +30,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
-from torchtune_adaptive.rehearse.fake_ranks import FakeRanks, replace, replace_simple_launcher, set_rank_variables
+from torchtune_adaptive.rehearse.fake_ranks import (
+    FakeRanks,
+    after_import,
+    replace,
+    replace_simple_launcher,
+    set_rank_variables,
+)
 from torchtune_adaptive.rehearse.result import RECURRENT
 from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
@@ -73,7 +75,7 @@ def main(record: str, settings_json: str, *command: str) -> None:
     _skip_random_weights()
     _skip_offloaded_copies()
     _run_recurrent_layers_without_cudnn(recorder.notes)
-    sys.meta_path.insert(0, TransformersImport())
+    after_import("transformers.modeling_utils", _build_models_without_weights)
     values = DeviceValues(recorder.guessed)
     values.install()
     threading.Thread(target=_report_waiting, args=(recorder, values), daemon=True).start()
@@ -256,32 +258,13 @@ def run(command: Sequence[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-MODELS = "transformers.modeling_utils"
 BUILDS = ("dtype", "torch_dtype", "attn_implementation")
 """Arguments of from_pretrained that have an effect without weights."""
 
 
-class TransformersImport(MetaPathFinder):
-    """Replaces `from_pretrained` when the script imports transformers: without local weights, it uses the config."""
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Return the original spec, whose loader also replaces `from_pretrained`."""
-        if name != MODELS:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _build_models_without_weights(module.PreTrainedModel)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _build_models_without_weights(models: Any) -> None:
+def _build_models_without_weights(transformers: Any) -> None:
+    """Let `from_pretrained` build models without local weights from their config."""
+    models = transformers.PreTrainedModel
     load = models.from_pretrained.__func__
 
     def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:

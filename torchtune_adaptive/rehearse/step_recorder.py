@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdRef
 
 from torchtune_adaptive.null_cuda import used_convolutions, used_memory
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
+from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.result import CONVOLVED
 from torchtune_adaptive.rehearse.start import CannotRehearse
 
@@ -60,6 +60,7 @@ class StepRecorder:
         self.notes = set[str]()
         """Keys of notes for the end of the report."""
         self._replays = 0
+        self._searching = False
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
@@ -76,7 +77,7 @@ class StepRecorder:
             self._optimizers.add(optimizer)
 
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
-        REHEARSAL.when_tried.append(self._forget_peaks_of_a_trial)
+        after_import("torchtune_adaptive.engine.probes", self._exclude_probes)
         replay = torch.cuda.CUDAGraph.replay
 
         def count_and_replay(graph: torch.cuda.CUDAGraph) -> None:
@@ -120,11 +121,24 @@ class StepRecorder:
         }
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
 
-    def _forget_peaks_of_a_trial(self) -> None:
-        self._peaks.read()
+    def _exclude_probes(self, probes: Any) -> None:
+        """Exclude the steps of a search by this package's engine."""
+        probing = probes.probing
+
+        @contextmanager
+        def excluded(*args: Any) -> Iterator[Any]:
+            self._searching = True
+            try:
+                with probing(*args) as prober:
+                    yield prober
+            finally:
+                self._searching = False
+                self._peaks.read()
+
+        probes.probing = excluded
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if REHEARSAL.trying:
+        if self._searching:
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             _refuse_lbfgs(optimizer)
@@ -132,7 +146,7 @@ class StepRecorder:
         self._allocated = _allocated()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if REHEARSAL.trying:
+        if self._searching:
             return
         usage, parameter = self._before_update, _parameter_of(optimizer)
         self._before_update = {}
@@ -182,7 +196,7 @@ class StepRecorder:
             "out_of_memory",
             {
                 "step": self.steps + 1 + self._first_step_is_complete,
-                "tried": REHEARSAL.trying,
+                "tried": self._searching,
                 "trains": bool(self._optimizers),
                 "device": device,
                 "file": place[0],
