@@ -899,7 +899,7 @@ def test_signal_ends_it_with_the_steps_so_far(rehearse: Rehearse) -> None:
         signal.pause()
     """
     answer = rehearse(script)
-    until_then = "until then 0.05 of 78.1 GiB reserved at most (step 1)"
+    until_then = "before that, 0.05 of 78.1 GiB reserved at most (step 1)"
     assert (answer.status, answer.found["verdict"]) == (2, f"no answer: interrupted in step 4; {until_then}")
     assert (len(answer.found["steps"]), answer.found["fits"], answer.printed) == (3, None, "")
 

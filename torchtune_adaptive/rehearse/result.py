@@ -162,7 +162,7 @@ class RehearsalResult:
             when += f" on device {error['device']}" if len(self.devices) > 1 else ""
             return f"does not fit: out of memory{when}, {had}, {asked}{guessed}"
         if self.status and self.interrupted:
-            before = f"; before, {self._most_reserved}" if self.all_peaks else ""
+            before = f"; before that, {self._most_reserved}" if self.all_peaks else ""
             return f"no answer: interrupted in step {len(self.steps) + 1}{before}"
         if self.child:
             command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
