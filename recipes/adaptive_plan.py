@@ -20,8 +20,8 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import advice, answer
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.entry_point import run_query
-from torchtune_adaptive.text import count_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

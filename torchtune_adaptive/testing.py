@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, MemorySour
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.step import KindOfPass, StepRunner
-from torchtune_adaptive.text import MemorySize
+from torchtune_adaptive.formatting import MemorySize
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

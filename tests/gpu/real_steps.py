@@ -31,8 +31,8 @@ from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, plain_tens
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
+from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.null_cuda.build import LIBRARY
-from torchtune_adaptive.text import MemorySize
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
 from torchtune_adaptive.tune.distributed import Place, free_setup_memory, mesh_of

@@ -8,7 +8,7 @@ from tests.gpu.real_steps import GIB, use
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
 from torchtune_adaptive.engine.oom import release
-from torchtune_adaptive.text import parse_size
+from torchtune_adaptive.formatting import parse_size
 
 
 def limit_of_a_gpu(name: str) -> None:

@@ -34,7 +34,7 @@ from torchtune_adaptive.config.keys import LoraSettings
 from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.formatting import count_of
 
 ShardedWeights: TypeAlias = dict[str, dict[str, Tensor]]
 """Local weights by name, under each key of torchtune's checkpointer."""

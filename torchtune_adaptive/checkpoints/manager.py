@@ -54,9 +54,9 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0, gloo_group_aside
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
+from torchtune_adaptive.formatting import count_of, format_bytes
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
-from torchtune_adaptive.text import count_of, format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtune_adaptive.atomic_files import directory_id, of_its_types, read_json, sync
+from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.text import count_of, printable
 
 SAVING = ".saving"
 REMOVING = ".removing-"

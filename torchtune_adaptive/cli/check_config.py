@@ -32,12 +32,12 @@ from torchtune_adaptive.config.registry import FULL_DPO, GRPO, GRPO_LORA, LORA_D
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
 from torchtune_adaptive.forecast.question import read_question
+from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.run_state import in_use, lock_holder
 from torchtune_adaptive.rl.limits import check_room
 from torchtune_adaptive.rl.ppo import build_ppo_loss
 from torchtune_adaptive.rl.rewards import functions_of
 from torchtune_adaptive.rl.settings import REWARD_SECTION, VALUE_SECTION
-from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
 from torchtune_adaptive.tune.dealing import obstacle_to_dealing

@@ -9,7 +9,7 @@ import argparse
 
 from torchtune_adaptive.config.registry import RECIPES, stock_configs, taken_by_ours
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import did_you_mean
+from torchtune_adaptive.formatting import did_you_mean
 
 ANY_OF_THEM = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
 

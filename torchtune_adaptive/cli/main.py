@@ -12,9 +12,9 @@ from torchtune_adaptive.cli import cp, ls, status, validate
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.dependencies import RECIPES_EXTRA, recipes_extra_is_missing
 from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
-from torchtune_adaptive.text import printable
 
 COMMANDS: dict[str, ModuleType] = {"ls": ls, "cp": cp, "validate": validate, "status": status, "rehearse": rehearse}
 """Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status. An

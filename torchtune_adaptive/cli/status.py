@@ -12,9 +12,9 @@ from enum import IntEnum
 from pathlib import Path
 
 from torchtune_adaptive.checkpoints.store import find_checkpoints, in_the_way, newest_intact
+from torchtune_adaptive.formatting import format_bytes, printable
 from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import lock_holder
-from torchtune_adaptive.text import format_bytes, printable
 
 COMPARED_BYTES = 2**28
 """Bytes of a checkpoint that is read: a second or two, from most disks."""

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torchtune_adaptive.config.registry import FULL, LORA, RECIPES, SIGNS, Recipe, config_of, recipe_for, started_with
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import did_you_mean
+from torchtune_adaptive.formatting import did_you_mean
 
 FITS, REFUSED = 0, 1
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.keys import AdaptiveConfig, LoraSettings, Settings, keys_of, read, read_common, value_at
 from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError, raise_together, together
-from torchtune_adaptive.text import nearest
+from torchtune_adaptive.formatting import nearest
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import shown
+from torchtune_adaptive.formatting import shown
 
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, IndexError, RecursionError)
 """What reading YAML and overrides may raise, IndexError for a `[`."""

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.text import nearest, shown
+from torchtune_adaptive.formatting import nearest, shown
 
 COMPONENT = "_component_"
 LONGEST_REASON = 500

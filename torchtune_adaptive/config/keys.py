@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigTypeError
 from torchtune_adaptive.engine.limits import ROUNDINGS
 from torchtune_adaptive.engine.search import STRATEGIES
 from torchtune_adaptive.errors import ConfigError, together
-from torchtune_adaptive.text import MemorySize, did_you_mean, parse_sizes, shown
+from torchtune_adaptive.formatting import MemorySize, did_you_mean, parse_sizes, shown
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import did_you_mean
+from torchtune_adaptive.formatting import did_you_mean
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

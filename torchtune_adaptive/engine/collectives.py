@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
 from torchtune_adaptive.engine.ghost import GhostPasses, Listener, messages
 from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, message_counters, rank, world_size
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.formatting import count_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from torchtune_adaptive.engine.limits import Limit, Microbatch
-from torchtune_adaptive.text import count_of, ranks_named
+from torchtune_adaptive.formatting import count_of, ranks_named
 
 RECOVERY = "recovery"
 THRASHING = "thrashing"

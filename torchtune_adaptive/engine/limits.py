@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import numpy as np
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import count_of, format_bytes, is_whole
+from torchtune_adaptive.formatting import count_of, format_bytes, is_whole
 
 MAX_ROWS = 4096
 """The default upper bound of a search, which ends it if memory does not grow with the rows."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.errors import ConfigError, Remedy
-from torchtune_adaptive.text import MemorySize
+from torchtune_adaptive.formatting import MemorySize
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

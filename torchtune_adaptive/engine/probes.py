@@ -50,7 +50,7 @@ from torchtune_adaptive.errors import (
     check_choice,
     without_backward,
 )
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.formatting import count_of
 
 _UNLIMITED_ROWS = 2
 """Probes up to this size run without the memory limit: one row for the error message, two for a line."""

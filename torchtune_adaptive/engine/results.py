@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.memory import Reading
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.text import format_apart
+from torchtune_adaptive.formatting import format_apart
 
 
 class Totals(NamedTuple):

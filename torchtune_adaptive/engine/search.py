@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, rungs_up_to
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, check_choice
-from torchtune_adaptive.text import format_apart, format_bytes
+from torchtune_adaptive.formatting import format_apart, format_bytes
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.text import is_whole
+from torchtune_adaptive.formatting import is_whole
 
 logger = logging.getLogger(__name__)
 

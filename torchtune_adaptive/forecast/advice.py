@@ -15,7 +15,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.question import Overrides, Question, changed
 from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
 from torchtune_adaptive.forecast.which_recipe import is_lora, training_of
-from torchtune_adaptive.text import count_of, format_bytes, in_columns
+from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
 
 ENOUGH = 2
 """Settings that fit, after which no more are tried unless all are asked for."""

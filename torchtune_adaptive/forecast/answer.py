@@ -13,10 +13,10 @@ from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.rehearse_recipe import Found
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_on_rollouts
+from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
 from torchtune_adaptive.rehearse.result import FRAGMENTED
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rl.settings import POLICY_SECTION
-from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
 Row = dict[str, Any]
 

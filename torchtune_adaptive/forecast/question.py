@@ -21,10 +21,10 @@ from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, keys_of, read,
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.which_recipe import training_of, trains_on_pairs, trains_on_rollouts
+from torchtune_adaptive.formatting import did_you_mean, format_bytes, parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.start import overhead_of
 from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
-from torchtune_adaptive.text import did_you_mean, format_bytes, parse_amount
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import build_dataset
 from torchtune_adaptive.tune.samples import PAIR, TEXT

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchtune_adaptive.errors import ConfigError, Remedy
-from torchtune_adaptive.text import parse_size
+from torchtune_adaptive.formatting import parse_size
 
 
 @dataclass

@@ -28,6 +28,7 @@ from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import count_of, parse_size
 from torchtune_adaptive.hf.losses import (
     Reduction,
     TwoSamples,
@@ -40,7 +41,6 @@ from torchtune_adaptive.hf.losses import (
 from torchtune_adaptive.hf.replaced import replaced
 from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, RawSample
 from torchtune_adaptive.report.tables import search_table
-from torchtune_adaptive.text import count_of, parse_size
 
 STATE = "adaptive"
 """The key of the limit in `trainer_state.json`, under `stateful_callbacks`."""

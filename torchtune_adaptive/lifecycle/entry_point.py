@@ -34,12 +34,12 @@ from torchtune_adaptive.errors import (
     RunFinished,
     RunStopped,
 )
+from torchtune_adaptive.formatting import ranks_named
 from torchtune_adaptive.lifecycle.console import INTERRUPTED, log_to_stderr, printing, tolerate_closed_stdout
 from torchtune_adaptive.lifecycle.heartbeat import exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
-from torchtune_adaptive.text import ranks_named
 
 logger = logging.getLogger(__name__)
 

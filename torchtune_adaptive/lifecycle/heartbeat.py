@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunFinished, RunStopped
+from torchtune_adaptive.formatting import ranks_named
 from torchtune_adaptive.lifecycle.run_state import STOPPED, THIS_RUN, saved_and_next_command
 from torchtune_adaptive.lifecycle.torchrun import first_to_report, write_error_file
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.text import ranks_named
 
 BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0

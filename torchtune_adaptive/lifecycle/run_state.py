@@ -27,8 +27,8 @@ from typing import IO
 
 from torchtune_adaptive.atomic_files import directory_id, keep_file, of_its_types, read_json
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.torchrun import launcher_timeout_s
-from torchtune_adaptive.text import printable
 
 logger = logging.getLogger(__name__)
 

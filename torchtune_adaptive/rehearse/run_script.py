@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
@@ -47,7 +48,6 @@ from torchtune_adaptive.rehearse.start import (
     without_python,
 )
 from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush, innermost
-from torchtune_adaptive.text import count_of
 
 SILENT_S = 60
 """Interval of messages about a script that takes no step."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
-from torchtune_adaptive.text import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

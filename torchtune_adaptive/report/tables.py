@@ -2,7 +2,7 @@
 
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.search import Probe, SearchResult
-from torchtune_adaptive.text import count_of, format_bytes, in_columns, times
+from torchtune_adaptive.formatting import count_of, format_bytes, in_columns, times
 
 MEASURED = ("peak", "of budget", "time", "")
 

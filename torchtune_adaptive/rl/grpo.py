@@ -20,6 +20,7 @@ from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.results import StepResult
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
@@ -43,7 +44,6 @@ from torchtune_adaptive.rl.stages import (
     RolloutStage,
     generating,
 )
-from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.metrics import Cause
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout

@@ -12,13 +12,13 @@ from torch import nn
 from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.limits import LimitFinder, check_room
 from torchtune_adaptive.rl.rewards import Rewards
 from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, differ, gathered, groups_of, share_cut_off
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, RolloutStage, RolloutStages
-from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver

@@ -27,11 +27,11 @@ from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import leaving_no_trace
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
+from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
-from torchtune_adaptive.text import format_bytes, in_columns
 from torchtune_adaptive.tune.batch_size import (
     LONGEST_SAMPLE,
     SKIPPED,

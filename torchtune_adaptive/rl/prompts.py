@@ -11,7 +11,7 @@ from torchtune.data import Message
 
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import did_you_mean, shown
+from torchtune_adaptive.formatting import did_you_mean, shown
 
 Prompt = dict[str, Any]
 

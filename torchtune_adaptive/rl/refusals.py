@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from torchtune_adaptive.errors import NotLearningError
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl.rollouts import LOG_PROBS, VALUES, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD
 from torchtune_adaptive.rl.stages import FIND_VALUES, SCORE_POLICY
-from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.metrics import Cause
 
 

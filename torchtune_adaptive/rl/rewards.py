@@ -23,11 +23,11 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.config.components import in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.formatting import count_of, in_columns, nearest, shown
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.rl.rollouts import SCORE, Group, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FUNCTIONS, REWARD_SECTION
-from torchtune_adaptive.text import count_of, in_columns, nearest, shown
 from torchtune_adaptive.tune.samples import FILLER, INDEX
 
 NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)

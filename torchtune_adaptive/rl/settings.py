@@ -28,7 +28,7 @@ from torchtune_adaptive.config.keys import (
     value_at,
 )
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.formatting import count_of
 
 POLICY_SECTION, VALUE_SECTION, REWARD_SECTION = "policy_model", "reward_and_value_model", "reward_model"
 """Sections of models: in PPO values and rewards are those of one kind, in GRPO the policy is in `model`."""

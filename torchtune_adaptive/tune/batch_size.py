@@ -36,10 +36,10 @@ from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, 
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
 from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import progress_bar, say
 from torchtune_adaptive.report.journal import SEARCH, Event
 from torchtune_adaptive.report.tables import profile_table, search_table
-from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of

@@ -25,8 +25,8 @@ from torchtune_adaptive.errors import (
     SampleTooLongError,
     UnrecoverableError,
 )
+from torchtune_adaptive.formatting import shown
 from torchtune_adaptive.lifecycle.console import progress_bar
-from torchtune_adaptive.text import shown
 from torchtune_adaptive.tune.samples import INDEX, TEXT, Kind, Sample
 
 SEE_THE_DATASET = "check that the dataset's columns and transform match the data"

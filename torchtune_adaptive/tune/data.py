@@ -35,8 +35,8 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
-from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of

@@ -24,8 +24,8 @@ from torchtune_adaptive.config.keys import Settings, on_gpu
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.errors import ConfigError, RanksPartedError
+from torchtune_adaptive.formatting import ranks_named, shown
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.text import ranks_named, shown
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
+from torchtune_adaptive.formatting import count_of, shown
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
-from torchtune_adaptive.text import count_of, shown
 
 logger = logging.getLogger(__name__)
 

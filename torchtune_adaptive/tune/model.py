@@ -27,7 +27,7 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
-from torchtune_adaptive.text import count_of
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.tune.distributed import SHARDING, Meshes, Place, dtype_of
 from torchtune_adaptive.tune.unpadded import support_documents
 

@@ -27,7 +27,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import shown
+from torchtune_adaptive.formatting import shown
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery, clearing_offloaded_on_error, plan_padding
 from torchtune_adaptive.tune.samples import FILLER, Sample

@@ -21,8 +21,8 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import COUNT, Rule, Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import count_of, in_columns, shown
 from torchtune_adaptive.lifecycle.console import say
-from torchtune_adaptive.text import count_of, in_columns, shown
 from torchtune_adaptive.tune.data import StepLoader
 
 KEY = "batch_increase_function"

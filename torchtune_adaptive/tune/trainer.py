@@ -24,9 +24,9 @@ from torchtune_adaptive.engine.memory import MemorySource, memory_within, reside
 from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages
+from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.report.journal import Journal
-from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import CutSamples, Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank

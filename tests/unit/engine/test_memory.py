@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory, Gauge, MemoryMeter
-from torchtune_adaptive.text import parse_size
+from torchtune_adaptive.formatting import parse_size
 
 MIB = 1 << 20
 

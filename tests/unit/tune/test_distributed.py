@@ -12,7 +12,7 @@ from tests.ranks import run_on_ranks
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.text import parse_sizes
+from torchtune_adaptive.formatting import parse_sizes
 from torchtune_adaptive.tune.distributed import check_same_config, device_of, mesh_shape, prepare
 
 LIMITED = AdaptiveConfig(memory_limit=parse_sizes("1GiB", "adaptive.memory_limit"))

@@ -150,7 +150,7 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | Non
 
 
 def printable(text: str) -> str:
-    """The text with control characters written out, so that it cannot steer a terminal."""
+    """Escape control characters, so that the text cannot control a terminal."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 

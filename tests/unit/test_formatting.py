@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import ConfigError, check_choice
-from torchtune_adaptive.text import (
+from torchtune_adaptive.formatting import (
     LONGEST_SHOWN,
     count_of,
     did_you_mean,
