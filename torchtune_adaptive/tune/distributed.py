@@ -6,9 +6,14 @@ import gc
 import logging
 import os
 import re
+import sys
 import time
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +45,7 @@ OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
 A_PATH = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
 """Keys of paths. Values of other keys are paths if they begin like one."""
 MOST_NAMED = 3
+COMMENT_LINE = re.compile(rb"^\s*#.*\n", re.MULTILINE)
 
 
 class Place(NamedTuple):
@@ -58,6 +64,7 @@ def join(settings: Settings) -> Place:
     """Collective: join the process group, compare the configs of all ranks, and create the meshes."""
     device = device_of(settings)
     join_on(device)
+    check_same_code()
     check_same_config(settings.config)
     return Place(device, mesh_of(device, settings))
 
@@ -115,6 +122,30 @@ def _greeted(store: Any, world_size: int) -> str:
                 answered[rank] = there
         time.sleep(GREETS_EVERY_S)
     return name
+
+
+def check_same_code() -> None:
+    """Collective: raise a ConfigError if ranks have different versions of libraries, or another recipe or package."""
+    first, *others = from_all_ranks(_code())
+    for rank, theirs in enumerate(others, start=1):
+        if other := [name for name in first if theirs.get(name, first[name]) != first[name]]:
+            values = f" ({theirs[other[0]]}, not {first[other[0]]})" if "." in first[other[0]] else ""
+            raise ConfigError(
+                f"{other[0]} on rank {rank} differs from that on rank 0{values}: install the same code on all nodes"
+            )
+
+
+def _code() -> dict[str, str]:
+    """Return versions of libraries, and checksums without comments of the modules that are loaded."""
+    code = {name: version(name) for name in ("torch", "torchtune", "torchao")}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and (name == "__main__" or name.startswith("torchtune_adaptive.")):
+            with suppress(OSError):
+                code["the recipe" if name == "__main__" else name] = str(
+                    zlib.crc32(COMMENT_LINE.sub(b"", Path(file).read_bytes()))
+                )
+    return code
 
 
 def check_same_config(cfg: DictConfig) -> None:
