@@ -1,6 +1,6 @@
 """Adjust the microbatch limit during a run: lower it after OOM errors or allocator thrashing, raise it again later.
 
-The governor is deterministic and communicates nothing: all ranks pass it the same facts and get the same limit.
+The governor is deterministic and does not communicate: all ranks pass it the same facts and get the same limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Change:
     step: int
     """The step during or after which it happened."""
     stage: str | None = None
-    """The stage of the step; None if steps have only one stage."""
+    """The stage, if steps have several."""
     reason: str
     """The log line."""
     unit: str
@@ -74,7 +74,7 @@ class LimitState(TypedDict):
 
 @dataclass
 class _Trial:
-    """A smaller limit in use until its speed is known."""
+    """A smaller limit, in use until its speed is measured."""
 
     larger: Limit
     rate_before: float
@@ -85,7 +85,7 @@ class Governor:
     """Holds the current limit, which never exceeds the allowed one.
 
     After `regrow_after` steps without OOM or thrashing the limit grows by one step. The larger limit is on probation
-    for another `regrow_after` steps. If it fails, it is revoked and the next attempt waits twice as long. 0 disables
+    for another `regrow_after` steps. If it fails, it is revoked and the wait for the next attempt doubles. 0 disables
     growth.
     """
 
@@ -273,7 +273,7 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
-    """Return the next smaller limit that excludes all these microbatches except single rows; None if there is none."""
+    """Return the next smaller limit that excludes these microbatches except single rows, or None."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

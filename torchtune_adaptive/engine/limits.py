@@ -58,7 +58,7 @@ _FIXED, _ROW, _TOKEN, _PAIR, _LATE = range(5)
 
 @dataclass(frozen=True)
 class Surface:
-    """fixed + rows × (per row + per token × length + per pair × length²)
+    """Predicted bytes: fixed + rows × (per row + per token × length + per pair × length²).
 
     It is linear in the rows. If all rows have one length, only the first two terms are used, and methods need no
     length. Tokens beyond the knee have their own coefficient.

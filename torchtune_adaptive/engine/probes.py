@@ -205,80 +205,63 @@ OnProbe: TypeAlias = Callable[[int, Peak], object]
 
 
 class Prober:
-    """Probes one or several named training steps, one after another, with the state of all of them in memory."""
+    """Probes a training step with the state of all its stages in memory."""
 
-    def __init__(
-        self, steps: Mapping[str, TrainingStep[Any]], memory: MemorySource, progress: OnProbe = lambda *_: None
-    ) -> None:
+    def __init__(self, step: TrainingStep[Any], memory: MemorySource, progress: OnProbe = lambda *_: None) -> None:
         """Collective: on CUDA, the first Agreement creates a process group."""
-        self._steps, self._memory, self._progress = steps, memory, progress
-        self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
+        self._step, self._memory, self._progress = step, memory, progress
+        self._phases, self._sample = phase_names(step.boundaries), step.sample
         self._agreement = Agreement(5 + len(self._phases))
         self._room: Room | None = None
-        self._samples = {name: step.sample for name, step in steps.items()}
         # Of the last probe, equal on all ranks:
         self._reports: list[ProbeReport] = []
-        self._failed: tuple[str, int] | None = None  # the step and the rank that ran out of memory
+        self._failed: int | None = None  # the first rank that ran out of memory
 
     def warm_up(self) -> Room:
-        """Collective: run all steps once, so that optimizer state and communication buffers are in memory.
+        """Collective: run all stages once, so that optimizer state and communication buffers are in memory.
 
         Return the room of the tightest rank. Raises OneRowDoesNotFitError if the shortest sample exceeds the budget,
         because a rank that runs out of memory could then not complete the collectives of its peers.
         """
-        for other in (each for step in self._steps.values() for each in step.beside):
+        for other in self._step.beside:
             with _fatal_if_out_of_memory(1):
                 _, failed = self._run(other, [other.smallest], limited=False)
             if failed:
                 raise UnrecoverableError(
                     f"rank {failed[0]} ran out of memory in the smallest microbatch of another stage", *NEEDS_LESS
                 )
-        self._probe(1, {name: [step.smallest] for name, step in self._steps.items()})
+        self._probe(1, [self._step.smallest])
         self._room = self._reports[rank()].room
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
                 raise ValueError("a training step allocated no memory: search inside `with meter:`")
             if all(report.missing_bytes <= 0 for report in self._reports):
                 return min((report.room for report in self._reports), key=attrgetter("free_bytes"))
-            self._probe_rows(1, accumulates=True)  # for the numbers in the error message
+            self._probe(1, [self._step.smallest, [self._sample]])  # for the numbers in the error message
         raise self.refuse()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
         """Collective: measure rows of this length (by default that of the sample), with gradients in memory or not."""
-        self._samples = {name: step.sample_of(length) for name, step in self._steps.items()}
-        self._probe_rows(rows, accumulates=accumulates)
-        if self._failed:
-            peak = Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
+        self._sample = self._step.sample_of(length)
+        self._probe(rows, [*([self._step.smallest] if accumulates else []), [self._sample] * rows])
+        if self._failed is None:
+            peak = agreed_peak(self._phases, self._reports)
         else:
-            peak = agreed_peak([": ".join(filter(None, phase)) for phase in self._phases], self._reports)
+            peak = Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
         self._progress(rows, peak)
         return peak
 
-    def _probe_rows(self, rows: int, *, accumulates: bool) -> None:
-        """Collective: probe copies of the worst samples."""
-        microbatches = {
-            name: [*([step.smallest] if accumulates else []), [self._samples[name]] * rows]
-            for name, step in self._steps.items()
-        }
-        self._probe(rows, microbatches)
-
-    def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
-        """Collective: run all steps until one runs out of memory, and exchange the measurements.
+    def _probe(self, rows: int, microbatches: list[list[Any]]) -> None:
+        """Collective: run the step, and exchange the measurements.
 
         A single row, whose failure ends the run, is tried twice on all ranks: the cause may be temporary, for example
         another process on the GPU.
         """
         for _ in range(2 if rows == 1 else 1):
             started, retries_before = perf_counter(), self._memory.retries
-            peaks: dict[tuple[str, str], int] = {}
-            self._failed = None
-            for name, step in self._steps.items():
-                with _fatal_if_out_of_memory(rows):
-                    measured, failed = self._run(step, microbatches[name], limited=rows > _UNLIMITED_ROWS)
-                if failed:
-                    self._failed = name, failed[0]
-                    break
-                peaks.update({(name, phase): peak for phase, peak in measured.items()})
+            with _fatal_if_out_of_memory(rows):
+                peaks, failed = self._run(self._step, microbatches, limited=rows > _UNLIMITED_ROWS)
+            self._failed = failed[0] if failed else None
             retries, fullness = self._memory.retries - retries_before, self._memory.fullness
             release()
             # The budget is read once, in the warm-up: the free memory of a GPU may change during a search.
@@ -321,21 +304,16 @@ class Prober:
 
     def refuse(self) -> OneRowDoesNotFitError:
         """Return the error for the last probe, of one row that did not fit; equal on all ranks."""
-        if self._failed is not None:
-            name, where = self._failed
-            need_bytes = None
-        else:
+        where, need_bytes, runner = self._failed, None, self._step.runner
+        if where is None:
             where = max(range(len(self._reports)), key=lambda index: self._reports[index].missing_bytes)
             need_bytes = max(self._reports[where].peaks)
-            name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
-        runner = self._steps[name].runner
         return one_row_error(
             *(without_backward(NEEDS_LESS) if runner.trains is False else NEEDS_LESS),
-            length=runner.kind.length_of(self._samples[name]),
+            length=runner.kind.length_of(self._sample),
             need_bytes=need_bytes,
             budget_bytes=self._reports[where].room.budget_bytes,
             rank=where,
-            of=name,
         )
 
 
@@ -354,29 +332,26 @@ def _fatal_if_out_of_memory(rows: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def probing(
-    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]], memory: MemorySource | None, progress: OnProbe | None
-) -> Iterator[tuple[Mapping[str, TrainingStep[Any]], Prober]]:
-    """Collective: yield the steps by name and their prober; afterwards restore models, optimizers and generators."""
-    named = steps if isinstance(steps, Mapping) else {"": steps}
-    if not named:
-        raise ValueError("a search needs at least 1 training step, but got 0")
+    step: TrainingStep[Any], memory: MemorySource | None, progress: OnProbe | None
+) -> Iterator[tuple[Prober, Room]]:
+    """Collective: warm up; yield the prober and the room; afterwards restore models, optimizers and generators."""
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("there is no GPU whose memory is measured; pass memory, a MemoryMeter that is in force")
     memory = CudaMemory() if memory is None else memory
-    run = [*named.values(), *(other for step in named.values() for other in step.beside)]
-    models = list({id(step.runner.model): step.runner.model for step in run}.values())  # stages may share a model
-    optimizers = [optimizer for step in run for optimizer in step.optimizers]
+    models = list({id(each.runner.model): each.runner.model for each in (step, *step.beside)}.values())
+    optimizers = [optimizer for each in (step, *step.beside) for optimizer in each.optimizers]
     for model in models:
         if isinstance(model, fsdp.FSDPModule):  # an evaluation may have left parameters gathered
             fsdp.prepare(model)
     with leaving_no_trace(models, optimizers):
-        yield named, Prober(named, memory, progress or (lambda *_: None))
+        prober = Prober(step, memory, progress or (lambda *_: None))
+        yield prober, prober.warm_up()
     # Resetting the peak sets it to the memory in use, so it must follow the release of the probes' optimizer state.
     memory.reset_peak()
 
 
 def find_max_batch_size(
-    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]],
+    step: TrainingStep[Any],
     *,
     memory: MemorySource | None = None,
     strategy: str = "linear",
@@ -386,11 +361,10 @@ def find_max_batch_size(
     whole_step_rows: int | None = None,
     progress: OnProbe | None = None,
 ) -> SearchResult:
-    """Collective: return the most rows with which every rank can train every step; equal on all ranks.
+    """Collective: return the most rows with which every rank can train; equal on all ranks.
 
-    Pass several steps (for example, of a policy and a critic) by name. Each is measured with the state of all of
-    them in memory. Call this between two training steps, when gradients are None. It restores parameters, buffers,
-    optimizer state and random generators bitwise, and resets the peak of the device.
+    Call this between two training steps, when gradients are None. It restores parameters, buffers, optimizer state and
+    random generators bitwise, and resets the peak of the device.
 
     A step of at least `whole_step_rows` rows is a single microbatch. So the search first runs without gradients in
     memory, and again with them if it finds fewer rows. By default, every step has several microbatches. `memory` is
@@ -400,15 +374,15 @@ def find_max_batch_size(
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs_up_to(max_rows, round_to, samples_per_step)
-    with probing(steps, memory, progress) as (named, prober):
-        if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in named.values()):
-            raise ConfigError(
-                f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
-                Remedy.MEASURING_STRATEGY,
-            )
+    if strategy in NEED_RECOVERY and not step.runner.recovers:
+        raise ConfigError(
+            f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
+            Remedy.MEASURING_STRATEGY,
+        )
+    with probing(step, memory, progress) as (prober, room):
         search_rows = partial(
             search,
-            room=prober.warm_up(),
+            room=room,
             refuse=prober.refuse,
             strategy=strategy,
             round_to=round_to,
@@ -416,7 +390,7 @@ def find_max_batch_size(
             samples_per_step=samples_per_step,
         )
         alone = partial(prober.measure, accumulates=False)
-        if not any(step.runner.trains for step in named.values()):
+        if not step.runner.trains:
             return replace(search_rows(alone), accumulates=False)
         if whole_step_rows is not None:
             result = search_rows(alone, least_rows=whole_step_rows)
@@ -427,22 +401,16 @@ def find_max_batch_size(
 
 
 def profile_memory(
-    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]],
+    step: TrainingStep[Any],
     *,
     memory: MemorySource | None = None,
     most_rows: int = MAX_ROWS,
     progress: OnProbe | None = None,
 ) -> Profile:
-    """Collective: return the memory of microbatches over rows and length, up to the lengths of the steps' samples.
+    """Collective: return the memory of microbatches over rows and length, up to the length of the step's sample.
 
-    Arguments and side effects are those of `find_max_batch_size`, but every step needs a `cut`.
+    Arguments and side effects are those of `find_max_batch_size`, but the step needs a `cut`.
     """
-    with probing(steps, memory, progress) as (named, prober):
-        lengths = SampleLengths(
-            longest=max(step.length for step in named.values()),
-            shortest=max(step.shortest for step in named.values()),
-            knee=max(step.knee for step in named.values()),
-            padded=all(step.runner.kind.padded for step in named.values()),
-        )
-        room = prober.warm_up()
+    lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
+    with probing(step, memory, progress) as (prober, room):
         return measure_profile(prober.measure, room, lengths, refuse=prober.refuse, most_rows=most_rows)

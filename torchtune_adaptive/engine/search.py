@@ -86,18 +86,15 @@ Refuse: TypeAlias = Callable[[], OneRowDoesNotFitError]
 
 
 def one_row_error(
-    *remedies: Remedy, length: int, need_bytes: int | None, budget_bytes: int, rank: int, of: str = ""
+    *remedies: Remedy, length: int, need_bytes: int | None, budget_bytes: int, rank: int
 ) -> OneRowDoesNotFitError:
-    """Return the error for a row that does not fit.
-
-    `need_bytes` is None if the row ran out of memory. `of` is the name of the training step if there are several.
-    """
+    """Return the error for a row that does not fit; `need_bytes` is None if it ran out of memory."""
     need, budget = "runs out of memory", format_bytes(budget_bytes)
     if need_bytes is not None:
         needed, budget = format_apart(need_bytes, budget_bytes)
         need = f"needs {needed}"
     return OneRowDoesNotFitError(
-        f"one row of {length} tokens{of and f' of {of}'} {need} on rank {rank}, whose budget is {budget}",
+        f"one row of {length} tokens {need} on rank {rank}, whose budget is {budget}",
         *(remedies or NEEDS_LESS),
         need_bytes=need_bytes,
         budget_bytes=budget_bytes,

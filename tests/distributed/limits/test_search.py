@@ -151,15 +151,14 @@ def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks(strategy: str)
         assert seconds < 20 * PATIENCE
 
 
-def search_two_steps() -> SearchResult:
+def search_with_another_stage() -> SearchResult:
     with MemoryMeter() as meter:
-        steps = {"policy": Trained(Shape()).step(), "critic": Trained(Shape(layers=1)).step()}
-        return search_within(steps, meter, 500_000 + 100_000 * dist.get_rank(), strategy="binary")
+        step = replace(Trained(Shape()).step(), beside=(Trained(Shape(layers=1)).step(),))
+        return search_within(step, meter, 500_000 + 100_000 * dist.get_rank(), strategy="binary")
 
 
-def test_policy_and_critic_are_searched_together_on_all_ranks():
-    """tests/unit/engine/test_find_max_batch_size.py checks the phases."""
-    found, same = run_on_ranks(2, search_two_steps)
+def test_search_with_the_state_of_another_stage_is_equal_on_all_ranks():
+    found, same = run_on_ranks(2, search_with_another_stage)
     assert found == same
     assert found.rows >= 2
 
