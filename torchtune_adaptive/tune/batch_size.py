@@ -45,8 +45,8 @@ from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
-from torchtune_adaptive.tune.samples import INDEX, Sample
-from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer, restore_limits
+from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
+from torchtune_adaptive.tune.trainer import BatchSchedule, Trainer, restore_limits
 
 logger = logging.getLogger(__name__)
 
@@ -61,29 +61,11 @@ MEDIAN_OF_SAMPLES = 64
 CUDA_BUDGET_GRAIN = 2**28
 """Bytes. The free memory of a GPU differs by a few MiB between starts, so budgets are compared in these units."""
 DEPENDS_ON = (
-    "model",
-    "policy_model",
-    "reward_and_value_model",
-    "reward_model",
-    "optimizer",
-    "loss",
-    "dtype",
-    "compile",
-    "enable_activation_checkpointing",
-    "enable_activation_offloading",
-    "ac_mode",
-    "ac_option",
-    "optimizer_in_bwd",
-    "clip_grad_norm",
-    "custom_sharded_layers",
-    "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-    "data_parallel_replicate_dim",
-    "data_parallel_shard_dim",
-    "tensor_parallel_dim",
-    "max_generated_tokens",
-    "temperature",
-    "top_k",
+    *("model", "policy_model", "reward_and_value_model", "reward_model", "optimizer", "optimizer_in_bwd", "loss"),
+    *("dtype", "compile", "enable_activation_checkpointing", "enable_activation_offloading", "ac_mode", "ac_option"),
+    *("clip_grad_norm", "custom_sharded_layers", "fsdp_cpu_offload", "fsdp_reshard_after_forward"),
+    *("data_parallel_replicate_dim", "data_parallel_shard_dim", "tensor_parallel_dim"),
+    *("max_generated_tokens", "temperature", "top_k"),
 )
 """Config keys that change the memory of a microbatch."""
 
@@ -147,7 +129,7 @@ def _with_dataset(progress: Progress, samples: int) -> Progress:
 
 
 def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_step_rows: int | None) -> int | None:
-    """Collective: return the most rows of the stage that trains; None if the config does not ask for a search."""
+    """Collective: return the most rows of the stage that trains; None if the config requests no search."""
     settings, adaptive, data = trainer.run.settings, trainer.run.settings.adaptive, trainer.data
     grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
@@ -310,11 +292,7 @@ def search_rows(
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to}
     options |= {"max_rows": most_rows, "whole_step_rows": whole_step_rows}
     search = partial(find_max_batch_size, step, memory=memory, samples_per_step=samples, **options)
-    result, reused = _reuse_or_measure(trainer, step, memory, folder, options, search, SearchResult)
-    found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason}){reused}"
-    figures = {"unit": "rows", "after": result.rows, "peak_bytes": peak_of(result)}
-    _record(trainer.run, step, "batch search", found, result, **figures)
-    return result
+    return _reuse_or_measure(trainer, step, memory, folder, options, search, SearchResult)
 
 
 def peak_of(result: SearchResult) -> int | None:
@@ -328,21 +306,7 @@ def profile_lengths(
     """Collective: measure the memory of microbatches of up to `most_rows` rows, over rows and length."""
     measure = partial(profile_memory, step, memory=memory, most_rows=most_rows)
     options = {"most_rows": most_rows, "padded": step.runner.kind.padded}
-    result, reused = _reuse_or_measure(trainer, step, memory, folder, options, measure, Profile)
-    found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow{reused}"
-    _record(trainer.run, step, "token budget", found, result, unit="bytes", after=result.limit_bytes)
-    return result
-
-
-def _record(
-    run: Run, step: TrainingStep[Any], what: str, found: str, result: SearchResult | Profile, **figures: Any
-) -> None:
-    """Add the result to the journal."""
-    stage, done, budget_bytes = step.runner.stage, run.progress.step, result.budget_bytes
-    reason = f"{what}{' · ' * bool(stage)}{stage}: {found}"
-    run.journal.event(
-        Event(kind=SEARCH, step=done, stage=stage or None, reason=reason, budget_bytes=budget_bytes, **figures)
-    )
+    return _reuse_or_measure(trainer, step, memory, folder, options, measure, Profile)
 
 
 def _reuse_or_measure(
@@ -353,16 +317,35 @@ def _reuse_or_measure(
     options: Mapping[str, object],
     measure: Callable[..., Result],
     kind_of_result: type[Result],
-) -> tuple[Result, str]:
-    """Collective: return the recorded result and a remark on its reuse, or measure, log and record a new one."""
+) -> Result:
+    """Collective: return the recorded result, or measure, log and record a new one; add it to the journal."""
     settings, kind, stage = trainer.run.settings, trainer.data.kind, step.runner.stage
     directory = Path(settings.output_dir) / (folder or FOLDERS.get(stage, ""))
     fingerprint = search_fingerprint(settings.config, step, memory, options)
     # A rank that is out of memory here gets a better error from the first probe.
     with memory.unlimited():
-        result = from_rank_0(read_record(directory, fingerprint, kind_of_result) if dist.get_rank() == 0 else None)
-    if result is not None:
-        return result, ", reused from an earlier run"
+        recorded = from_rank_0(read_record(directory, fingerprint, kind_of_result) if dist.get_rank() == 0 else None)
+    result = recorded or _measure(measure, step, kind)
+    if isinstance(result, SearchResult):
+        table = search_table(result, step.length, stage, kind.noun)
+        what, found = "batch search", f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason})"
+        figures: dict[str, Any] = {"unit": "rows", "after": result.rows, "peak_bytes": peak_of(result)}
+    else:
+        table = profile_table(result, stage, kind.length_suffix)
+        what = "token budget"
+        found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow"
+        figures = {"unit": "bytes", "after": result.limit_bytes}
+    if recorded is None and dist.get_rank() == 0:
+        logger.info("%s", table)
+        write_record(directory, fingerprint, step.length, result)
+    reason = f"{what}{' · ' * bool(stage)}{stage}: {found}{', reused from an earlier run' * (recorded is not None)}"
+    figures |= {"stage": stage or None, "reason": reason, "budget_bytes": result.budget_bytes}
+    trainer.run.journal.event(Event(kind=SEARCH, step=trainer.run.progress.step, **figures))
+    return result
+
+
+def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: Kind) -> Result:
+    """Collective: measure with a progress bar; errors name the stage and the sample."""
     with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
 
         def on_probe(rows: int, _: Peak) -> None:
@@ -370,25 +353,18 @@ def _reuse_or_measure(
             bar.update()
 
         try:
-            result = measure(progress=on_probe)
+            return measure(progress=on_probe)
         except OneRowDoesNotFitError as error:
             scanned = isinstance(step.sample, dict) and INDEX in step.sample
             longest = f"sample {step.sample[INDEX]} of the dataset" if scanned else ""
-            raise error.with_remarks(stage, kind.length_suffix.strip(), longest) from None
-    if dist.get_rank() == 0:
-        if isinstance(result, SearchResult):
-            logger.info("%s", search_table(result, step.length, stage, kind.noun))
-        else:
-            logger.info("%s", profile_table(result, stage, kind.length_suffix))
-        write_record(directory, fingerprint, step.length, result)
-    return result, ""
+            raise error.with_remarks(step.runner.stage, kind.length_suffix.strip(), longest) from None
 
 
 def search_fingerprint(
     cfg: DictConfig, step: TrainingStep[Any], memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: return everything that the result of a search depends on."""
-    # An Agreement allocates no memory, of which a rank may have none left.
+    # An Agreement allocates no memory, since this rank may already be out of memory.
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     given = OmegaConf.create({key: cfg.get(key) for key in DEPENDS_ON})
     return {
