@@ -42,7 +42,7 @@ def is_oom(error: BaseException) -> bool:
 
     Follows causes, because torch.compile and DTensor wrap exceptions. An AdaptiveError never counts: it ends the run.
     """
-    return any(_reports_oom(each) for each in _causes(error))
+    return any(_reports_oom(each) for each in _chain(error, all_linked=False))
 
 
 @contextmanager
@@ -62,40 +62,31 @@ def _reports_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OOM_TEXTS.search(str(error)) is not None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes.
+def _chain(error: BaseException | None, *, all_linked: bool) -> Iterator[BaseException]:
+    """Yield the error and its causes, but no AdaptiveError; with `all_linked`, yield every exception it refers to.
 
-    `__context__` is ignored: an error that is raised while another one is handled has a different subject.
+    `__context__` is not a cause: an error that is raised while another one is handled has a different subject.
     """
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        current = pending.pop()
-        if current is None or id(current) in seen or isinstance(current, AdaptiveError):
-            continue
-        seen.add(id(current))
-        yield current
-        pending += [current.__cause__, _inner(current)]
-
-
-def _inner(error: BaseException) -> BaseException | None:
-    """Return the backend's exception inside torch.compile's BackendCompilerFailed or InductorError."""
-    inner = getattr(error, "inner_exception", None)
-    return inner if isinstance(inner, BaseException) else None
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Drop the local variables that an exception keeps alive, among them the autograd graph of the failed pass."""
     seen: set[int] = set()
     pending = [error]
     while pending:
         current = pending.pop()
-        if current is None or id(current) in seen:
+        if current is None or id(current) in seen or (isinstance(current, AdaptiveError) and not all_linked):
             continue
         seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        current.__traceback__ = None
-        pending += [current.__cause__, current.__context__, _inner(current)]
+        yield current
+        # torch.compile keeps its backend's exception in BackendCompilerFailed and InductorError
+        inner = getattr(current, "inner_exception", None)
+        pending += [current.__cause__, inner if isinstance(inner, BaseException) else None]
+        if all_linked:
+            pending.append(current.__context__)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the local variables that an exception keeps alive, among them the autograd graph of the failed pass."""
+    for each in _chain(error, all_linked=True):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
 
 
 def release() -> None:
