@@ -14,13 +14,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
+from torchtune_adaptive.hf import AdaptiveArguments, adaptive
 
-
-class AdaptiveSFTTrainer(AdaptiveMixin, SFTTrainer): ...
-
-
-(adaptive,) = HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses()
+(adaptive_arguments,) = HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses()
 set_seed(0)
 # A model, a tokenizer and data made on the spot: words that count up.
 words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{n}": n + 3 for n in range(250)}, "<unk>"))
@@ -43,10 +39,10 @@ with TemporaryDirectory() as folder:
         bf16=False,
         gradient_checkpointing=False,
     )
-    AdaptiveSFTTrainer(
+    adaptive(SFTTrainer)(
         model,
         arguments,
         train_dataset=Dataset.from_dict({"text": lines}),
         processing_class=tokenizer,
-        adaptive=adaptive,
+        adaptive=adaptive_arguments,
     ).train()

@@ -1,6 +1,6 @@
-"""Runs out of memory inside `Trainer.train()`, at one operation of a step after the other, beside stock.
+"""Inject an out-of-memory error at each operation of a step of `Trainer.train()`, and compare with stock.
 
-torchrun --nproc_per_node 2 -m tests.hf.faults [EVERY [FIRST]]        every operation, or every so many from the first
+torchrun --nproc_per_node 2 -m tests.hf.faults [EVERY [FIRST]]   every operation, or every EVERY-th from the FIRST on
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
 from torchtune_adaptive.testing import FaultInjector
 
 COUNTED = 2
-"""The step whose operations are counted; one of them fails in each of the following."""
+"""The step whose operations are counted; in each later step, one of them fails."""
 
 
 class Swept(NamedTuple):
@@ -27,11 +27,11 @@ class Swept(NamedTuple):
     injected: int
     recovered: int
     difference: float
-    """From stock, over all steps."""
+    """Largest difference from stock over all steps."""
 
 
 class Sweeping(AdaptiveMixin):
-    """Fails once a step, on the ranks in turn, and begins every step with the limit of the first."""
+    """Fail once per step, on the ranks in turn, and begin every step with the initial limit."""
 
     every = first = 1
     operations = injected = 0
@@ -63,7 +63,7 @@ def sweep(every: int, steps: int, first: int = 1) -> Swept:
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {
             "arguments": arguments(Path(folder), max_steps=steps, learning_rate=1e-3, gradient_accumulation_steps=2),
-            "train_dataset": Counting(128),  # no step of an epoch is incomplete, so all have as many operations
+            "train_dataset": Counting(128),  # all steps are complete, so all have the same number of operations
         }
         stock = train(Path(folder), **options)
         trainers: list[Any] = []

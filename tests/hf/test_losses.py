@@ -1,4 +1,4 @@
-"""Losses that add up, and losses that do not, with and without the mixin."""
+"""Losses that add up over microbatches, and losses that do not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def contrast(logits: torch.Tensor) -> torch.Tensor:
-    """A term that compares the rows of a batch."""
+    """Compare the rows of a batch."""
     rows = logits.mean(1)
     return -torch.log_softmax(rows @ rows.T, -1).diagonal().mean()
 
 
 class InTraining(Trainer):
-    """With a contrastive term that evaluation has not, from a step on."""
+    """Add a contrastive term in training, from a step on."""
 
     begins_at = 1
 
@@ -54,7 +54,7 @@ class SquaredMean(Trainer):
     [(InTraining, {}, 0), (InTraining, {"attention_dropout": 0.2}, 0), (FromStep2, {}, 1), (SquaredMean, {}, 0)],
     ids=["only in training", "only in training, with dropout", "from step 2", "squared mean"],
 )
-def test_a_loss_that_does_not_add_up_is_refused_before_the_first_step_that_differs_from_stock(
+def test_loss_that_does_not_add_up_is_refused_before_a_step_differs_from_stock(
     tmp_path: Path, base: type, options: dict[str, Any], steps: int
 ) -> None:
     trainers: list[Any] = []
@@ -77,14 +77,14 @@ def test_a_loss_that_does_not_add_up_is_refused_before_the_first_step_that_diffe
         assert [entry["loss"] for entry in log] == stock.column("loss")
 
 
-def test_a_model_with_dropout_has_the_figures_of_stock_to_the_bit(tmp_path: Path) -> None:
+def test_model_with_dropout_trains_bitwise_like_stock(tmp_path: Path) -> None:
     def run(adaptive: AdaptiveArguments | None = None) -> Run:
         return train(tmp_path, adaptive, model=tiny_llama(attention_dropout=0.2), arguments=arguments(tmp_path))
 
     assert difference(run(AdaptiveArguments()), run()) == 0.0
 
 
-def test_noise_that_only_training_draws_is_that_of_stock(tmp_path: Path) -> None:
+def test_random_numbers_of_a_loss_equal_those_of_stock(tmp_path: Path) -> None:
     class Noisy(Trainer):
         def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, *args, **kwargs)
@@ -105,7 +105,7 @@ class Normalized(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def test_a_batch_normalization_is_refused_and_keeps_its_statistics(tmp_path: Path) -> None:
+def test_batch_normalization_is_refused_and_keeps_its_statistics(tmp_path: Path) -> None:
     model = Normalized()
     with pytest.raises(ConfigError, match="batch normalization"):
         train(tmp_path, AdaptiveArguments(), model=model, arguments=arguments(tmp_path))
@@ -127,11 +127,11 @@ def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
         (22 / 10 * 1.001, None),
     ],
 )
-def test_a_reduction_is_known_by_the_losses_of_two_samples(both: float, reduction: Reduction | None) -> None:
+def test_reduction_is_determined_from_the_losses_of_two_samples(both: float, reduction: Reduction | None) -> None:
     assert how_losses_add_up([two(both)], next_tokens=True, tolerance=FULL) is reduction
 
 
-def test_a_loss_that_adds_up_on_one_rank_alone_is_refused() -> None:
+def test_loss_that_adds_up_on_only_one_rank_is_refused() -> None:
     assert how_losses_add_up([two(6.0), two(7.0)], next_tokens=True, tolerance=HALF) is None
 
 
@@ -140,7 +140,7 @@ def test_equal_losses_count_as_a_mean_over_tokens() -> None:
     assert how_losses_add_up([equal], next_tokens=True, tolerance=FULL) is Reduction.MEAN_OF_NEXT_TOKENS
 
 
-def test_rounding_of_a_loss_close_to_zero_is_compared_with_earlier_losses() -> None:
+def test_rounding_of_a_small_loss_is_compared_with_earlier_losses() -> None:
     rounded = two(0.0062, first=0.004, second=0.002)
     assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF) is None
     assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF, scale=2.0) is not None

@@ -1,9 +1,10 @@
-"""Trainer with and without the mixin, in this process."""
+"""Compare Trainer with and without the mixin, in this process."""
 
 from __future__ import annotations
 
 import errno
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -38,7 +39,7 @@ from torchtune_adaptive.errors import (
     OneRowDoesNotFitError,
     RecoveryUnsupportedError,
 )
-from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer, adaptive
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -72,19 +73,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["plain", "bf16", "smoothed and checkpointed", "an epoch with an incomplete step"],
 )
-def test_the_same_microbatches_have_the_figures_of_stock_to_the_bit(folder: Path, options: dict[str, Any]) -> None:
+def test_equal_microbatches_train_bitwise_like_stock(folder: Path, options: dict[str, Any]) -> None:
     ours = train(folder, AS_IT_IS, arguments=arguments(folder, **options))
     assert difference(ours, stock(folder, **options)) == 0.0
 
 
-def test_microbatches_by_tokens_have_the_figures_of_stock(folder: Path) -> None:
+def test_token_budget_trains_like_stock(folder: Path) -> None:
     ours = train(folder, AdaptiveArguments(token_budget=100), arguments=arguments(folder))
     assert ours.column("microbatch_tokens") == [100] * len(ours.log)
     assert difference(ours, stock(folder)) < 1e-6
 
 
 @pytest.mark.smoke
-def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_microbatches(folder: Path) -> None:
+def test_step_that_runs_out_of_memory_is_repeated_in_smaller_microbatches(folder: Path) -> None:
     ours = train(folder, AS_IT_IS, faults=[(2, 40), (4, 300)], arguments=arguments(folder))
     assert ours.column("oom_recoveries") == [0, 1, 1, 2, 2, 2]
     assert ours.column("microbatch_rows") == [4, 2, 2, 1, 1, 1]
@@ -92,7 +93,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_microbatches(fold
 
 
 class Named(Counting):
-    """With a column that no model takes."""
+    """A dataset with a column that models ignore."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {**super().__getitem__(index), "name": "a text"}
@@ -103,7 +104,7 @@ def collate_without_names(samples: Any) -> Any:
     return collate(samples)
 
 
-def test_a_search_finds_rows_within_the_memory_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_finds_rows_within_the_memory_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adaptive = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
     options = {**ONE_BY_ONE, "max_steps": 2}
     data = {"train_dataset": Named(), "data_collator": collate_without_names}
@@ -113,7 +114,7 @@ def test_a_search_finds_rows_within_the_memory_limit(folder: Path, capsys: pytes
     assert difference(ours, stock(folder, **options)) < 1e-6
 
 
-def test_a_measured_token_budget_trains_what_stock_trains(folder: Path) -> None:
+def test_measured_token_budget_trains_like_stock(folder: Path) -> None:
     adaptive = AdaptiveArguments(token_budget="auto", memory_limit="5MiB")
     ours = train(folder, adaptive, arguments=arguments(folder, max_steps=2))
     assert 4 * LONGEST < ours.column("microbatch_tokens")[0] < 8 * LONGEST
@@ -122,7 +123,7 @@ def test_a_measured_token_budget_trains_what_stock_trains(folder: Path) -> None:
 
 
 def train_until_killed(folder: Path) -> None:
-    """Ends this process without a word amid the backward of the fifth step."""
+    """Kill this process in the backward of the fifth step."""
 
     class Killed(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +136,7 @@ def train_until_killed(folder: Path) -> None:
     train(folder, AS_IT_IS, base=Killed, faults=[(2, 40)], arguments=options)
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_with_the_limit(folder: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_with_the_reduced_limit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="without a word"):
         run_on_ranks(1, train_until_killed, tmp_path, in_group=False)
     resumed = train(tmp_path, AS_IT_IS, resume=str(tmp_path / "checkpoint-3"), arguments=arguments(tmp_path))
@@ -144,7 +145,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_with_the_limit(folder: Pa
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["without a state", "with half a state"])
-def test_a_checkpoint_whose_save_was_interrupted_is_not_resumed_from(
+def test_resume_skips_a_checkpoint_whose_save_was_interrupted(
     folder: Path, tmp_path: Path, torn: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FullDisk(Trainer):
@@ -164,13 +165,13 @@ def test_a_checkpoint_whose_save_was_interrupted_is_not_resumed_from(
     assert difference(resumed, stock(folder)) == 0.0
 
 
-def test_a_folder_without_a_complete_checkpoint_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_resume_without_a_complete_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     with pytest.raises(ConfigError, match=f"{tmp_path} contains no complete checkpoint"):
         train(tmp_path, AS_IT_IS, resume=True, arguments=arguments(tmp_path))
 
 
-def test_a_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
+def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
     class FullDisk(Trainer):
         def _save_rng_state(self, output_dir: str) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -182,7 +183,7 @@ def test_a_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> N
     assert not (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
 
 
-def test_an_error_of_the_engine_advises_arguments_of_the_trainer(folder: Path) -> None:
+def test_errors_of_the_engine_recommend_arguments_of_trainer(folder: Path) -> None:
     always = [(2, operation) for operation in (40, 40, 40, 40, 40)]
     with pytest.raises(LimitExhaustedError) as refused:
         train(folder, AS_IT_IS, faults=always, arguments=arguments(folder))
@@ -198,7 +199,7 @@ def test_an_error_of_the_engine_advises_arguments_of_the_trainer(folder: Path) -
 
 
 class PartlyTargets(Counting):
-    """The loss of every third sample is on no token."""
+    """Every third sample has no token in the loss."""
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         sample = super().__getitem__(index)
@@ -206,7 +207,7 @@ class PartlyTargets(Counting):
 
 
 @pytest.mark.parametrize("dataset", [Counting, PartlyTargets])
-def test_what_a_loss_adds_up_to_is_tried_out(folder: Path, dataset: type) -> None:
+def test_reduction_of_a_loss_is_found_by_experiment(folder: Path, dataset: type) -> None:
     options = {
         "base": Means,
         "train_dataset": dataset(),
@@ -218,7 +219,7 @@ def test_what_a_loss_adds_up_to_is_tried_out(folder: Path, dataset: type) -> Non
 
 
 class Plain(torch.nn.Module):
-    """A causal model that transformers does not know, so that nothing says that its loss shifts labels."""
+    """A causal model that transformers does not know, and therefore not that its loss shifts labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +231,7 @@ class Plain(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
 
-def test_which_labels_a_mean_counts_is_tried_out(folder: Path) -> None:
+def test_labels_that_a_mean_counts_are_found_by_experiment(folder: Path) -> None:
     class AllTargets(Counting):
         def __getitem__(self, index: int) -> dict[str, list[int]]:
             return {"input_ids": self.rows[index], "labels": self.rows[index]}
@@ -242,7 +243,7 @@ def test_which_labels_a_mean_counts_is_tried_out(folder: Path) -> None:
     assert difference(train(folder, AdaptiveArguments(token_budget=50), **options()), train(folder, **options())) < 1e-6
 
 
-def test_labels_that_are_no_tokens_stay_labels(folder: Path) -> None:
+def test_labels_of_token_classification_are_valid_in_the_check(folder: Path) -> None:
     class Tags(PartlyTargets):
         def __getitem__(self, index: int) -> dict[str, list[int]]:
             sample = super().__getitem__(index)
@@ -258,11 +259,11 @@ def test_labels_that_are_no_tokens_stay_labels(folder: Path) -> None:
         return {"model": model, "train_dataset": Tags(), "arguments": with_one_batch}
 
     theirs = train(folder, **options())
-    for adaptive in AdaptiveArguments(token_budget=50), AdaptiveArguments(token_budget="auto", memory_limit="5MiB"):
-        assert difference(train(folder, adaptive, **options()), theirs) < 1e-6
+    for ours in AdaptiveArguments(token_budget=50), AdaptiveArguments(token_budget="auto", memory_limit="5MiB"):
+        assert difference(train(folder, ours, **options()), theirs) < 1e-6
 
 
-def test_a_forward_may_draw_from_any_generator(folder: Path) -> None:
+def test_forward_may_draw_from_any_random_generator(folder: Path) -> None:
     class Noisy(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs) * (1 + random.random() + np.random.random() + torch.rand(()))
@@ -271,7 +272,7 @@ def test_a_forward_may_draw_from_any_generator(folder: Path) -> None:
     assert difference(train(folder, AS_IT_IS, base=Noisy, arguments=arguments(folder)), theirs) == 0.0
 
 
-def test_a_loss_that_does_not_add_up_is_refused(folder: Path) -> None:
+def test_loss_that_does_not_add_up_is_refused(folder: Path) -> None:
     class Squares(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs) ** 2
@@ -280,12 +281,12 @@ def test_a_loss_that_does_not_add_up_is_refused(folder: Path) -> None:
         train(folder, AS_IT_IS, base=Squares, arguments=arguments(folder))
 
 
-def test_a_collator_that_draws_at_random_is_refused(folder: Path) -> None:
+def test_random_collator_is_refused(folder: Path) -> None:
     def masked(samples: Any) -> Any:
         batch = collate(samples)
         return {**batch, "labels": batch["labels"].where(torch.rand(batch["labels"].shape) > 0.5, -100)}
 
-    with pytest.raises(ConfigError, match="the same samples make another batch when they are collated again"):
+    with pytest.raises(ConfigError, match="collating the same samples twice gives different batches"):
         train(folder, AS_IT_IS, data_collator=masked, arguments=arguments(folder))
 
 
@@ -294,19 +295,19 @@ def edit(inputs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         (edit, None, "edits the batch "),
         (lambda inputs: inputs.update(scale=0.5), None, "edits the batch "),
         (None, edit, "edits the batch after it has called Trainer's"),
     ],
 )
-def test_a_batch_that_training_step_edits_is_refused_in_that_step(
-    folder: Path, before: Any, after: Any, told: str
+def test_training_step_that_edits_its_batch_is_refused_in_that_step(
+    folder: Path, before: Any, after: Any, message: str
 ) -> None:
     class Edits(Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            third = self.state.global_step == 2  # which nothing else looks at
+            third = self.state.global_step == 2  # a step without other checks
             if third and before:
                 before(inputs)
             loss = super().training_step(model, inputs, *args, **kwargs)
@@ -315,11 +316,11 @@ def test_a_batch_that_training_step_edits_is_refused_in_that_step(
             return loss
 
     options = arguments(folder, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match=f"training_step of .* {told}"):
+    with pytest.raises(ConfigError, match=f"training_step of .* {message}"):
         train(folder, AS_IT_IS, base=Edits, arguments=options)
 
 
-def test_a_step_whose_last_batch_is_left_out_is_refused(folder: Path) -> None:
+def test_training_step_that_skips_the_last_batch_is_refused(folder: Path) -> None:
     class Leaves(Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self.accelerator.sync_gradients:
@@ -331,7 +332,7 @@ def test_a_step_whose_last_batch_is_left_out_is_refused(folder: Path) -> None:
         train(folder, AS_IT_IS, base=Leaves, arguments=options)
 
 
-def test_tensors_of_inference_mode_are_trained_with(folder: Path) -> None:
+def test_inference_tensors_in_a_batch_are_supported(folder: Path) -> None:
     def masked(samples: Any) -> Any:
         batch = collate(samples)
         with torch.inference_mode():
@@ -352,34 +353,35 @@ def no_room(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fails", "told"),
+    ("fails", "message"),
     [
-        ("prediction_step", r"in evaluation \(lower per_device_eval_batch_size\): no room; raise memory_limit"),
-        ("compute_loss", "before the first step, where two samples .*: no room; use a smaller model"),
+        ("prediction_step", r"in evaluation .*set prediction_loss_only=True\): no room; raise memory_limit"),
+        ("compute_loss", "before the first step, while the losses of two samples .*: no room; use a smaller model"),
         (
             "create_optimizer",
             "in the optimizer, whose state does not depend on the batch: no room; use a smaller model",
         ),
     ],
 )
-def test_out_of_memory_where_no_step_is_repeated_is_told_with_what_helps(folder: Path, fails: str, told: str) -> None:
+def test_unrecoverable_out_of_memory_error_names_the_place_and_remedies(folder: Path, fails: str, message: str) -> None:
     def full_optimizer(trainer: Any, *_: Any) -> Any:
         trainer.optimizer = Full(trainer.model.parameters())
         return trainer.optimizer
 
     failing = type("Failing", (Trainer,), {fails: full_optimizer if fails == "create_optimizer" else no_room})
     options = arguments(folder, eval_strategy="steps", eval_steps=2)
-    with pytest.raises(RecoveryUnsupportedError, match=told):
-        train(folder, AS_IT_IS, base=failing, eval_dataset=Counting(8), arguments=options)
+    without = AdaptiveArguments(recover_from_oom=fails != "prediction_step")
+    with pytest.raises(RecoveryUnsupportedError, match=message):
+        train(folder, without, base=failing, eval_dataset=Counting(8), arguments=options)
 
 
-def test_a_compiled_model_trains_what_stock_trains(folder: Path) -> None:
+def test_compiled_model_trains_like_stock(folder: Path) -> None:
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     ours = train(folder, AdaptiveArguments(token_budget=100), arguments=arguments(folder, **compiled))
     assert difference(ours, stock(folder)) < 1e-6
 
 
-def test_a_streamed_dataset_trains_what_stock_trains(folder: Path) -> None:
+def test_streamed_dataset_trains_like_stock(folder: Path) -> None:
     class Streamed(IterableDataset):
         def __iter__(self) -> Any:
             return iter(Counting())
@@ -389,7 +391,7 @@ def test_a_streamed_dataset_trains_what_stock_trains(folder: Path) -> None:
     assert difference(ours, theirs) < 1e-6
 
 
-def test_evaluations_between_steps_change_nothing(folder: Path) -> None:
+def test_evaluation_between_steps_does_not_change_training(folder: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 2}
     ours = train(folder, AS_IT_IS, eval_dataset=Counting(8), arguments=arguments(folder, **options))
     assert difference(ours, stock(folder)) == 0.0
@@ -403,7 +405,7 @@ def test_evaluations_between_steps_change_nothing(folder: Path) -> None:
         ({"optim": "lomo"}, "updates weights in the backward"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(folder: Path, options: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments_are_refused_in_one_line(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         AdaptiveTrainer(model=torch.nn.Linear(1, 1), args=arguments(folder, **options))
     assert "\n" not in str(refused.value)
@@ -415,7 +417,7 @@ def test_several_gpus_in_one_process_are_refused(folder: Path, monkeypatch: pyte
         AdaptiveTrainer(model=torch.nn.Linear(1, 1), args=arguments(folder))
 
 
-def test_batches_that_rank_0_collates_for_all_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatched_batches_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = arguments(folder, accelerator_config={"dispatch_batches": True})
     trainer = AdaptiveTrainer(model=tiny_llama(), args=options, train_dataset=Counting(), data_collator=collate)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
@@ -427,7 +429,7 @@ def test_batches_that_rank_0_collates_for_all_are_refused(folder: Path, monkeypa
     ("flag", "message"),
     [("is_deepspeed_enabled", "does not support DeepSpeed"), ("is_fsdp_enabled", "does not support FSDP1")],
 )
-def test_other_ways_to_shard_are_refused(folder: Path, flag: str, message: str) -> None:
+def test_deepspeed_and_fsdp1_are_refused(folder: Path, flag: str, message: str) -> None:
     class Sharded(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -440,12 +442,46 @@ def test_other_ways_to_shard_are_refused(folder: Path, flag: str, message: str) 
         Adaptive(model=torch.nn.Linear(1, 1), args=arguments(folder))
 
 
-def test_the_mixin_goes_before_the_trainer(folder: Path) -> None:
-    with pytest.raises(TypeError, match="AdaptiveMixin goes before the Trainer"):
+def test_mixin_after_the_trainer_is_refused(folder: Path) -> None:
+    with pytest.raises(TypeError, match="AdaptiveMixin must precede the Trainer"):
         type("Late", (Trainer, AdaptiveMixin), {})
 
 
-def test_a_training_step_that_passes_trainers_own_by_is_refused(folder: Path) -> None:
+def test_adaptive_makes_any_trainer_adaptive_in_one_line(folder: Path) -> None:
+    options: dict[str, Any] = {"train_dataset": Counting(), "data_collator": collate}
+    trainer = adaptive(Trainer)(tiny_llama(), arguments(folder, max_steps=1), adaptive=AS_IT_IS, **options)
+    trainer.train()
+    assert type(trainer).__name__ == "AdaptiveTrainer"
+    assert trainer.state.log_history[0]["microbatch_rows"] == 4
+    assert adaptive(AdaptiveTrainer) is AdaptiveTrainer
+
+
+class OwnTrainer(Trainer):
+    """A trainer that another process can import."""
+
+
+class Derived(adaptive(OwnTrainer)):  # type: ignore[misc]
+    """A class that is found by its name."""
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_class_made_by_adaptive_can_be_pickled(cached: bool) -> None:
+    made = adaptive(OwnTrainer)
+    pickled = pickle.dumps((made, Derived))
+    if not cached:  # as in another process
+        adaptive.cache_clear()
+    loaded, derived = pickle.loads(pickled)
+    assert (loaded is made) == cached
+    assert (loaded.__name__, loaded.__bases__) == ("AdaptiveOwnTrainer", made.__bases__)
+    assert derived is Derived
+
+
+def test_adaptive_refuses_a_class_that_is_not_a_trainer() -> None:
+    with pytest.raises(TypeError, match="pass transformers' Trainer or a subclass of it"):
+        adaptive(dict)
+
+
+def test_training_step_that_does_not_call_trainers_is_refused(folder: Path) -> None:
     class Own(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             return model(**inputs).loss.detach()
@@ -454,7 +490,7 @@ def test_a_training_step_that_passes_trainers_own_by_is_refused(folder: Path) ->
         train(folder, AS_IT_IS, base=Own, arguments=arguments(folder))
 
 
-def test_a_training_step_in_place_of_the_mixins_is_refused(folder: Path) -> None:
+def test_training_step_that_replaces_the_mixins_is_refused(folder: Path) -> None:
     class Own(AdaptiveTrainer):
         training_step = Trainer.training_step
 
@@ -463,7 +499,7 @@ def test_a_training_step_in_place_of_the_mixins_is_refused(folder: Path) -> None
         trainer.train()
 
 
-def test_a_training_step_called_by_hand_is_that_of_stock(folder: Path) -> None:
+def test_training_step_outside_of_train_equals_stock(folder: Path) -> None:
     batch = collate([Counting()[0], Counting()[1]])
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -480,12 +516,12 @@ def test_neither_torchtune_nor_torchao_is_needed() -> None:
     subprocess.run([sys.executable, "-c", without], check=True, timeout=100)
 
 
-def test_a_search_on_a_cpu_needs_a_memory_limit(folder: Path) -> None:
+def test_search_on_a_cpu_requires_a_memory_limit(folder: Path) -> None:
     with pytest.raises(AdaptiveError, match="set memory_limit"):
         train(folder, AdaptiveArguments(use_maximum_batch_size=True), arguments=arguments(folder))
 
 
-def test_samples_that_the_collator_tokenizes_have_no_length_to_go_by(folder: Path) -> None:
+def test_token_budget_refuses_a_collator_that_tokenizes(folder: Path) -> None:
     class Texts(Counting):
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"text": super().__getitem__(index)}
@@ -500,7 +536,7 @@ def test_samples_that_the_collator_tokenizes_have_no_length_to_go_by(folder: Pat
     assert train(folder, AS_IT_IS, **tokenized).column("oom_recoveries") == [0, 0]
 
 
-def test_the_command_line_has_all_arguments() -> None:
+def test_command_line_accepts_all_arguments() -> None:
     line = ["--token_budget", "4096", "--memory_limit", "24GiB", "--no_recover_from_oom", "--regrow_after", "10"]
     (parsed,) = HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses(line)
     assert parsed == AdaptiveArguments(token_budget=4096, memory_limit="24GiB", recover_from_oom=False, regrow_after=10)
@@ -516,6 +552,6 @@ def test_the_command_line_has_all_arguments() -> None:
         {"regrow_after": -1},
     ],
 )
-def test_arguments_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         AdaptiveArguments(**wrong)

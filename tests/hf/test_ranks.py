@@ -1,4 +1,4 @@
-"""Trainer with and without the mixin on two gloo ranks, under FSDP2 and under DDP."""
+"""Compare Trainer with and without the mixin on two gloo ranks, under FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class Ended(NamedTuple):
-    """What a run has come to."""
+    """The result of a run."""
 
     difference: float
-    """From stock."""
+    """Largest difference from stock."""
     recoveries: float
     rows: float | None
-    """Of a microbatch."""
+    """Rows of a microbatch."""
 
 
 def train_all(sharded: bool, here: Path) -> dict[str, Ended]:
@@ -62,14 +62,14 @@ def train_all(sharded: bool, here: Path) -> dict[str, Ended]:
 
 @pytest.mark.smoke("FSDP2")
 @pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-def test_two_ranks_have_the_figures_of_stock_whatever_happens_to_a_microbatch(sharded: bool, tmp_path: Path) -> None:
+def test_two_ranks_train_like_stock_however_steps_are_split(sharded: bool, tmp_path: Path) -> None:
     ended, same = run_on_ranks(2, train_all, sharded, tmp_path, in_group=False, timeout_s=100)
     assert ended == same
     assert max(run.difference for run in ended.values()) < 1e-6, ended
     assert [way for way, run in ended.items() if (run.recoveries, run.rows) == (1, 2)] == ["failed", "saved", "resumed"]
 
 
-def test_a_failure_at_any_operation_of_a_step_changes_no_figure() -> None:
+def test_failure_at_any_operation_of_a_step_does_not_change_training() -> None:
     from tests.hf.faults import COUNTED, sweep
 
     every, operations = 20, 1700
@@ -108,7 +108,7 @@ def resume_and_compare(here: Path) -> tuple[float, list[float]]:
     return difference(resumed, train(here, arguments=arguments(here))), resumed.column("microbatch_rows")
 
 
-def test_a_run_whose_rank_1_was_killed_resumes_to_the_figures_of_stock(tmp_path: Path) -> None:
+def test_run_whose_rank_1_was_killed_resumes_like_stock(tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
         run_on_ranks(2, train_until_rank_1_is_killed, tmp_path, in_group=False, timeout_s=60)
     for differs, rows in run_on_ranks(2, resume_and_compare, tmp_path, in_group=False, timeout_s=60):
@@ -129,7 +129,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processe
     ],
     ids=["torchrun", "accelerate launch", "TRL"],
 )
-def test_the_examples_train_on_with_less_memory(launcher: list[str], example: list[str]) -> None:
+def test_examples_recover_from_running_out_of_memory(launcher: list[str], example: list[str]) -> None:
     if example[0] == "examples/sft_trl.py":
         pytest.importorskip("trl")
     run = run_forked([sys.executable, *launcher, *example], cwd=ROOT, timeout_s=120)

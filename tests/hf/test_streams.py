@@ -1,4 +1,4 @@
-"""Streams that end in the middle of a step, with and without the mixin."""
+"""Compare streams that end in the middle of a step, with and without the mixin."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def compare(folder: Path, sharded: bool = False) -> list[float]:
     return [difference(same, stock), difference(failed, stock)]
 
 
-def test_a_stream_that_ends_within_a_step_trains_what_stock_trains(tmp_path: Path) -> None:
+def test_stream_that_ends_within_a_step_trains_like_stock(tmp_path: Path) -> None:
     assert max(compare(tmp_path)) < 1e-6
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-def test_two_ranks_on_a_stream_that_ends_within_a_step_train_what_stock_trains(sharded: bool, tmp_path: Path) -> None:
+def test_two_ranks_on_a_stream_that_ends_within_a_step_train_like_stock(sharded: bool, tmp_path: Path) -> None:
     for differences in run_on_ranks(2, compare, tmp_path, sharded, in_group=False, timeout_s=60):
         assert max(differences) < 1e-6
 
 
-def test_a_stream_without_enough_samples_for_one_step_is_refused(tmp_path: Path) -> None:
+def test_stream_too_short_for_one_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         train(tmp_path, AdaptiveArguments(), train_dataset=Stream(8), arguments=arguments(tmp_path))
 

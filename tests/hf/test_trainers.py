@@ -1,4 +1,4 @@
-"""Each trainer with and without the mixin, on a whole model and on LoRA, in one process, under DDP and under FSDP2.
+"""Compare each trainer with and without the mixin, with all weights and LoRA, in one process, under DDP and FSDP2.
 
 TRL's are compared where TRL is installed, LoRA where PEFT works: it refuses the torchao that torchtune needs.
 """
@@ -105,7 +105,7 @@ def compare(trainer: str, lora: bool, placement: str, **config_options: Any) -> 
         if generates:
             adapted |= {"reward_funcs": even_words}
         else:
-            also[:] = ["num_tokens"]  # what was counted is counted once, though two steps were run again
+            also[:] = ["num_tokens"]  # counters do not change when steps are repeated
         return {
             "base": getattr(trl, trainer),
             "arguments": arguments(
@@ -133,7 +133,7 @@ def compare(trainer: str, lora: bool, placement: str, **config_options: Any) -> 
             way: train(folder, adaptive, faults=faults, failing_rank=last, **options(folder))
             for way, (adaptive, faults) in ways.items()
         }
-    least = 1.0 if generates else 1e-12  # advantages of 1 or so, which add up to next to nothing
+    least = 1.0 if generates else 1e-12  # advantages of about 1 whose sum is about 0
     return {
         way: Compared(difference(run, stock, *also, least=least), run.column("oom_recoveries")[-1])
         for way, run in runs.items()
@@ -161,7 +161,7 @@ CELLS: list[tuple[str, bool, dict[str, Any], str]] = [
     CELLS,
     ids=[f"{trainer}-{'LoRA' if lora else 'whole'}-{placement}" for trainer, lora, _, placement in CELLS],
 )
-def test_twenty_steps_have_the_figures_of_stock_whatever_happens_to_a_microbatch(
+def test_twenty_steps_train_like_stock_however_they_are_split(
     trainer: str, lora: bool, options: dict[str, Any], placement: str
 ) -> None:
     if trainer != "Trainer":
@@ -175,8 +175,43 @@ def test_twenty_steps_have_the_figures_of_stock_whatever_happens_to_a_microbatch
         assert placement != "one process" or trainer == "GRPOTrainer" or compared["same"].difference == 0.0
 
 
-def test_a_loss_of_generated_answers_that_does_not_add_up_is_refused() -> None:
+def test_loss_of_generated_answers_that_does_not_add_up_is_refused() -> None:
     pytest.importorskip("trl")
     function = partial(compare, **GENERATING, loss_type="bnpo")
     with pytest.raises(RankFailed, match="neither their sum nor their mean"):
         run_on_ranks(1, function, "GRPOTrainer", False, "one process", in_group=False, timeout_s=100)
+
+
+def evaluation_losses(trainer: str, placement: str) -> list[float]:
+    """Collective: the loss of an evaluation by stock and by ours, which runs out of memory on the last rank."""
+    import trl
+
+    from tests.hf.test_evaluation import out_of_memory
+    from tests.hf.trainers import arguments, tiny_llama, use_fsdp2
+    from torchtune_adaptive.hf import adaptive
+
+    if placement == "FSDP2":
+        use_fsdp2()
+    base, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
+    columns = ["prompt", "completion"] if trainer == "SFTTrainer" else ["prompt", "chosen", "rejected"]
+    options: dict[str, Any] = {"gradient_checkpointing": False, "bf16": False, "max_length": 64, "max_steps": 1}
+    losses, data = [], texts(columns)
+    fits = 2 if trainer == "SFTTrainer" else 4  # rows, of which DPO has two per sample
+    for kind, rows in (base, 1000), (adaptive(base), fits):
+        with tempfile.TemporaryDirectory() as folder:
+            settings = arguments(Path(folder), config, per_device_eval_batch_size=4, **options)
+            reference = {"ref_model": tiny_llama()} if trainer == "DPOTrainer" else {}
+            made = kind(tiny_llama(), args=settings, train_dataset=data, processing_class=tokenizer(), **reference)
+            made.train()
+            with out_of_memory(made.model, rank=RANKS[placement] - 1, rows=rows) as failed:
+                losses.append(made.evaluate(made.train_dataset.select(range(22)))["eval_loss"])
+    return [*losses, len(failed)]
+
+
+@pytest.mark.parametrize("placement", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
+def test_evaluation_that_runs_out_of_memory_gives_the_loss_of_stock(trainer: str, placement: str) -> None:
+    pytest.importorskip("trl")
+    *_, (stock, ours, failed) = run_on_ranks(2, evaluation_losses, trainer, placement, in_group=False, timeout_s=100)
+    assert failed
+    assert abs(ours / stock - 1) < 1e-6

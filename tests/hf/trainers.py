@@ -1,4 +1,4 @@
-"""Runs of a tiny Llama by transformers' Trainer, stock and adaptive, on the same samples."""
+"""Train a tiny Llama with transformers' Trainer, stock and adaptive, on the same samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class Counting(Dataset):
-    """Numbers that count up; the loss is on the second half."""
+    """Rows of consecutive numbers; the loss is on the second half."""
 
     def __init__(self, samples: int = 120) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -67,7 +67,7 @@ def arguments(folder: Path, kind: type = TrainingArguments, **options: Any) -> A
         "max_steps": STEPS,
         "logging_steps": 1,
         "learning_rate": 0.1,
-        "optim": "sgd",  # Adam divides by what may be next to nothing
+        "optim": "sgd",  # Adam may divide by values close to 0
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
@@ -87,7 +87,7 @@ class Means(Trainer):
 
 
 class Run(NamedTuple):
-    """What a run has logged, step by step, and its weights."""
+    """The log of a run by step, and its weights."""
 
     log: list[dict[str, float]]
     weights: dict[str, Tensor]
@@ -97,7 +97,7 @@ class Run(NamedTuple):
 
 
 class Faulty(AdaptiveMixin):
-    """Fails where it is told to, after the first step: (step, operation), on `failing_rank`."""
+    """Fail at each (step, operation) of `faults`, after the first step, on `failing_rank`."""
 
     faults: Sequence[tuple[int, int]] = ()
     failing_rank = 0
@@ -122,7 +122,7 @@ def train(
     arguments: Any,
     **options: Any,
 ) -> Run:
-    """Collective: trains with stock `base`, or with the mixin before it."""
+    """Collective: train with stock `base`, or with the mixin if `adaptive` is given."""
     set_verbosity_error()
     set_seed(7)
     given = {"model": tiny_llama(), "train_dataset": Counting(), "data_collator": collate, **options}
@@ -144,7 +144,7 @@ def train(
 
 
 def difference(run: Run, stock: Run, *names: str, least: float = 1e-12) -> float:
-    """The largest of losses, gradient norms, weights and what else is named, relative to stock's, or to `least`."""
+    """Return the largest relative difference of losses, gradient norms, weights and the named columns."""
     assert len(run.log) == len(stock.log) > 0
     pairs = [
         pair
@@ -159,7 +159,7 @@ def difference(run: Run, stock: Run, *names: str, least: float = 1e-12) -> float
 
 
 def use_fsdp2() -> None:
-    """As `accelerate launch` with `fsdp_version: 2` sets it, on a CPU too: there, accelerate alone would take DDP."""
+    """Use FSDP2 like `accelerate launch` with `fsdp_version: 2`, also on a CPU, where accelerate would use DDP."""
     os.environ.update(
         ACCELERATE_USE_FSDP="true",
         FSDP_VERSION="2",

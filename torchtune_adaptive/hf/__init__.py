@@ -1,6 +1,6 @@
-"""transformers' Trainer, and the trainers that derive from it (TRL's), on the engine. Needs `pip install '.[hf]'`."""
+"""Recovery and batch-size search for transformers' Trainer and its subclasses (TRL). Needs `pip install '.[hf]'`."""
 
 from torchtune_adaptive.hf.arguments import AdaptiveArguments
-from torchtune_adaptive.hf.trainer import AdaptiveMixin, AdaptiveTrainer
+from torchtune_adaptive.hf.trainer import AdaptiveMixin, AdaptiveTrainer, adaptive
 
-__all__ = ["AdaptiveArguments", "AdaptiveMixin", "AdaptiveTrainer"]
+__all__ = ["AdaptiveArguments", "AdaptiveMixin", "AdaptiveTrainer", "adaptive"]

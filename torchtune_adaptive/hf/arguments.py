@@ -1,4 +1,4 @@
-"""What a user sets, in Python or on the command line."""
+"""The arguments of AdaptiveMixin, and remedies in terms of these arguments and of TrainingArguments."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from torchtune_adaptive.formatting import parse_size
 
 @dataclass
 class AdaptiveArguments:
-    """How a Trainer adapts its microbatches. HfArgumentParser makes command-line options of the fields."""
+    """Settings of AdaptiveMixin. HfArgumentParser turns the fields into command-line options."""
 
     recover_from_oom: bool = field(
-        default=True, metadata={"help": "Repeat a step that runs out of memory, on all ranks, in smaller microbatches."}
+        default=True,
+        metadata={"help": "After an out-of-memory error, repeat the step on all ranks in smaller microbatches."},
     )
     regrow_after: int = field(
-        default=200, metadata={"help": "Steps without trouble before a larger microbatch is tried again; 0: never."}
+        default=200,
+        metadata={"help": "Steps without OOM errors before a reduced limit grows again; 0: never."},
     )
     use_maximum_batch_size: bool = field(
-        default=False, metadata={"help": "Before training, measure how many rows of the longest sample fit."}
+        default=False, metadata={"help": "Measure the largest microbatch of the longest sample before training."}
     )
     token_budget: int | str | None = field(
-        default=None, metadata={"help": "Tokens of a microbatch, padding included, or 'auto': as many as fit."}
+        default=None, metadata={"help": "Limit of a microbatch in tokens, including padding, or 'auto' to measure it."}
     )
     memory_limit: str | None = field(
-        default=None, metadata={"help": "Memory that each rank may use, for example 24GiB or 0.9 of its GPU."}
+        default=None, metadata={"help": "Memory limit of each rank, for example 24GiB or 0.9 (of its GPU)."}
     )
 
     def __post_init__(self) -> None:
@@ -34,14 +36,16 @@ class AdaptiveArguments:
             self.token_budget = int(self.token_budget)
         number = type(self.token_budget) is int and self.token_budget > 0
         if not number and self.token_budget not in (None, "auto"):
-            raise ConfigError(f"token_budget: {self.token_budget!r} is neither a number of tokens nor 'auto'")
+            raise ConfigError(f"token_budget: {self.token_budget!r} is invalid; allowed: a number of tokens, or 'auto'")
         if self.token_budget is not None and self.use_maximum_batch_size:
-            raise ConfigError("use_maximum_batch_size counts rows and token_budget counts tokens: set one of them")
+            raise ConfigError("use_maximum_batch_size limits rows and token_budget limits tokens: set only one of them")
         if type(self.regrow_after) is not int or self.regrow_after < 0:
-            raise ConfigError(f"regrow_after: {self.regrow_after!r} steps; give 0 (never) or a larger whole number")
+            raise ConfigError(
+                f"regrow_after: {self.regrow_after!r} is invalid; allowed: 0 (never) or a larger whole number"
+            )
         for name in "recover_from_oom", "use_maximum_batch_size":
             if type(value := getattr(self, name)) is not bool:
-                raise ConfigError(f"{name}: {value!r} is neither True nor False")
+                raise ConfigError(f"{name}: {value!r} is invalid; allowed: True or False")
         if self.memory_limit is not None:
             parse_size(self.memory_limit, "memory_limit")
 
@@ -58,4 +62,4 @@ IN_ARGUMENTS: Mapping[Remedy, str] = {
     Remedy.CAP_MEMORY: "set memory_limit, for example to 8GiB",
     Remedy.MEASURE: "measure on the device with use_maximum_batch_size=True",
 }
-"""What the engine advises, in arguments of a Trainer and of AdaptiveArguments."""
+"""Remedies in terms of TrainingArguments and AdaptiveArguments."""

@@ -1,4 +1,4 @@
-"""How the loss of a batch follows from the losses of its parts. Trainer cannot know, so two samples are tried."""
+"""Find out how the losses of microbatches add up to the loss of a batch, by comparing the losses of two samples."""
 
 from __future__ import annotations
 
@@ -14,33 +14,42 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 FULL, TF32, HALF = 3e-5, 0.002, 0.02
-"""Shares of a loss by which it may miss what the losses of its parts add up to, by the precision of the model."""
+"""Tolerances relative to the loss, by the precision of the model."""
 ROUNDING = 1e-6
-"""Misses up to this are equal in full precision."""
+"""Differences up to this are rounding in full precision."""
 
 
 class Reduction(Enum):
-    """How the loss of a batch follows from the losses of its parts."""
+    """How the loss of a batch follows from the losses of its microbatches."""
 
     SUM = "sum"
     MEAN_OF_ROWS = "mean over rows"
     MEAN_OF_LABELS = "mean over labels"
     MEAN_OF_NEXT_TOKENS = "mean over labels of next tokens"
 
+    def weight(self, part: tuple[int, tuple[int, int]], whole: tuple[int, tuple[int, int]]) -> float:
+        """Return the factor for the loss of a part, given the rows and targets of the part and of the whole."""
+        if self is Reduction.SUM:
+            return float(part[0] > 0)
+        if self is Reduction.MEAN_OF_ROWS:
+            return part[0] / whole[0]
+        shifted = int(self is Reduction.MEAN_OF_NEXT_TOKENS)
+        return part[1][shifted] / max(1, whole[1][shifted])
+
 
 class TwoSamples(NamedTuple):
-    """The losses of two samples on one rank, together and each by itself."""
+    """The losses of two samples on one rank: in one batch, and in a batch each."""
 
     both: float
     first: float
     second: float
     targets: tuple[tuple[int, int], tuple[int, int]]
-    """Labels of each, and those of next tokens."""
+    """For each sample: its labels, and its labels without the first position."""
     drew: bool
-    """Whether random numbers were drawn, so that the losses cannot be compared."""
+    """True if random numbers were drawn, so that the losses cannot be compared."""
 
-    def misses(self, scale: float) -> dict[Reduction, float]:
-        """Return by how much each reduction misses the loss of both, as a share of that loss or of `scale`."""
+    def errors(self, scale: float) -> dict[Reduction, float]:
+        """Return the error of each reduction, relative to the loss of both samples or to `scale`."""
         ones, others = self.targets
         of_labels, of_next = (
             (self.first * one + self.second * other) / max(1, one + other)
@@ -59,11 +68,11 @@ class TwoSamples(NamedTuple):
 def how_losses_add_up(
     on_ranks: Sequence[TwoSamples], *, next_tokens: bool, tolerance: float, scale: float = 0.0
 ) -> Reduction | None:
-    """Return the reduction that fits best on all ranks; None if none fits.
+    """Return the reduction with the smallest error on all ranks; None if every error exceeds the tolerance.
 
-    A mean is taken over next tokens or over labels as `next_tokens` says, unless full precision shows the opposite.
+    `next_tokens` selects the mean over next tokens or over all labels, unless full precision shows the opposite.
     """
-    worst = {each: worst_miss(on_ranks, each, scale) for each in Reduction}
+    worst = {each: worst_error(on_ranks, each, scale) for each in Reduction}
     likely, other = Reduction.MEAN_OF_NEXT_TOKENS, Reduction.MEAN_OF_LABELS
     if not next_tokens:
         likely, other = other, likely
@@ -74,11 +83,13 @@ def how_losses_add_up(
     return None if worst[best] > tolerance else best
 
 
-def worst_miss(on_ranks: Sequence[TwoSamples], reduction: Reduction, scale: float) -> float:
-    return max(tried.misses(scale)[reduction] for tried in on_ranks)
+def worst_error(on_ranks: Sequence[TwoSamples], reduction: Reduction, scale: float) -> float:
+    """Return the largest error of a reduction over the ranks."""
+    return max(tried.errors(scale)[reduction] for tried in on_ranks)
 
 
 def tolerance_of(model: nn.Module, *, mixed_precision: bool) -> float:
+    """Return the tolerance for the precision in which the model computes."""
     parameter = next(model.parameters())
     if mixed_precision or parameter.dtype.itemsize < 4:
         return HALF
@@ -91,12 +102,12 @@ def tolerance_of(model: nn.Module, *, mixed_precision: bool) -> float:
 
 
 def draw(device: torch.device) -> tuple[float, ...]:
-    """Draw a number from every random generator that a forward may use."""
+    """Draw one number from every random generator that a forward pass may use."""
     return random.random(), np.random.random(), torch.rand(()).item(), torch.rand((), device=device).item()
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Disable dropout, that of attention included, in a model that stays in training mode."""
+    """Disable dropout, also in attention, while the model stays in training mode."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""The samples of a step: what a dataset of transformers or TRL returns, or what a trainer generates."""
+"""The samples of a step: items of a dataset before collation, or rows that a trainer has generated."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 from torchtune_adaptive.errors import ConfigError
 
-KEPT = "adaptive_samples"
-"""The key under which a batch carries its samples until the Trainer has it."""
+SAMPLES_KEY = "adaptive_samples"
+"""Key of a CollatedBatch in the batch that a data loader yields."""
 IGNORED = -100
-"""The label of a token that does not count in the loss."""
+"""Label of a token that does not count in the loss."""
 ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
-"""In TRL, a sample has a row for each of these, behind its `prompt_ids`."""
+"""In TRL, a sample has a row for each of these, which follows its `prompt_ids`."""
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 
 
 @dataclass(frozen=True)
 class RawSample:
-    """What the dataset returned, before it is collated."""
+    """An item of the dataset, before collation."""
 
     features: Any
 
     @property
     def row_lengths(self) -> list[int]:
-        """The tokens of each row; 1 where the sample has no tokens yet, such as an image."""
+        """Return the tokens of each row; 1 if the sample is not tokenized yet, such as an image."""
         features = self.features if isinstance(self.features, Mapping) else {}
         if answers := [features[name] for name in ANSWERS if name in features]:
             return [_tokens(features.get("prompt_ids", ())) + _tokens(answer) for answer in answers]
@@ -37,16 +37,17 @@ class RawSample:
 
     @property
     def length(self) -> int:
+        """Return the tokens of the longest row."""
         return max(self.row_lengths)
 
     @property
     def label(self) -> Any:
-        """The class of a sample that has one."""
+        """Return the class of a sample with a single label, otherwise None."""
         label = self.features.get("label", self.features.get("labels")) if isinstance(self.features, Mapping) else None
         return None if hasattr(label, "__len__") else label
 
     def as_targets(self, *, few: bool = False) -> RawSample:
-        """The same with a loss on every token; with `few`, on the first two, whose labels are then alike."""
+        """Return a copy with a loss on every token, or with `few` on the first two, which get equal labels."""
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
         features, labels = dict(self.features), self.features.get("labels", 0)
@@ -63,26 +64,29 @@ class RawSample:
 
 
 class GeneratedRow(RawSample):
-    """A row of what a trainer such as TRL's GRPOTrainer has generated and scored.
+    """A row that a trainer such as TRL's GRPOTrainer has generated and scored.
 
-    Its features are tensors of one row each, and those without rows, which all rows of a step share.
+    Its features are tensors with one row, and scalar tensors that all rows of the batch share.
     """
 
     @staticmethod
     def all_of(inputs: Mapping[str, Tensor | None]) -> list[GeneratedRow]:
-        """The rows of a batch as such a trainer prepares it."""
+        """Return the rows of a batch that such a trainer has prepared."""
         given = {name: value for name, value in inputs.items() if value is not None}
         rows = len(given["completion_ids"]) if "completion_ids" in given else 0
         for name, value in given.items():
             if not isinstance(value, Tensor) or (value.dim() and len(value) != rows):
-                raise ConfigError(f"{name!r} of a prepared batch cannot be split: it has no row for each completion")
+                raise ConfigError(
+                    f"a batch from _prepare_inputs cannot be split: {name!r} does not have one row per completion; "
+                    "return tensors with one row per completion, or scalars"
+                )
         return [
             GeneratedRow({name: value[row : row + 1] if value.dim() else value for name, value in given.items()})
             for row in range(rows)
         ]
 
     def scored(self, advantage: float, targets: int) -> RawSample:
-        """With another score, and a loss on so many tokens."""
+        """Return a copy with this advantage and a loss on the first `targets` tokens."""
         mask, advantages = self.features["completion_mask"].clone(), self.features["advantages"]
         mask[:, :targets], mask[:, targets:] = 1, 0
         score = {"completion_mask": mask, "advantages": torch.full_like(advantages, advantage)}
@@ -91,22 +95,21 @@ class GeneratedRow(RawSample):
 
 @dataclass
 class CollatedBatch:
-    """A collated batch and what it was made of.
+    """A collated batch and its samples.
 
-    Not a tuple, dict or tensor: accelerate and torch's pin_memory leave it in the inputs as it is.
+    Not a tuple, dict or tensor: accelerate and torch's pin_memory leave such an object in the inputs unchanged.
     """
 
     samples: Sequence[RawSample]
     targets: tuple[int, int]
-    """Tokens that count in the loss, and how many if the first of a row does not, as in causal language models; rows,
-    where labels are not by token."""
+    """See `targets_of`."""
     inputs: Any = None
     versions: Mapping[str, tuple[int, int]] | None = None
-    """What `versions_of` said of the inputs when Trainer's step was called; None where they were generated."""
+    """`versions_of` the inputs when Trainer's training_step began; None if they were generated."""
 
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
-        """Any samples of a step, by the collator of its data loader."""
+        """Collate samples with the collator of their data loader; join rows that were generated."""
         features = [copy(sample.features) for sample in samples]
         if isinstance(samples[0], GeneratedRow):
             rows = {
@@ -115,11 +118,11 @@ class CollatedBatch:
             }
             return CollatedBatch(samples, (len(samples),) * 2, rows)
         inputs = collate(features)
-        batch: CollatedBatch = inputs.pop(KEPT)
+        batch: CollatedBatch = inputs.pop(SAMPLES_KEY)
         return replace(batch, samples=samples, inputs=inputs)
 
-    def is_made_again(self, collate: Callable[[list[Any]], Any]) -> bool:
-        """Whether collating its samples again makes the same batch. Waits for the device."""
+    def is_reproducible(self, collate: Callable[[list[Any]], Any]) -> bool:
+        """Return True if collating the samples again gives the same batch. Synchronizes with the device."""
         again = CollatedBatch.of(self.samples, collate).inputs
         mine, made = (
             {name: value for name, value in each.items() if value is not None} for each in (self.inputs, again)
@@ -131,29 +134,38 @@ class CollatedBatch:
 
 @dataclass(frozen=True)
 class KeepSamples:
-    """A collator that leaves in the inputs what they were made of."""
+    """A data collator that adds the samples to the batch of another collator."""
 
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, features: list[Any]) -> Any:
-        samples = [RawSample(copy(each)) for each in features]  # some collators take parts out of them
+        """Collate the features and add them to the batch."""
+        samples = [RawSample(copy(each)) for each in features]  # some collators remove keys
         inputs = self.collate(features)
         if isinstance(inputs, MutableMapping):
-            labels, targets = inputs.get("labels"), (len(samples),) * 2
-            if isinstance(labels, Tensor) and labels.dim() > 1:
-                counts = labels != IGNORED
-                targets = int(counts.sum()), int(counts[..., 1:].sum())
-            inputs[KEPT] = CollatedBatch(samples, targets)
+            inputs[SAMPLES_KEY] = CollatedBatch(samples, targets_of(inputs, len(samples)))
         return inputs
 
 
+def targets_of(inputs: Mapping[str, Any], samples: int) -> tuple[int, int]:
+    """Return the number of labels in the loss, with and without the first position of each row.
+
+    Without labels per token, both are the number of samples. Synchronizes with the device of the labels.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return samples, samples
+    counts = labels != IGNORED
+    return int(counts.sum()), int(counts[..., 1:].sum())
+
+
 def versions_of(inputs: Any) -> dict[str, tuple[int, int]]:
-    """What tells each entry of a batch from another, and a tensor from itself once it is written to."""
+    """Return the identity and the version of each entry of a batch, which change when code edits the batch."""
     entries = inputs.items() if isinstance(inputs, MutableMapping) else ()
     return {
         name: (id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0)
         for name, value in entries
-        if name != KEPT
+        if name != SAMPLES_KEY
     }
 
 

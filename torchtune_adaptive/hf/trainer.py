@@ -1,16 +1,18 @@
-"""`class T(AdaptiveMixin, SFTTrainer)`: any Trainer, with its optimizer steps run by the engine.
+"""`adaptive(SFTTrainer)` or `class T(AdaptiveMixin, SFTTrainer)`: run the optimizer steps of a Trainer by the engine.
 
-Trainer's loop stays as it is. It calls `training_step` for each batch. In place of Trainer's own, `CollectsBatches`
-takes the samples that the data collator has left in the batch, and runs all of them with the last batch of a step. A
-trainer that generates returns its samples from `_prepare_inputs`.
+Trainer's loop is unchanged and calls `training_step` for each batch. `CollectsBatches` replaces Trainer's own
+`training_step`: it collects the samples that the data collator has added to each batch, and runs the whole step with
+the last batch. For trainers that generate, the samples come from `_prepare_inputs`.
 """
 
 from __future__ import annotations
 
+import copyreg
 import logging
 from collections.abc import Iterator, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,9 +28,9 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
-from torchtune_adaptive.hf.replaced import replaced
-from torchtune_adaptive.hf.samples import KEPT, CollatedBatch, GeneratedRow, KeepSamples, versions_of
-from torchtune_adaptive.hf.steps import OptimizerSteps
+from torchtune_adaptive.hf.evaluation import Evaluator
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples, versions_of
+from torchtune_adaptive.hf.steps import OptimizerSteps, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +41,30 @@ else:
 
 
 class CollectsBatches(Trainer):
-    """The class before Trainer in the method resolution order of every AdaptiveMixin with a Trainer.
+    """The class before Trainer in the method resolution order.
 
-    `super().training_step(...)` of a trainer between the mixin and Trainer ends here, after its own code has run.
+    A `training_step` of a class between AdaptiveMixin and Trainer calls this one by `super()`.
     """
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collective: collects a batch; with the last of a step, forward and backward over all of them."""
+        """Collective: collect a batch; with the last batch of a step, run forward and backward on all of them."""
         assert isinstance(self, AdaptiveMixin)
-        if self._batches is None:  # called by hand, outside of train()
+        if self._batches is None:  # called outside of train()
             return super().training_step(model, inputs, num_items_in_batch)
         return self._collect(self._batches, model, inputs, num_items_in_batch)
 
 
 class AdaptiveMixin(Base):
-    """Put it before a Trainer: `class T(AdaptiveMixin, Trainer)`, then `T(..., adaptive=AdaptiveArguments(...))`.
+    """Adds recovery and batch-size search to a Trainer: `class T(AdaptiveMixin, Trainer)`, see also `adaptive`.
 
-    Every step has the samples, loss and gradients of the Trainer without it. How they are split into microbatches
-    depends on what fits: `per_device_train_batch_size` is only where that begins.
+    Every step has the samples, loss and gradients that it has without the mixin. Only its split into microbatches
+    depends on memory; `per_device_train_batch_size` is the initial size of a microbatch.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Trainer in cls.__mro__[: cls.__mro__.index(AdaptiveMixin)]:
-            raise TypeError(f"AdaptiveMixin goes before the Trainer: class {cls.__name__}(AdaptiveMixin, ...)")
+            raise TypeError(f"AdaptiveMixin must precede the Trainer: class {cls.__name__}(AdaptiveMixin, ...)")
         order = cls.__mro__
         if Trainer in order and order[order.index(Trainer) - 1] is not CollectsBatches:
             others = (base for base in cls.__bases__ if base not in (Trainer, CollectsBatches))
@@ -74,60 +76,68 @@ class AdaptiveMixin(Base):
         self.adaptive = adaptive or AdaptiveArguments()
         self._steps: OptimizerSteps | None = None
         self._batches: list[CollatedBatch] | None = None
-        """The batches of the step so far; None outside of train()."""
+        """The batches of the current step; None outside of train()."""
+        self._evaluator = Evaluator(self)
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Collective: as Trainer's; True resumes from the newest complete checkpoint."""
+        """Collective: see Trainer.train; True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(str(self.args.output_dir))
-        with ExitStack() as self._while_training:
+        with ExitStack() as self._while_training, self._explaining_errors():
             try:
-                with fatal_where_memory_runs_out(self._explained):
-                    return super().train(resume_from_checkpoint, *args, **kwargs)
-            except AdaptiveError as error:
-                if self.args.gradient_checkpointing:
-                    error.remedies = without_backward(error.remedies)
-                error.fact, error.remedies = error.in_words(IN_ARGUMENTS), ()
-                raise
+                return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
+                self._evaluator.close()
                 self._steps = self._batches = None
+
+    @contextmanager
+    def _explaining_errors(self) -> Iterator[None]:
+        """Explain out-of-memory errors that are not recovered, and name arguments of Trainer as remedies."""
+        try:
+            with fatal_where_memory_runs_out(self._explained):
+                yield
+        except AdaptiveError as error:
+            if self.args.gradient_checkpointing:
+                error.remedies = without_backward(error.remedies)
+            error.fact, error.remedies = error.in_words(IN_ARGUMENTS), ()
+            raise
 
     def _explained(self, error: Exception) -> RecoveryUnsupportedError:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         functions = {frame.f_code.co_name for frame in frames}
         own = {frame.f_code.co_name for frame in frames if frame.f_locals.get("self") is self}
         helps = [Remedy.LESS_STATE, Remedy.MORE_RANKS]
-        if own & {"evaluate", "predict"}:
-            where, helps = "in evaluation (lower per_device_eval_batch_size)", []
+        if "evaluation_loop" in own:
+            where, helps = "in evaluation (lower per_device_eval_batch_size or set prediction_loss_only=True)", []
         elif any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
             where = "in the optimizer, whose state does not depend on the batch"
         elif "_loss_of" in functions:
             step = "the first step" if self._steps is None else f"step {self.state.global_step + 1}"
-            where = f"before {step}, where two samples are run without a backward"
+            where = f"before {step}, while the losses of two samples were compared"
         elif "_forward_backward" in functions and not self.adaptive.recover_from_oom:
             where, helps = "in training, and recovery is off", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
         else:
-            where, helps = "where no step is repeated", [Remedy.SMALLER_LIMIT, *helps]
+            where, helps = "in code that cannot be repeated", [Remedy.SMALLER_LIMIT, *helps]
         return RecoveryUnsupportedError(
             f"out of memory on rank {rank()} {where}: {error}", *helps, Remedy.LARGER_BUDGET
         )
 
     def get_train_dataloader(self) -> Any:
-        """As Trainer's, with the samples beside each batch."""
+        """Return Trainer's data loader, whose batches also contain their samples."""
         self.keeps_samples = KeepSamples(self.data_collator)
         with replaced(self, data_collator=self.keeps_samples):
             loader = super().get_train_dataloader()
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(
-                "rank 0 would read and collate for all ranks, which AdaptiveMixin does not support; set "
+                "AdaptiveMixin does not support dispatch_batches, where rank 0 collates for all ranks; set "
                 "accelerator_config={'dispatch_batches': False}"
             )
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As Trainer's: the batches of one optimizer step. A stream may end before it has given all of them."""
+        """Return the batches of one optimizer step; fewer than `num_batches` at the end of a stream."""
         if self._batches is not None:
             self._refuse_training_step("does not call Trainer's by super() for every batch of a step")
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -137,7 +147,7 @@ class AdaptiveMixin(Base):
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Collective: as that of the trainer after this mixin, which has to call Trainer's by `super()`."""
+        """Collective: run the training_step of the trainer, which must call Trainer's by `super()`."""
         before = len(self._batches or ())
         loss = super().training_step(*args, **kwargs)
         if self._batches is not None and len(self._batches) == before:
@@ -145,7 +155,7 @@ class AdaptiveMixin(Base):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Collective: as Trainer's; first runs the batches of a step within which a callback has ended the epoch."""
+        """Collective: see Trainer; first run the batches of a step in which a callback has ended the epoch."""
         if self._batches:
             tr_loss += self._run_collected(self._batches, *self._model_and_items)
             assert self._steps is not None
@@ -155,15 +165,25 @@ class AdaptiveMixin(Base):
     def _refuse_training_step(self, does: str) -> NoReturn:
         raise ConfigError(f"training_step of {type(self).__name__} {does}, so a step cannot be split")
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Collective: see Trainer.evaluation_loop."""
+        with self._explaining_errors(), self._evaluator.opened(dataloader):
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Collective: run the prediction_step of the trainer; in evaluation_loop, repeat it in pieces if necessary."""
+        step = super().prediction_step
+        return self._evaluator.predict(model, inputs, lambda inputs: step(model, inputs, *args, **kwargs))
+
     def _collect(self, collected: list[CollatedBatch], model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """Collective with the last batch of a step."""
-        if isinstance(inputs, MutableMapping) and KEPT in inputs:
+        """Collect a batch. Collective: run the step with its last batch."""
+        if isinstance(inputs, MutableMapping) and SAMPLES_KEY in inputs:
             if len(collected) == len(self._as_collated):
                 self._refuse_training_step("calls Trainer's twice for a batch")
             versions, as_collated = versions_of(inputs), self._as_collated[len(collected)]
-            batch = replace(inputs.pop(KEPT), inputs=inputs, versions=versions)
-            if versions != as_collated and not batch.is_made_again(self.keeps_samples):
-                self._refuse_training_step("edits the batch (do that in the dataset)")
+            batch = replace(inputs.pop(SAMPLES_KEY), inputs=inputs, versions=versions)
+            if versions != as_collated and not batch.is_reproducible(self.keeps_samples):
+                self._refuse_training_step("edits the batch (do this in the dataset)")
             collected.append(batch)
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
             model.train()
@@ -172,9 +192,9 @@ class AdaptiveMixin(Base):
             collected.append(CollatedBatch(rows, (len(rows),) * 2, inputs))
         else:
             raise ConfigError(
-                "AdaptiveMixin needs Trainer's get_train_dataloader and a data collator that returns a dict of "
-                "tensors, and a training_step that hands on what it was given; it got a "
-                f"{type(inputs).__name__} without its samples"
+                f"training_step got a {type(inputs).__name__} without its samples: AdaptiveMixin needs Trainer's "
+                "get_train_dataloader, a data collator that returns a dict of tensors, and a training_step that passes "
+                "on the batch that it got"
             )
         self._model_and_items = model, num_items
         is_last = self.accelerator.sync_gradients
@@ -188,35 +208,57 @@ class AdaptiveMixin(Base):
         return loss
 
     def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
-        """Collective: runs the batches of a step, or the first of them if the epoch ends within it."""
+        """Collective: run the batches of a step, or only the first ones if the epoch ends within it."""
         self._batches = None
         if any(versions_of(batch.inputs) != batch.versions for batch in collected if batch.versions):
-            self._refuse_training_step("edits the batch after it has called Trainer's (do that on a copy)")
+            self._refuse_training_step("edits the batch after it has called Trainer's (edit a copy)")
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, collected, num_items, self._while_training)
         return self._steps.run(collected, num_items)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Collective: as Trainer's. A checkpoint of that name is no longer complete while it is overwritten."""
+        """Collective: see Trainer. While a checkpoint is overwritten, it does not count as complete."""
         if self.args.should_save:
             state = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", TRAINER_STATE_NAME)
             state.unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Collective: as Trainer's, on all ranks before rank 0 writes the file that completes the checkpoint."""
+        """Collective: see Trainer. All ranks save before rank 0 writes the file that completes the checkpoint."""
         super()._save_rng_state(output_dir)
         from_all_ranks(None)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Collective while training: as Trainer's, with what has become of the microbatches."""
+        """Collective in training: log with the number of recoveries and the microbatch limit."""
         if self._steps is not None and "loss" in logs:
             logs |= self._steps.metrics()
         super().log(logs, *args, **kwargs)
 
 
+class AdaptiveType(type):
+    """Type of the classes that `adaptive` creates. It pickles them as a call of `adaptive`."""
+
+
+@cache
+def adaptive(trainer_class: type[Trainer]) -> Any:
+    """Return a subclass of a Trainer with AdaptiveMixin, for example `adaptive(SFTTrainer)(model, args, ...)`."""
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise TypeError(f"adaptive() got {trainer_class!r}: pass transformers' Trainer or a subclass of it")
+    if issubclass(trainer_class, AdaptiveMixin):
+        return trainer_class
+    members = {"__module__": __name__, "__doc__": trainer_class.__doc__, "_adapts": trainer_class}
+    return AdaptiveType(f"Adaptive{trainer_class.__name__}", (AdaptiveMixin, trainer_class), members)
+
+
+def _pickled(kind: AdaptiveType) -> Any:
+    return (adaptive, (vars(kind)["_adapts"],)) if "_adapts" in vars(kind) else kind.__qualname__
+
+
+copyreg.pickle(AdaptiveType, _pickled)
+
+
 class AdaptiveTrainer(AdaptiveMixin, Trainer):
-    """transformers' Trainer that finds what fits, and survives running out of memory."""
+    """transformers' Trainer with recovery from out-of-memory errors and batch-size search."""
 
 
 def newest_complete(folder: str) -> str:
@@ -247,7 +289,7 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         f"torch_compile_mode {args.torch_compile_mode!r} (CUDA graphs); remove it": (
             args.torch_compile_mode in ("reduce-overhead", "max-autotune")
         ),
-        f"optim={optimizer!r}, which updates weights in the backward; use another optimizer": (
+        f"optim={optimizer!r}, which updates weights in the backward pass; use another optimizer": (
             "lomo" in optimizer or "layerwise" in optimizer
         ),
         "a step with answers of several generations; make steps_per_generation a multiple of "

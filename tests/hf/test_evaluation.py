@@ -1,0 +1,177 @@
+"""Evaluations that run out of memory, with and without the mixin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import numpy as np
+import torch
+from transformers import Trainer, set_seed
+
+from tests.hf.trainers import Counting, arguments, collate, tiny_llama, use_fsdp2
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine.ranks import rank as engine_rank
+from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
+from torchtune_adaptive.testing import memory_cap
+
+pytestmark = pytest.mark.timeout(300)
+SAMPLES = Counting(22)  # the last batch of 4 is incomplete
+PLACEMENTS = {"one process": 1, "DDP": 2, "FSDP2": 2}
+
+
+class Outcome(NamedTuple):
+    """The results of an evaluation and a prediction."""
+
+    metrics: dict[str, float]
+    predictions: Any = None
+    labels: Any = None
+
+    def difference(self, stock: Outcome) -> float:
+        """Return the largest relative difference from stock."""
+        assert self.metrics.keys() == stock.metrics.keys()
+        worst = max(abs(self.metrics[name] - value) / (abs(value) or 1) for name, value in stock.metrics.items())
+        if stock.predictions is not None:
+            assert self.predictions.shape == stock.predictions.shape
+            assert np.array_equal(self.labels, stock.labels)
+            counts = np.abs(stock.predictions).max()
+            worst = max(worst, np.abs(self.predictions - stock.predictions).max() / counts)
+        return float(worst)
+
+
+def accuracy(results: Any) -> dict[str, float]:
+    predictions, labels = np.asarray(results.predictions), np.asarray(results.label_ids)
+    if predictions.ndim == 3:
+        predictions = predictions.argmax(-1)
+    counts = labels[:, 1:] != -100
+    return {"accuracy": float((predictions[:, :-1] == labels[:, 1:])[counts].mean())}
+
+
+@contextmanager
+def out_of_memory(model: Any, *, rank: int, rows: int = 2) -> Iterator[list[int]]:
+    """Fail in the last layer of this model, on one rank, with more than these rows."""
+    failed: list[int] = []
+
+    def fail(layer: Any, inputs: Any) -> None:
+        if len(inputs[0]) > rows and rank == engine_rank():
+            failed.append(len(inputs[0]))
+            raise torch.OutOfMemoryError("no room")
+
+    hook = model.model.layers[-1].register_forward_pre_hook(fail)
+    try:
+        yield failed
+    finally:
+        hook.remove()
+
+
+def evaluate(
+    folder: Path, kind: type[Trainer], *, rank: int | None = None, rows: int = 2, **options: Any
+) -> tuple[Outcome, int]:
+    """Collective: evaluate in training and after it, and predict; optionally, one rank runs out of memory."""
+    set_seed(7)
+    options = {**IN_TRAINING, **options}
+    given = {"compute_metrics": accuracy, **{name: options.pop(name) for name in OF_TRAINER if name in options}}
+    settings = arguments(folder, per_device_eval_batch_size=4, **options)
+    data = {"train_dataset": Counting(8), "eval_dataset": SAMPLES, "data_collator": collate}
+    trainer = kind(model=tiny_llama(), args=settings, **data, **given)
+    with out_of_memory(trainer.model, rank=-1 if rank is None else rank, rows=rows) as failed:
+        trainer.train()  # before that, stock cannot evaluate under FSDP2
+        predicted = trainer.predict(SAMPLES)
+        metrics = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        metrics += [trainer.evaluate(), predicted.metrics]
+    timed = ("runtime", "per_second", "time")
+    results = {
+        f"{number} {name}": value
+        for number, each in enumerate(metrics)
+        for name, value in each.items()
+        if not name.endswith(timed)
+    }
+    return Outcome(results, predicted.predictions, predicted.label_ids), len(failed)
+
+
+IN_TRAINING = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+}
+
+
+OF_TRAINER = ("preprocess_logits_for_metrics", "compute_metrics", "adaptive")
+
+
+def largest(logits: Any, labels: Any) -> Any:
+    return logits.argmax(-1)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"eval_accumulation_steps": 1},
+    {"prediction_loss_only": True},
+    {"label_smoothing_factor": 0.1},
+    {"average_tokens_across_devices": False},
+    {"preprocess_logits_for_metrics": largest},
+    {"batch_eval_metrics": True, "compute_metrics": lambda results, compute_result: accuracy(results)},
+]
+
+
+def compare(folder: Path, placement: str, cases: Sequence[int] = range(len(OPTIONS))) -> list[tuple[float, int]]:
+    """Collective: the differences from stock, and how many passes failed on this rank."""
+    if placement == "FSDP2":
+        use_fsdp2()
+    found = []
+    for options in (OPTIONS[case] for case in cases):
+        stock, _ = evaluate(folder, Trainer, **options)
+        ours, failures = evaluate(folder, AdaptiveTrainer, rank=PLACEMENTS[placement] - 1, **options)
+        found.append((ours.difference(stock), failures))
+    return found
+
+
+@pytest.mark.smoke("FSDP2")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_evaluation_that_runs_out_of_memory_gives_the_results_of_stock(placement: str, tmp_path: Path) -> None:
+    *_, last = run_on_ranks(PLACEMENTS[placement], compare, tmp_path, placement, in_group=False, timeout_s=100)
+    assert max(difference for difference, _ in last) < 1e-6, last
+    assert min(failures for _, failures in last) > 0, last
+
+
+def test_evaluation_is_split_to_stay_within_the_memory_limit(tmp_path: Path) -> None:
+    with memory_cap(1200 * 1024, tiny_llama().parameters()), pytest.raises(torch.OutOfMemoryError):
+        evaluation_only(tmp_path)
+    limited = evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"))
+    assert limited == pytest.approx(evaluation_only(tmp_path), rel=1e-6)
+
+
+def evaluation_only(folder: Path, adaptive: AdaptiveArguments | None = None, base: type[Trainer] = Trainer) -> float:
+    """Return the loss of an evaluation without training."""
+    settings = arguments(folder, per_device_eval_batch_size=8, prediction_loss_only=True)
+    kind = base if adaptive is None else type("Adaptive", (AdaptiveMixin, base), {})
+    options: dict[str, Any] = {} if adaptive is None else {"adaptive": adaptive}
+    trainer = kind(model=tiny_llama(), args=settings, eval_dataset=SAMPLES, data_collator=collate, **options)
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def test_evaluation_fails_with_one_message_if_a_single_row_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(LimitExhaustedError, match=r"a microbatch of 1 row .* does not fit.*raise memory_limit"):
+        evaluation_only(tmp_path, AdaptiveArguments(memory_limit="480KiB"))
+
+
+def test_evaluation_of_a_loss_that_does_not_add_up_fails_only_after_running_out_of_memory(tmp_path: Path) -> None:
+    class Squared(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            return (loss**2, outputs) if return_outputs else loss**2
+
+    assert evaluation_only(tmp_path, AdaptiveArguments(), Squared) == evaluation_only(tmp_path, base=Squared)
+    with pytest.raises(ConfigError, match=r"the batch cannot be split.*lower per_device_eval_batch_size"):
+        evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), Squared)

@@ -1,0 +1,237 @@
+"""`evaluate` and `predict` after an out-of-memory error: all ranks repeat the batch in smaller pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import recursively_apply, send_to_device
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_pt_utils import nested_concat
+
+from torchtune_adaptive.engine.fsdp import is_whole
+from torchtune_adaptive.engine.governor import LimitState
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
+from torchtune_adaptive.hf.losses import Reduction, TwoSamples, how_losses_add_up, tolerance_of
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, targets_of
+from torchtune_adaptive.hf.steps import (
+    average_metrics,
+    memory_of,
+    only_fsdp_communicates,
+    other_models,
+    replaced,
+    snapshot,
+    sums_of,
+)
+
+STAGE = "evaluation"
+CANNOT_SPLIT = "out of memory in evaluation, and the batch cannot be split"
+REMEDY = "lower per_device_eval_batch_size"
+
+
+class Piece(NamedTuple):
+    """The results of `prediction_step` for some rows of a batch."""
+
+    rows: int
+    targets: tuple[int, int]
+    loss: Any
+    outputs: tuple[Any, Any]
+    """Logits and labels."""
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    yield
+    for parameter in trainable:
+        parameter.requires_grad_(True)
+
+
+class Evaluator:
+    """Runs `prediction_step` for the batches of a Trainer's evaluations, as a stage without a backward pass."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._runner: StepRunner[int] | None = None
+        self._limit: LimitState | None = None
+        self._reduction: Reduction | None = None
+        self._batches_run = 0
+        self._is_preprocessed = False
+
+    @contextmanager
+    def opened(self, dataloader: Any) -> Iterator[None]:
+        """Collective: let this dataloader keep the samples of its batches, if a batch may be repeated."""
+        trainer, loader = self.trainer, getattr(dataloader, "base_dataloader", dataloader)
+        dispatches, several = isinstance(dataloader, DataLoaderDispatcher), trainer.accelerator.num_processes > 1
+        generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
+        is_even = not several or (trainer.accelerator.even_batches and not dispatches)
+        if not (trainer.adaptive.recover_from_oom and isinstance(loader, DataLoader) and is_even) or generates:
+            yield
+            return
+        self._collate, self._preprocess = KeepSamples(loader.collate_fn), trainer.preprocess_logits_for_metrics
+        with ExitStack() as self._while_open:
+            self._while_open.enter_context(replaced(loader, collate_fn=self._collate))
+            if self._preprocess is not None:
+                self._while_open.enter_context(replaced(trainer, preprocess_logits_for_metrics=self._preprocess_once))
+            yield
+            average_metrics(trainer, "eval")
+
+    def close(self) -> None:
+        """Drop the runner, whose recovery is being closed, but keep its limit."""
+        if self._runner is not None:
+            self._limit, self._runner = self._runner.state_dict(), None
+
+    def predict(self, model: nn.Module, inputs: Any, prediction_step: Callable[[Any], tuple[Any, Any, Any]]) -> Any:
+        """Collective: the prediction for a batch; after an out-of-memory error on any rank, from pieces of it."""
+        batch: CollatedBatch | None = inputs.pop(SAMPLES_KEY, None) if isinstance(inputs, MutableMapping) else None
+        self._is_preprocessed = False
+        generates = getattr(self.trainer.args, "predict_with_generate", False) and not is_whole(model)
+        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+        if batch is None or generates or has_gradients or not self._is_ready(model):
+            return prediction_step(inputs)
+        assert self._runner is not None
+        self._model, self._inputs, self._samples, self._prediction_step = model, inputs, batch.samples, prediction_step
+        # Ranks may add up their numbers of labels, so outside of the passes.
+        self._items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
+        self._restore, self._batches_run = snapshot(self.trainer), self._batches_run + 1
+        try:
+            self._runner.run(range(len(batch.samples)), step=self._batches_run)
+            first, *others = self._pieces.values()
+            if not others:
+                return first.loss, *first.outputs
+            loss, pieces = self._loss([first, *others]), [*map(self._preprocessed, (first, *others))]
+            self._is_preprocessed = True
+            return loss, *(self._joined(pieces, index) for index in (0, 1))
+        finally:
+            del self._inputs, self._samples, self._prediction_step, self._pieces
+
+    def begin_attempt(self) -> None:
+        """Drop the pieces of a failed attempt, and restore random generators and counters."""
+        self._pieces: dict[tuple[int, ...], Piece] = {}
+        self._restore()
+
+    def _is_ready(self, model: nn.Module) -> bool:
+        """Collective: create the runner, unless a pass of this model cannot be repeated."""
+        trainer = self.trainer
+        if self._runner is not None:
+            return True
+        if trainer._steps is not None:
+            model, recovery = trainer._steps.model, trainer._steps.runner.recovery
+            memory = trainer._steps.memory
+        else:
+            models, recovery = [model, *other_models(trainer, model.parameters())], None
+            for module in models[1:]:  # TRL leaves their weights trainable
+                self._while_open.enter_context(_frozen(module))
+            with suppress(RecoveryUnsupportedError):
+                attempts = {
+                    "regrow_after": trainer.adaptive.regrow_after,
+                    "on_attempt": lambda *_: self.begin_attempt(),
+                }
+                recovery = Recovery(*models, **attempts)
+            if recovery is None:
+                return False
+            self._while_open.callback(recovery.close)
+            self._while_open.callback(self.close)
+            memory = self._while_open.enter_context(memory_of(trainer, models))
+        kind = SampleKind[int](length_of=lambda row: self._samples[row].length, stand_in=lambda row: row)
+        limit = RowLimit(trainer.args.eval_batch_size)
+        self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=STAGE)
+        self._runner.trains = False
+        self._runner.watch(memory)
+        if self._limit is not None:
+            self._runner.load_state_dict(self._limit)
+        return True
+
+    def _forward(self, rows: Sequence[int]) -> Totals:
+        """Run `prediction_step` on some rows of the batch. The results of a piece go to the host."""
+        is_piece = len(rows) < len(self._samples)
+        inputs = self._rows(rows) if is_piece else copy(self._inputs)
+        targets = targets_of(inputs, len(rows)) if is_piece else (0, 0)
+        counts = hasattr(self.trainer, "_metrics")  # TRL's trainers, which gather them
+        alone = only_fsdp_communicates(self.trainer, self._model) if counts else nullcontext()
+        with alone, replaced(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
+            loss, logits, labels = self._prediction_step(inputs)
+        if is_piece:
+            logits, labels = recursively_apply(Tensor.cpu, (logits, labels))
+        self._pieces[tuple(rows)] = Piece(len(rows), targets, loss, (logits, labels))
+        return Totals(torch.zeros(()), 0)
+
+    def _rows(self, rows: Sequence[int]) -> Any:
+        """Return the inputs for some rows; collate them again if tensors have another number of rows, as in DPO."""
+        tensors = {name: each for name, each in self._inputs.items() if isinstance(each, Tensor) and each.dim()}
+        if any(len(tensor) != len(self._samples) for tensor in tensors.values()):
+            return CollatedBatch.of([self._samples[row] for row in rows], self._collate).inputs
+        return {**self._inputs, **{name: tensor[list(rows)] for name, tensor in tensors.items()}}
+
+    def _preprocessed(self, piece: Piece) -> Piece:
+        """Collective: call `preprocess_logits_for_metrics` as Trainer does, after padding to the longest rank."""
+        if self._preprocess is None or piece.outputs[0] is None:
+            return piece
+        pad = partial(self.trainer.accelerator.pad_across_processes, dim=1, pad_index=-100)
+        given = (
+            None if each is None else pad(each) for each in send_to_device(piece.outputs, self.trainer.args.device)
+        )
+        return piece._replace(outputs=(self._preprocess(*given), piece.outputs[1]))
+
+    def _preprocess_once(self, logits: Any, labels: Any) -> Any:
+        return logits if self._is_preprocessed else self._preprocess(logits, labels)
+
+    def _joined(self, pieces: Sequence[Piece], index: int) -> Any:
+        """Return the logits or labels of the whole batch, on the device."""
+        for piece in pieces:
+            for tensor in tree_leaves(piece.outputs[index]):
+                if isinstance(tensor, Tensor) and tensor.shape[:1] != (piece.rows,):
+                    raise ConfigError(
+                        f"{CANNOT_SPLIT}: an output of shape {tuple(tensor.shape)} does not have a row for each of "
+                        f"{piece.rows} samples; set prediction_loss_only=True, or {REMEDY}"
+                    )
+        whole, *others = (piece.outputs[index] for piece in pieces)
+        for other in others if whole is not None else ():
+            whole = nested_concat(whole, other, padding_index=-100)
+        return send_to_device(whole, self.trainer.args.device)
+
+    def _loss(self, pieces: Sequence[Piece]) -> Any:
+        """Collective: the loss of the batch from the losses of its pieces."""
+        if pieces[0].loss is None:
+            return None
+        reduction = self._reduction = self._reduction or self._learn_reduction()
+        batch = len(self._samples), sums_of([piece.targets for piece in pieces])
+        weights = [reduction.weight((piece.rows, piece.targets), batch) for piece in pieces]
+        # Without labels a mean is not a number, even times 0.
+        return sum(piece.loss * weight for piece, weight in zip(pieces, weights, strict=True) if weight)
+
+    def _learn_reduction(self) -> Reduction:
+        """Collective: compare the loss of two rows, with different numbers of labels, with the loss of each."""
+        targets = [targets_of(self._rows([row]), 1) for row in range(len(self._samples))]
+        second = max(range(len(targets)), key=targets.__getitem__)
+        first = min(set(range(len(targets))) - {second}, key=lambda row: (not targets[row][1], targets[row]))
+        assert self._runner is not None
+        result, _ = self._runner.attempt([[first], [second], [first, second]])
+        if result is None:
+            raise RecoveryUnsupportedError(f"{CANNOT_SPLIT}, since two rows do not fit (to compare losses); {REMEDY}")
+        both, one, other = (float(self._pieces[rows].loss) for rows in ((first, second), (first,), (second,)))
+        tried = TwoSamples(both, one, other, targets=(targets[first], targets[second]), drew=False)
+        reduction = how_losses_add_up(
+            from_all_ranks(tried),
+            next_tokens=getattr(self.trainer, "_loss_shifts_labels", True),
+            tolerance=tolerance_of(self._model, mixed_precision=self.trainer.accelerator.mixed_precision != "no"),
+        )
+        if reduction is None:
+            raise ConfigError(
+                f"{CANNOT_SPLIT}: the loss of two samples is {both:.4g}, that of each {one:.4g} and {other:.4g}, "
+                f"neither their sum nor their mean; {REMEDY}"
+            )
+        return reduction
