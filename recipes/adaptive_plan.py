@@ -57,8 +57,8 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
     if question.plan.format == "json":
         print(answer.as_json(answers, [one.as_row() for one in tried]))
     if not fits:
-        what_does = "see above for what does" if tried else "advise=True tries other settings"
-        raise AdaptiveError(f"the config does not fit as it is; {what_does}")
+        hint = "see the settings above" if tried else "advise=True tries other settings"
+        raise AdaptiveError(f"the config does not fit; {hint}")
 
 
 if __name__ == "__main__":

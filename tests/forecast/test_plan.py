@@ -93,7 +93,7 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_
     sizes = ("model.num_layers=8", "memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=1")
     ended = run_plan(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == "error: the config does not fit as it is; see above for what does"
+    assert ended.stderr.splitlines()[-1] == "error: the config does not fit; see the settings above"
     assert "does not fit: out of memory in step 1" in ended.stdout
     assert "enable_activation_checkpointing=True" in ended.stdout
     assert "train the first with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout

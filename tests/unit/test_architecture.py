@@ -73,8 +73,6 @@ WITHOUT_TORCH = {
     "config.registry",
     "atomic_files",
     "report.journal",
-    "cli.cp",
-    "cli.ls",
     "cli.status",
     "forecast.keys",
     "checkpoints.store",

@@ -1,1 +1,1 @@
-"""`tune-adaptive`: commands about runs, a module each. They import torch only where they need it, to answer at once."""
+"""The command line `tune-adaptive`. Modules import torch only where a command needs it."""

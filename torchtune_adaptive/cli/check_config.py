@@ -1,6 +1,6 @@
-"""A config checked by what a run checks it with, in the same order, on a machine that need not be able to train it.
+"""Check a config with the checks of a run, in the same order, on a machine that may be unable to train it.
 
-Sections with a `_component_` are built where that touches nothing, else held against what the component takes.
+Components are built if that has no side effects. Otherwise their arguments are compared with their signatures.
 """
 
 from __future__ import annotations
@@ -51,49 +51,49 @@ from torchtune_adaptive.tune.unpadded import is_padded
 Value = TypeVar("Value")
 
 SOME_STEPS = 100
-"""Steps of an imaginary run, since the dataset is not read here."""
+"""Steps of the run for the scheduler, since the dataset is not read."""
 
 
 class Findings:
-    """What a run would refuse, all of it, and what only the machine can tell on which it will run."""
+    """All errors of a config, and notes about the machine, which are errors if the run will use this machine."""
 
     def __init__(self, *, here: bool) -> None:
-        self.wrong: dict[str, None] = {}
-        """In the order in which they were met, each once: two checks may find the same."""
+        self.errors: dict[str, None] = {}
+        """Messages in order, without duplicates."""
         self.notes: list[str] = []
         self._here = here
 
     def collect(self, check: Callable[..., Value], *args: Any, **kwargs: Any) -> Value | None:
-        """What the check returns; None where a run would end, which is noted."""
+        """Return the result of a check; record its error and return None if it fails."""
         try:
             return check(*args, **kwargs)
         except AdaptiveError as error:
             if _may_be_elsewhere(error):
                 self.missing(in_keys(error))
                 return None
-            self.wrong |= dict.fromkeys(map(in_keys, error.errors if isinstance(error, SeveralErrors) else [error]))
+            self.errors |= dict.fromkeys(map(in_keys, error.errors if isinstance(error, SeveralErrors) else [error]))
         return None
 
     def missing(self, what: str) -> None:
-        """What this machine lacks: wrong if it is the one that the run will be on."""
+        """Record something that this machine lacks."""
         if self._here:
-            self.wrong[what] = None
+            self.errors[what] = None
         else:
             self.notes.append(f"on this machine: {what}")
 
 
 def _may_be_elsewhere(error: BaseException) -> bool:
-    """Whether a component lacks a file, or a package that is not its own: another machine may have them."""
+    """Return True if a component lacks a file or a package other than its own, which another machine may have."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, ModuleNotFoundError):
         return not re.search(rf"(?<![\w.]){str(cause.name).split('.')[0]}\.", str(error))
-    return "No such file or directory" in str(cause)  # which tokenizers say with errors of several kinds
+    return "No such file or directory" in str(cause)  # tokenizers raise several types of errors
 
 
 def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bool) -> Findings:
-    """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
+    """Check a config for a recipe. `ranks` is None if unknown. `here`: the run will use this machine."""
     findings = Findings(here=here)
     check = findings.collect
     check(check_keys, cfg, recipe.keys, aloud=True)
@@ -102,7 +102,7 @@ def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bo
         return findings
     settings, own = check(recipe.read, cfg) or (None, None)
     if settings is not None:
-        cfg = settings.config  # where PPO's policy is what the others call the model
+        cfg = settings.config  # with PPO's policy as the model
     elif recipe is PPO:
         return findings
 
@@ -134,25 +134,27 @@ def _build_model(cfg: DictConfig, key: str = "model") -> nn.Module:
     def pairs_of(weight: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
 
-    # Weights in NF4 are not looked up a million at a time: without data only their number counts.
+    # Skip the conversion to NF4, which processes a million weights at a time. On meta only the shape matters.
     at_once = patch.multiple(NF4Tensor, convert_to_norm_float_weight=staticmethod(pairs_of))
     with at_once, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is wrong with a size is told by its key
+        warnings.simplefilter("ignore")  # errors name the key of a wrong size
         return build_on_device(META, cfg, torch.float32, key)
 
 
 def _check_dataset(cfg: DictConfig, findings: Findings) -> None:
-    """Without its samples, which may have to come over the network."""
+    """Check the section of the dataset, without reading samples."""
     section = components.require_parts(cfg, "dataset")
     several = isinstance(section, ListConfig)
     for at, part in enumerate(section if several else [section]):
         key = f"dataset[{at}]" if several else "dataset"
         check_fits(key, part, None)
-        if handed_on := [f"{key}.{name}" for name in components.passed_on(part) if name != "data_files"]:
+        if unchecked := [f"{key}.{name}" for name in components.unchecked_arguments(part) if name != "data_files"]:
             component = part[COMPONENT].rpartition(".")[2]
-            findings.notes.append(f"{', '.join(handed_on)}: not checked, since {component} takes any argument")
+            findings.notes.append(f"{', '.join(unchecked)}: not checked, since {component} accepts any argument")
         files = part.get("data_files")
-        for file in [files] if isinstance(files, str) else list(files or ()):  # of a section by split, its names
+        for file in (
+            [files] if isinstance(files, str) else list(files or ())
+        ):  # a file name, a list or a section by split
             path = str(files[file] if isinstance(files, DictConfig) else file)
             if "://" not in path and not glob(path):
                 findings.missing(f"{key}.data_files is {path!r}, which does not exist: correct the path")
@@ -170,19 +172,19 @@ def _check_optimizer(cfg: DictConfig) -> None:
 
 
 def check_fits(key: str, section: Any, *args: object, **kwargs: object) -> None:
-    """Refuses a component that cannot be imported, or that does not take what its section gives it."""
+    """Raise ConfigError if a component cannot be imported, or does not accept the arguments in its section."""
     path = components.path_of(key, section)
     try:
         _get_component_from_path(path)
     except Exception as error:
         reason = components.in_a_line(error)
         raise ConfigError(f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {reason}") from error
-    if wrong := components.misfit(key, section, args, kwargs) or components.wrong_values(key, section):
+    if wrong := components.argument_error(key, section, args, kwargs) or components.value_error(key, section):
         raise ConfigError(wrong)
 
 
 def _check_loss(cfg: DictConfig, settings: Settings | None, model: nn.Module | None) -> None:
-    """With the collate function, which is given the label that the loss ignores."""
+    """Check the loss, and the collate function with the loss's ignored label."""
     loss = checked_loss(cfg)
     if settings is not None and not is_packed(cfg):
         build_collate(settings, SimpleNamespace(pad_id=0), cast(int, loss.ignore_index), packed=False)
@@ -229,7 +231,7 @@ def _check_together(
 
 
 def _check_folders(settings: Settings, recipe: Recipe, findings: Findings) -> None:
-    """The device and the weights that a run would find here, and what it would find in its output directory."""
+    """Check the device, the weights and the output directory."""
     try:
         distributed.dtype_of(settings, distributed.device_of(settings))
     except ConfigError as error:

@@ -1,67 +1,171 @@
-"""The command line of `tune-adaptive`."""
+"""`tune-adaptive`: parse the command line and run a command, here `ls` or `cp`."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from types import ModuleType
+from pathlib import Path
+from typing import NamedTuple
 
-from torchtune_adaptive.cli import cp, ls, status, validate
+from torchtune_adaptive.atomic_files import reason, replace_file
+from torchtune_adaptive.cli import status, validate
+from torchtune_adaptive.config.registry import (
+    RECIPES,
+    file_of,
+    recipe_for,
+    started_with,
+    stock_configs,
+    supported_configs,
+)
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.dependencies import RECIPES_EXTRA, recipes_extra_is_missing
-from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.formatting import printable
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.formatting import did_you_mean, printable
 from torchtune_adaptive.lifecycle.console import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
 
-COMMANDS: dict[str, ModuleType] = {"ls": ls, "cp": cp, "validate": validate, "status": status, "rehearse": rehearse}
-"""Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status. An
-error's is its `FAILED`, else 1.
-One that takes any number of words has them in `options.words`."""
+ANY_CONFIG = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
+
+
+def ls(options: argparse.Namespace) -> int:
+    """List the recipes and their configs: ours, named adaptive/..., and torchtune's.
+
+    Words filter the list: tune-adaptive ls qwen2_5 lora
+    """
+    configs = [*supported_configs(), *(stock_configs() if options.all else ())]
+    lines = [(config.recipe, config.name) for config in configs]
+    lines += [(recipe.name, ANY_CONFIG) for recipe in RECIPES.values() if recipe.stock_name is None]
+    chosen = [line for line in lines if all(word in " ".join(line) for word in options.words)]
+    if not chosen:
+        names = {part for line in lines for name in line for part in (name, *name.split("/"))}
+        hints = [did_you_mean(word, names, most=4, likeness=0.5) for word in options.words]
+        hint = next(filter(None, hints), "; run without words to list all, with --all to include torchtune's recipes")
+        raise ConfigError(f"no recipe or config has {' and '.join(options.words)} in its name{hint}")
+    width = max(len(recipe) for recipe, _ in lines)
+    print("\n".join(f"{recipe:{width}}  {config}" for recipe, config in [("RECIPE", "CONFIG"), *chosen]))
+    return 0
+
+
+def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ls`."""
+    parser.add_argument("words", nargs="*", metavar="word", help="show only lines that contain all of these words")
+    parser.add_argument("--all", action="store_true", help="also list torchtune's own recipes")
+
+
+def cp(options: argparse.Namespace) -> int:
+    """Copy a config or a recipe to change it.
+
+    tune-adaptive cp adaptive/llama3_2/1B_full mine.yaml
+
+    A copied config gets a new output_dir and loses settings that only the demo needs.
+    """
+    source, destination = file_of(options.name), Path(options.destination)
+    if destination.is_dir() or options.destination.endswith(os.sep):
+        destination /= source.name
+    elif destination.suffix != source.suffix:
+        destination = Path(f"{destination}{source.suffix}")
+    if destination.exists() and not options.force:
+        raise ConfigError(f"{destination} already exists: choose another name, or pass --force")
+    text = source.read_text(encoding="utf-8")
+    is_config = source.suffix != ".py"
+    try:
+        content = (independent_copy(text, destination) if is_config else text).encode()
+        replace_file(destination.resolve(), content)  # follow a symbolic link
+    except OSError as error:
+        raise ConfigError(f"cannot write {destination}: {reason(error)}; choose another place") from error
+    print(f"copied to {destination}")
+    if is_config:
+        flags, recipe = started_with(source)
+        words = [*flags.split(), recipe_for(options.name) or recipe or "RECIPE"]
+        print(f"run it with: tune run {' '.join(words)} --config {destination}")
+    else:
+        print(f"run it with: tune run {destination} --config ...")
+    return 0
+
+
+def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `cp`."""
+    parser.add_argument("name", help="name of a config or a recipe (see `tune-adaptive ls`)")
+    parser.add_argument("destination", help="a file, or a folder if it exists or ends with /; missing folders are made")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+
+
+def independent_copy(text: str, destination: Path) -> str:
+    """Return the text of a config with its own output_dir and command, without demo settings."""
+    text = re.sub(r"^(#.*\btune run\b.* --config )\S+", rf"\g<1>{destination}", text, flags=re.MULTILINE)
+    text = re.sub(r"^.*# only in the demo\b.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^overwrite_output_dir: True", "overwrite_output_dir: False", text, flags=re.MULTILINE)
+    return re.sub(r"^(output_dir: \S*/)[^\s/]+", rf"\g<1>{destination.stem}", text, flags=re.MULTILINE)
+
+
+class Command(NamedTuple):
+    """A command of `tune-adaptive`."""
+
+    help: str | None
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit status."""
+    failed: int = 1
+    """The exit status after an error."""
+
+
+COMMANDS = {
+    "ls": Command(ls.__doc__, add_ls_arguments, ls),
+    "cp": Command(cp.__doc__, add_cp_arguments, cp),
+    "validate": Command(validate.__doc__, validate.add_arguments, validate.run),
+    "status": Command(status.__doc__, status.add_arguments, status.run),
+    "rehearse": Command(rehearse.__doc__, rehearse.add_arguments, rehearse.run, rehearse.FAILED),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its status; print an error as one line."""
     options = parse(arguments)
     try:
         with printing():
-            status = options.run(options)
+            exit_status = options.run(options)
     except AdaptiveError as error:
         print(f"error: {in_keys(error)}", file=sys.stderr)
-        status = options.failed
+        exit_status = options.failed
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in RECIPES_EXTRA:
             raise
         print(f"error: {recipes_extra_is_missing(f'tune-adaptive {options.command}', missing)}", file=sys.stderr)
-        status = options.failed
+        exit_status = options.failed
     except OSError as error:
         print(f"error: {printable(f'{error.filename}: {error.strerror}')}; correct the path", file=sys.stderr)
-        status = options.failed
+        exit_status = options.failed
     except KeyboardInterrupt:
-        status = INTERRUPTED
-    sys.exit(status)
+        exit_status = INTERRUPTED
+    sys.exit(exit_status)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; exit with the usage if it is invalid."""
     parser = argparse.ArgumentParser(
         prog="tune-adaptive", description="Recipes, configs and runs of torchtune-adaptive."
     )
     parser.add_argument("--version", action="version", version=f"torchtune-adaptive {version('torchtune-adaptive')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(
+    for name, command in COMMANDS.items():
+        text = inspect.cleandoc(command.help or "")
+        subparser = commands.add_parser(
             name,
-            help=str(module.__doc__).partition("\n")[0],
-            description=module.__doc__,
+            help=text.partition("\n")[0],
+            description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(command)
-        command.set_defaults(command=name, run=module.run, failed=getattr(module, "FAILED", 1), refuse=command.error)
+        command.add_arguments(subparser)
+        subparser.set_defaults(command=name, run=command.run, failed=command.failed, refuse=subparser.error)
     options, rest = parser.parse_known_args(arguments)
-    # argparse leaves over the words that stand behind an option
+    # argparse does not accept words after an option
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
         options.refuse(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

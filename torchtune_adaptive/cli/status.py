@@ -1,4 +1,4 @@
-"""Report whether a run is finished (exit status 0), can go on (75), or is broken and needs a fix (1).
+"""Report whether a run is finished (exit status 0), can continue (75), or is broken and needs a fix (1).
 
 Checks the sizes of a checkpoint's files and, if it is small, their checksums.
 """
@@ -17,57 +17,59 @@ from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import lock_holder
 
 COMPARED_BYTES = 2**28
-"""Bytes of a checkpoint that is read: a second or two, from most disks."""
+"""Size up to which a checkpoint's checksums are verified, which takes a second or two."""
 
 
 class Condition(IntEnum):
-    """The value is the exit status."""
+    """The condition of a run; the value is the exit status."""
 
     FINISHED = 0
     BROKEN = 1
-    CAN_GO_ON = 75
-    """EX_TEMPFAIL of sysexits.h: start it again, later. Also for a run that is running."""
+    CAN_CONTINUE = 75
+    """EX_TEMPFAIL of sysexits.h: start the run again later. Also the status of a running run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `status`."""
     parser.add_argument("output_dir", type=Path, help="the output_dir of the run")
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the condition of a run; return it as the exit status."""
     condition, lines = look(options.output_dir)
-    print("\n".join(map(printable, lines)))  # the folder may be another user's
+    print("\n".join(map(printable, lines)))  # another user may have written the folder
     return condition
 
 
 def look(directory: Path) -> tuple[Condition, list[str]]:
-    """The condition of a run, and what there is to say of it."""
+    """Return the condition of a run and the lines to print."""
     run = run_state.read_record(directory)
     named = directory / run.checkpoints if run else directory
-    place = named if os.path.isdir(named) else directory  # it may have been moved as a whole
+    place = named if os.path.isdir(named) else directory  # the folder may have been moved
     held_by, found = lock_holder(place), find_checkpoints(place)
     if run is None and not found:
         return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
     newest = found[0] if found and found[0].manifest else None
-    # what a run writes and removes at this moment is its own affair
+    # a running run may be writing or removing checkpoints
     compares = not held_by and newest is not None and newest.size <= COMPARED_BYTES
     if compares:
         newest, skipped = newest_intact(found)
         found = [*([newest] if newest else []), *skipped]
     if newest is not None and newest.manifest is not None:
         position, is_last = str(newest.manifest.position), newest.manifest.finished
-        is_last &= run is None or run.serial <= newest.serial  # else it was started again after that, with more epochs
+        is_last &= run is None or run.serial <= newest.serial  # otherwise it was restarted later, with more epochs
     else:
-        position, is_last = "from the beginning, nothing is saved yet", False
+        position, is_last = "from the beginning, no checkpoint is saved yet", False
     if held_by is not None or is_last:
-        condition, reason = (Condition.CAN_GO_ON if held_by else Condition.FINISHED), position
+        condition, reason = (Condition.CAN_CONTINUE if held_by else Condition.FINISHED), position
     elif run is not None and run.ended == run_state.ERROR:
         condition, reason = Condition.BROKEN, run.message
     elif fact := in_the_way(place):
         condition, reason = Condition.BROKEN, fact
     elif newest is None and found:
-        condition, reason = Condition.BROKEN, "it has no intact checkpoint"
+        condition, reason = Condition.BROKEN, "the run has no intact checkpoint"
     else:
-        condition, reason = Condition.CAN_GO_ON, position
+        condition, reason = Condition.CAN_CONTINUE, position
     lines = [f"running: {held_by}" if held_by else f"{condition.name.lower().replace('_', ' ')}: {reason}"]
     if newest is not None and newest.manifest is not None:
         lines.append(f"newest complete checkpoint: {newest.path} ({position}, {newest.manifest.saved_at})")

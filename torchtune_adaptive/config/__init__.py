@@ -1,6 +1,6 @@
-"""From a command line to checked settings: keys, sections as objects, and errors that name the key.
+"""Command line, keys, checked settings and components.
 
-Import this before torchtune: it filters warnings of dependencies and handles Ctrl-C.
+Import this package before torchtune: it filters warnings of dependencies and handles Ctrl-C.
 """
 
 from torchtune_adaptive.dependencies import prepare_recipe

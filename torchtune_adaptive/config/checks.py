@@ -1,4 +1,4 @@
-"""What is refused before anything is built: keys that nothing reads, and settings that contradict each other."""
+"""Check settings before anything is built: misspelt keys and contradictory values."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
 
 
 def read_full_settings(cfg: DictConfig) -> Settings:
-    """Settings of a full finetune; refuses the combinations that torchtune refuses."""
+    """Read the settings of a full finetune; refuse combinations that torchtune refuses."""
     return _read(cfg, "full finetuning")
 
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Settings of a LoRA finetune, some of them from its model's section."""
+    """Read the settings of a LoRA finetune, including those in the model's section."""
     return _read_with_adapters(cfg, of_pairs=False)
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
+    """Read the settings of a full preference training."""
     return _read(cfg, "preference training", *NOT_FOR_PAIRS, of_pairs=True)
 
 
 def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
+    """Read the settings of a preference training with LoRA."""
     return _read_with_adapters(cfg, of_pairs=True)
 
 
@@ -75,6 +77,7 @@ def _read(cfg: DictConfig, training: str, *not_supported: str, of_pairs: bool = 
 
 
 def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[str]:
+    """Yield errors for values that exclude each other."""
     device, adaptive, dim = settings.device, settings.adaptive, settings.tensor_parallel_dim
     if settings.fsdp_cpu_offload and device.startswith("cpu"):
         yield f"fsdp_cpu_offload is True, but device is {device!r}: the weights are already on the CPU; set it to False"
@@ -103,15 +106,15 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
     repeats = adaptive.recover_from_oom is not False and not settings.optimizer_in_bwd
     if settings.use_maximum_batch_size and adaptive.search in NEED_RECOVERY and not repeats:
         yield (
-            f"adaptive.search is {adaptive.search}, which runs out of memory on purpose, but with "
-            "adaptive.recover_from_oom: False or optimizer_in_bwd no step is repeated: set adaptive.search: linear"
+            f"adaptive.search is {adaptive.search}, which provokes out-of-memory errors, but recovery is off "
+            "(adaptive.recover_from_oom: False or optimizer_in_bwd): set adaptive.search: linear"
         )
     if of_pairs and "collate_fn" in settings.config:  # torchtune's recipe does not read it either
-        yield f"collate_fn is {settings.collate_fn}, but preference training has its own collation: remove the key"
+        yield f"collate_fn is {settings.collate_fn}, but preference training ignores it: remove the key"
 
 
 def token_budget(settings: Settings) -> Iterator[str]:
-    """Settings that do not go together with a token budget, or only with one."""
+    """Yield errors for settings that exclude or require a token budget."""
     adaptive, budget = settings.adaptive, settings.adaptive.token_budget
     if budget is None and adaptive.padding is False:
         yield "adaptive.padding is False, but adaptive.token_budget is null: set it to auto, or padding to null"
@@ -120,23 +123,23 @@ def token_budget(settings: Settings) -> Iterator[str]:
     if budget is not None and adaptive.max_batch_size is not None:
         yield (
             f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is {budget}: "
-            "a microbatch is limited by rows or by tokens; set one of them to null"
+            "a limit is in rows or in tokens; set one of them to null"
         )
     for key in ("use_maximum_batch_size", "optimizer_in_bwd"):
         if budget is not None and getattr(settings, key):
             yield (
-                f"{key} is True and adaptive.token_budget is {budget}, which excludes it: set {key}: False or "
+                f"{key} is True and adaptive.token_budget is {budget}; they exclude each other: set {key}: False or "
                 "adaptive.token_budget: null"
             )
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """One error for all problems, where there are any."""
+    """Raise one ConfigError for all problems, if there are any."""
     raise_together(map(ConfigError, chain(*problems)))
 
 
 def not_at_default(settings: Settings, keys: Iterable[str], training: str) -> Iterator[str]:
-    """Values of keys that this kind of training takes at their defaults only."""
+    """Yield errors for keys that this kind of training supports only at their defaults."""
     for key in keys:
         value, allowed = getattr(settings, key), getattr(Settings, key)
         if value != allowed:
@@ -144,15 +147,16 @@ def not_at_default(settings: Settings, keys: Iterable[str], training: str) -> It
 
 
 def quantized_replicas(settings: Settings, *, quantized: bool) -> Iterator[str]:
+    """Yield an error for several replicas of quantized weights."""
     if quantized and settings.data_parallel_replicate_dim > 1:
         yield (
-            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but torchtune loads quantized "
-            "weights into one replica only: set it to 1, or model.quantize_base: False"
+            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but torchtune supports "
+            "quantized weights in one replica only: set it to 1, or model.quantize_base: False"
         )
 
 
 def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> None:
-    """Refuses keys that look misspelt or misplaced; names the others that nothing reads in a log line."""
+    """Refuse keys that look misspelt or misplaced; log other unknown keys."""
     if OF_PPO in cfg and OF_PPO not in more:
         raise ConfigError(
             f"{OF_PPO} is read only by the PPO recipe: run adaptive_ppo_full_finetune_distributed, or remove it"
@@ -167,7 +171,7 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     ]
     for key in (key for key in unread if key not in ours):
         near = nearest(key, known, MISSPELT)
-        if near and not key.startswith(f"{near}_") and not key.endswith(f"_{near}"):  # ppo_batch_size is no slip
+        if near and not key.startswith(f"{near}_") and not key.endswith(f"_{near}"):  # ppo_batch_size is correct
             problems.append(
                 f"{key} is not a known key: did you mean {near}? If it is your own key, give it a less similar name"
             )

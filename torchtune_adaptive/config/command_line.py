@@ -1,7 +1,6 @@
-"""From `--config NAME` and `key=value` on the command line to a resolved config.
+"""Read the config that `--config NAME` names, and apply the `key=value` overrides of the command line.
 
-A name is a path, a name of torchtune's (which `tune run` has resolved to a path already) or `adaptive/...`, a config
-installed with this package.
+A name is a path, a config of torchtune (which `tune run` has resolved to a path) or of this package (`adaptive/...`).
 """
 
 from __future__ import annotations
@@ -24,48 +23,49 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import shown
 
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, IndexError, RecursionError)
-"""What reading YAML and overrides may raise, IndexError for a `[`."""
+"""Errors of reading YAML and overrides (IndexError for a `[`)."""
 
 
 def config_and_overrides(arguments: Sequence[str]) -> tuple[Path, list[str]]:
-    """The file of the config that the command line names, and everything else on it."""
+    """Return the file of the config, and the other arguments."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if words.count("--config") > 1:
-        raise ConfigError("--config is given twice: give it once, and override values with key=value")
+        raise ConfigError("--config is given twice: pass it once, and override values with key=value")
     if "--config" not in words[:-1]:
-        raise ConfigError("--config is missing: give a path or the name of a config (adaptive/... or torchtune's)")
+        raise ConfigError("--config is missing: pass a path or the name of a config (adaptive/... or torchtune's)")
     at = words.index("--config")
     return locate(words[at + 1]), [*words[:at], *words[at + 2 :]]
 
 
 def locate(name: str) -> Path:
+    """Return the file of a config, given its name or path."""
     return file_named(name, config_files(), "config", "--config ")
 
 
 def name_of(path: Path) -> str:
-    """What `--config` may be given for a file: a name of ours or of torchtune's where it has one."""
+    """Return the name of a config file if it has one, otherwise its path."""
     return {file: name for name, file in config_files().items()}.get(path, str(path))
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
-    """The config at a path with these overrides, which mean what they mean to torchtune."""
+    """Return the config at a path with overrides, which have the same meaning as in torchtune."""
     _check_yaml(path)
     if nameless := [word for word in overrides if word.startswith("=")]:
         raise ConfigError(f"{nameless[0]} has no key: write key=value, without a space before the =")
     file: Any = OmegaConf.to_container(OmegaConf.load(path))
     parts = [f"~{key}" for key, part in file.items() if isinstance(part, dict) and COMPONENT in part]
-    removed = [word for word in overrides if word in parts]  # torchtune removes any key but that of a component
+    removed = [word for word in overrides if word in parts]  # torchtune cannot remove components
     overrides = [word for word in overrides if word not in removed]
     try:
         parser = TuneRecipeArgumentParser()
         cfg: DictConfig = _merge_yaml_and_cli_args(*parser.parse_known_args(["--config", str(path), *overrides]))
     except (*UNREADABLE, AssertionError, TypeError) as error:
-        culprit = _first_misfit(path, overrides)
+        culprit = _first_mismatch(path, overrides)
         raise ConfigError(f"the command line cannot be read: {culprit}{_in_a_line(error)}") from error
     for word in removed:
         del cfg[word[1:]]
     try:
-        cfg = OmegaConf.create(_at_home(OmegaConf.to_container(cfg)))
+        cfg = OmegaConf.create(_expanded(OmegaConf.to_container(cfg)))
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         first_line = str(error).splitlines()[0]
@@ -73,12 +73,12 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def _at_home(value: Any) -> Any:
-    """The same with `~/` in front of paths written out, which a shell does not do behind `key=`."""
+def _expanded(value: Any) -> Any:
+    """Expand `~/` in paths, which a shell does not do after `key=`."""
     if isinstance(value, dict):
-        return {key: _at_home(each) for key, each in value.items()}
+        return {key: _expanded(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_at_home(each) for each in value]
+        return [_expanded(each) for each in value]
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{shown(value)} in the config contains a NUL character: remove it")
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
@@ -88,16 +88,16 @@ def _check_yaml(path: Path) -> None:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
-            OmegaConf.load(path)  # refuses what YAML lets pass, such as the same key twice
+            OmegaConf.load(path)  # refuses duplicate keys
             return
     except UNREADABLE as error:
         raise ConfigError(f"--config {path} cannot be read: {_in_a_line(error)}") from error
     kind = "nothing" if content is None else f"a {type(content).__name__}"
-    raise ConfigError(f"--config {path} contains {kind}: it must be a mapping whose keys are strings")
+    raise ConfigError(f"--config {path} contains {kind}: it must be a mapping with strings as keys")
 
 
-def _first_misfit(path: Path, overrides: Sequence[str]) -> str:
-    """The first override that the config cannot take: a list, say, in place of a section."""
+def _first_mismatch(path: Path, overrides: Sequence[str]) -> str:
+    """Return the first override of a wrong type, for example a list in place of a section."""
     file = OmegaConf.load(path)
     for word in overrides:
         with suppress(*UNREADABLE):
@@ -111,5 +111,5 @@ def _first_misfit(path: Path, overrides: Sequence[str]) -> str:
 
 def _in_a_line(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "it is nested too deeply"
+        return "its nesting is too deep"
     return " ".join(str(error).split())

@@ -56,14 +56,17 @@ MOST_TOKENS = 2**24
 
 
 def one_of(*choices: object) -> Rule:
+    """Allow these values."""
     return Rule(lambda v: v in choices, " or ".join(map(str, choices)))
 
 
 def count_up_to(most: int) -> Rule:
+    """Allow whole numbers from 1 to `most`."""
     return Rule(lambda v: COUNT.accepts(v) and v <= most, f"a whole number from 1 to {most}")
 
 
 def counts_up_to(most: int) -> Rule:
+    """Allow lists of whole numbers from 1 to `most`."""
     each = count_up_to(most)
     return Rule(
         lambda v: isinstance(v, list) and bool(v) and all(map(each.accepts, v)),
@@ -72,6 +75,7 @@ def counts_up_to(most: int) -> Rule:
 
 
 def some_of(*choices: str) -> Rule:
+    """Allow lists of these names."""
     return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
 
 
@@ -97,10 +101,12 @@ def read(kind: type[T], section: Mapping[Any, object] | DictConfig | None, prefi
 
 
 def keys_of(kind: type) -> list[str]:
+    """Return the keys of a section."""
     return [option.name for option in options_of(kind)]
 
 
 def options_of(kind: type) -> list[Field[Any]]:
+    """Return the fields that `option` has declared."""
     return [field for field in fields(kind) if "rule" in field.metadata]
 
 
@@ -116,6 +122,7 @@ def _checked(option: Field[Any], values: Mapping[Any, object], prefix: str) -> o
 
 
 def check(rule: Rule, value: object, key: str) -> None:
+    """Raise ConfigError if the rule does not allow the value."""
     if not rule.accepts(value):
         raise ConfigError(f"{key} is {shown(value)}: allowed is {rule.allowed}")
 
@@ -129,6 +136,7 @@ def value_at(cfg: DictConfig, key: str) -> Any:
 
 
 def plain(section: Any, name: str) -> Mapping[Any, object]:
+    """Return a section as a mapping, empty if it is missing."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True)
     if section is None:

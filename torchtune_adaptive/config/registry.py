@@ -1,6 +1,6 @@
-"""The recipes, ours and torchtune's, and the configs that have a name.
+"""The recipes and named configs of this package and of torchtune.
 
-Nothing here imports torch or torchtune, so that names are listed at once: torchtune's own list is read from its file.
+This module imports neither torch nor torchtune: it reads torchtune's registry from its file, so that `ls` is fast.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ _STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --con
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe of ours, as `ls`, `validate`, a forecast and a resumed run see it."""
+    """An adaptive recipe."""
 
     name: str
-    takes: str | None
-    """torchtune's recipe in whose place it is, if any. None: it trains nothing, and takes the configs of all others."""
+    stock_name: str | None
+    """The recipe of torchtune that it replaces, or "". None: it does not train, and accepts the configs of all."""
     saved_as: str = ""
-    """What the manifest of a checkpoint calls the recipe that wrote it."""
+    """The name of the recipe in the manifest of a checkpoint."""
     reader: str = ""
-    """The function that reads its settings, which may be a pair: those of every recipe, and its own."""
+    """Path of the function that reads the settings, or a pair of common and specific settings."""
     own_keys: str = ""
-    """Where the keys stand that only this recipe has."""
+    """Path of the keys that only this recipe has."""
 
     def read(self, cfg: DictConfig) -> tuple[Settings, Any]:
-        """Its settings, those of every recipe and its own; refuses what they contradict."""
+        """Return the common and the specific settings; raise ConfigError if they are invalid."""
         settings = pkgutil.resolve_name(self.reader)(cfg)
         return settings if isinstance(settings, tuple) else (settings, None)
 
     @property
     def keys(self) -> Collection[str]:
+        """Return the keys that only this recipe has."""
         return pkgutil.resolve_name(self.own_keys) if self.own_keys else ()
 
 
@@ -85,21 +86,21 @@ PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.forecast.quest
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)
 }
-SIGNS = {"grpo_samples": (GRPO, GRPO_LORA), "ppo_batch_size": (PPO, PPO), "loss.DPOLoss": (FULL_DPO, LORA_DPO)}
-"""What a config has that is not for finetuning, and the recipes that take it: of all weights, and of adapters."""
+TYPICAL_KEYS = {"grpo_samples": (GRPO, GRPO_LORA), "ppo_batch_size": (PPO, PPO), "loss.DPOLoss": (FULL_DPO, LORA_DPO)}
+"""Text in configs of other training than finetuning, and their recipes: for all weights, and for adapters."""
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A config that has a name, and the recipe that it is for."""
+class NamedConfig:
+    """A config with a name, and its recipe."""
 
     recipe: str
     name: str
     path: Path
 
 
-def our_configs() -> list[Listed]:
-    """Every config that comes with this package, 7B before 32B; its comments name its recipe."""
+def our_configs() -> list[NamedConfig]:
+    """Return the configs of this package, ordered by folder and size. Their comments name their recipes."""
 
     def folder_and_size(path: Path) -> tuple[Path, float, str]:
         size = _SIZE.match(path.stem)
@@ -107,67 +108,71 @@ def our_configs() -> list[Listed]:
 
     root = Path(str(resources.files("torchtune_adaptive.configs")))
     return [
-        Listed(started_with(path)[1] or "", PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
+        NamedConfig(started_with(path)[1] or "", PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
         for path in sorted(root.rglob("*.yaml"), key=folder_and_size)
     ]
 
 
-def stock_configs() -> list[Listed]:
-    """Every config that comes with torchtune, once for each of its recipes that takes it."""
+def stock_configs() -> list[NamedConfig]:
+    """Return the configs of torchtune, once for each of torchtune's recipes that accepts them."""
     return [
-        Listed(recipe.name, config.name, stock_folder() / "recipes" / "configs" / config.file_path)
+        NamedConfig(recipe.name, config.name, stock_folder() / "recipes" / "configs" / config.file_path)
         for recipe in _stock_recipes()
         for config in recipe.configs
     ]
 
 
-def taken_by_ours() -> Iterator[Listed]:
-    """Every config that a recipe of ours takes: ours, then torchtune's, by recipe."""
+def supported_configs() -> Iterator[NamedConfig]:
+    """Yield the configs of each adaptive recipe: first those of this package, then torchtune's."""
     ours, stock = our_configs(), stock_configs()
     for recipe in RECIPES.values():
         yield from (config for config in ours if config.recipe == recipe.name)
-        if recipe is not PPO:  # of whose configs, torchtune's, an error names the lines to change
-            yield from (Listed(recipe.name, one.name, one.path) for one in stock if one.recipe == recipe.takes)
+        if recipe is not PPO:  # torchtune's PPO configs need changes, which an error lists
+            yield from (
+                NamedConfig(recipe.name, one.name, one.path) for one in stock if one.recipe == recipe.stock_name
+            )
 
 
 def recipe_files() -> dict[str, Path]:
+    """Return the files of all recipes by name."""
     ours = {name: importlib.util.find_spec(name) for name in RECIPES}
     files = {name: Path(spec.origin) for name, spec in ours.items() if spec is not None and spec.origin}
     return files | {recipe.name: stock_folder() / "recipes" / recipe.file_path for recipe in _stock_recipes()}
 
 
 def config_files() -> dict[str, Path]:
+    """Return the files of all configs by name."""
     return {config.name: config.path for config in (*our_configs(), *stock_configs())}
 
 
 def started_with(config: Path) -> tuple[str, str | None]:
-    """What a file's comments give to the launcher, and the recipe that they start, ours in place of torchtune's."""
+    """Return the launcher's flags and the recipe from the comments of a config; the adaptive recipe if there is one."""
     command = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
     if command is None:
         return "", None
-    ours = {recipe.takes: name for name, recipe in RECIPES.items()}
+    ours = {recipe.stock_name: name for name, recipe in RECIPES.items()}
     return command["flags"].strip(), ours.get(command["recipe"], command["recipe"])
 
 
 def recipe_for(name: str) -> str | None:
-    """The recipe that a config of this name is for, ours where there is one; None: a path does not say."""
-    return next((config.recipe for config in (*taken_by_ours(), *stock_configs()) if config.name == name), None)
+    """Return the recipe of a named config, the adaptive one if there is one; None for paths."""
+    return next((config.recipe for config in (*supported_configs(), *stock_configs()) if config.name == name), None)
 
 
 def file_of(name: str) -> Path:
-    """The file of a config, of a recipe, or at a path."""
+    """Return the file of a config or a recipe, given its name or path."""
     return file_named(name, config_files() | recipe_files(), "config or recipe")
 
 
 def config_of(name: str) -> Path:
-    """The file of a config, by its name or its path."""
+    """Return the file of a config, given its name or path."""
     if name in recipe_files():
         raise ConfigError(f"{name} is a recipe: use one of its configs (tune-adaptive ls {name})")
     return file_named(name, config_files(), "config")
 
 
 def file_named(name: str, known: Mapping[str, Path], what: str, option: str = "") -> Path:
-    """The file of one of the known names, or at a path; `option` is where it was given."""
+    """Return the file of a known name, or the path itself; `option` precedes the name in the error."""
     if name in known:
         return known[name]
     if not name.startswith(PREFIX) and os.path.isfile(name):
@@ -188,6 +193,6 @@ def stock_folder() -> Path:
 
 @cache
 def _stock_recipes() -> list[Any]:
-    """torchtune's own list: recipes with a name, a file_path and configs that have both, too."""
+    """Return torchtune's registry: recipes with a name, a file_path, and configs with the same attributes."""
     recipes: list[Any] = runpy.run_path(str(stock_folder() / "torchtune" / "_recipe_registry.py"))["get_all_recipes"]()
     return recipes

@@ -1,4 +1,4 @@
-"""What the library advises, in keys of the config."""
+"""Remedies of errors, in terms of config keys."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ KEYS_IN_PPO: Mapping[Remedy, str] = {
     Remedy.SHORTER_SAMPLES: "lower max_generated_tokens or tokenizer.max_seq_len",
     Remedy.SMALLER_LIMIT: "lower forward_batch_size or raise gradient_accumulation_steps",
 }
-"""The same where a sample is a rollout, and batch_size what an iteration has of them."""
+"""Remedies in PPO, where a sample is a rollout and batch_size is the rollouts of an iteration."""
 
 
 @contextmanager
-def leaving_out_what_is_set(cfg: DictConfig) -> Iterator[None]:
-    """While open, an error does not advise what the config has already."""
+def without_active_remedies(cfg: DictConfig) -> Iterator[None]:
+    """Remove remedies that the config already has from errors."""
     try:
         yield
     except AdaptiveError as error:
@@ -50,5 +50,5 @@ def leaving_out_what_is_set(cfg: DictConfig) -> Iterator[None]:
 
 
 def in_keys(error: AdaptiveError, keys: Mapping[Remedy, str] = KEYS) -> str:
-    """The message for whoever wrote the config."""
+    """Return the message of an error, with remedies as config keys."""
     return error.in_words(keys)

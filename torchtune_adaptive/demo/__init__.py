@@ -1,1 +1,1 @@
-"""A model, a tokenizer, a dataset and a checkpointer that need no download."""
+"""Models, tokenizer, datasets and checkpointer that need no download."""

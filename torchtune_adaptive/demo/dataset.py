@@ -1,14 +1,14 @@
-"""Data made from a seed: instructions, pairs of answers to them, and prompts.
+"""Datasets generated from a seed: instructions, pairs of answers, prompts, and digits to sort.
 
-An instruction is a list to sort, reverse, add up or count. Lengths follow a log-normal distribution, as those of real
-instruction data roughly do: most samples are short, a few are ten times as long. That tail is what makes the memory of
-a batch hard to foresee.
+An instruction is a list to sort, reverse, add up or count. Lengths follow a log-normal distribution, roughly like real
+instruction data: most samples are short, a few are ten times longer, which makes the memory of a batch hard to predict.
 """
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, InputOutputToMessages
@@ -41,7 +41,7 @@ TASKS: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 class DemoDataset(Dataset[DemoSample]):
-    """So many samples, each made from its index when asked for: a larger dataset begins with those of a smaller one."""
+    """Samples generated from their index, so that a larger dataset begins with the samples of a smaller one."""
 
     def __init__(self, samples: int, make: Callable[[int], DemoSample]) -> None:
         if type(samples) is not int or samples < 1:
@@ -66,39 +66,36 @@ def demo_dataset(
     train_on_input: bool = False,
     packed: bool = False,
 ) -> DemoDataset | PackedDataset:
-    """Component for a config's `dataset:`: instructions and their answers."""
+    """Build the `dataset` component with instructions and their answers."""
     if not isinstance(packed, bool):
         raise ConfigError(f"dataset.packed is {packed!r}: allowed is True or False")
     dataset = DemoDataset(samples, partial(demo_sample, tokenizer, seed, train_on_input=train_on_input))
     if not packed:
         return dataset
     if tokenizer.max_seq_len is None:
-        raise ConfigError(
-            "dataset.packed is True, but tokenizer.max_seq_len is null and a pack needs a length; "
-            "set tokenizer.max_seq_len"
-        )
+        raise ConfigError("dataset.packed is True, but tokenizer.max_seq_len is null: set the length of a pack there")
     return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len, padding_idx=tokenizer.pad_id)
 
 
 def demo_preferences(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
-    """Component for a config's `dataset:`: the right answer is chosen, one with a slip in it rejected."""
+    """Build the `dataset` component with pairs of a correct (chosen) and a wrong (rejected) answer."""
 
     def pair(index: int) -> DemoSample:
         row, draw = demo_row(seed, index), random.Random(f"slip/{seed}/{index}")
         items = row["output"].split()
         draw.shuffle(items)
-        slip = " ".join([*items, draw.choice(items)])  # one item twice, so that it is not the same for any list
+        wrong = " ".join([*items, draw.choice(items)])  # repeat an item, so that the answer is always wrong
         sample: DemoSample = {}
-        for name, answer in (("chosen", row), ("rejected", {**row, "output": slip})):
-            one = _tokenized(tokenizer, answer)
-            sample |= {f"{name}_input_ids": one["tokens"], f"{name}_labels": one["labels"]}
+        for name, answer in (("chosen", row), ("rejected", {**row, "output": wrong})):
+            tokenized = _tokenized(tokenizer, answer)
+            sample |= {f"{name}_input_ids": tokenized["tokens"], f"{name}_labels": tokenized["labels"]}
         return sample
 
     return DemoDataset(samples, pair)
 
 
 def demo_prompts(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
-    """Component for a config's `dataset:`: prompts without any letter, so that a share of letters is the answer's."""
+    """Build the `dataset` component with prompts without letters, so that only answers contain letters."""
 
     def prompt(index: int) -> DemoSample:
         draw = random.Random(f"prompt/{seed}/{index}")
@@ -109,8 +106,25 @@ def demo_prompts(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0)
     return DemoDataset(samples, prompt)
 
 
+def digits_dataset(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
+    """Build the `dataset` component with prompts such as "73=", whose answer is "37"."""
+
+    def prompt(index: int) -> Any:
+        digits = random.Random(f"digits/{seed}/{index}").choices("0123456789", k=2)
+        tokens = tokenizer.encode("".join(digits) + "=", add_eos=False)
+        return {"tokens": tokens, "labels": list(tokens), "answer": "".join(sorted(digits))}
+
+    return DemoDataset(samples, prompt)
+
+
+def correct_digits(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
+    """Reward the share of correct positions in an answer, including its end."""
+    pairs = zip(completions, answer, strict=True)
+    return [sum(a == b for a, b in zip([*given, "end"], [*right, "end"], strict=False)) / 3 for given, right in pairs]
+
+
 def demo_row(seed: int, index: int) -> dict[str, str]:
-    """One instruction and its answer; depends on nothing but the two numbers."""
+    """Return an instruction and its answer, which depend only on the two numbers."""
     draw = random.Random(f"{seed}/{index}")
     instruction = draw.choice(list(TASKS))
     count = min(MOST_ITEMS, math.ceil(draw.lognormvariate(math.log(MEDIAN_ITEMS), SPREAD)))
@@ -125,11 +139,12 @@ def demo_row(seed: int, index: int) -> dict[str, str]:
 
 
 def demo_sample(tokenizer: DemoTokenizer, seed: int, index: int, *, train_on_input: bool = False) -> DemoSample:
+    """Return the tokens and labels of an instruction and its answer."""
     return _tokenized(tokenizer, demo_row(seed, index), train_on_input=train_on_input)
 
 
 def _tokenized(tokenizer: DemoTokenizer, row: dict[str, str], *, train_on_input: bool = False) -> DemoSample:
-    """Tokens and labels, as torchtune's SFTDataset gives them."""
+    """Return tokens and labels as torchtune's SFTDataset does."""
     sample = tokenizer(InputOutputToMessages(train_on_input=train_on_input)(row))
     pairs = zip(sample["tokens"], sample["mask"], strict=True)
     labels = [CROSS_ENTROPY_IGNORE_IDX if masked else token for token, masked in pairs]

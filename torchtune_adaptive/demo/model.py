@@ -1,7 +1,7 @@
-"""Models of less than half a million parameters, for the demo tokenizer's vocabulary."""
+"""Models with less than half a million parameters, and weights that are not random, for the demo tokenizer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import ascii_lowercase
 from typing import Any
 
@@ -11,7 +11,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.models.mistral._component_builders import mistral_classifier
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
+from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -25,7 +25,7 @@ SIZES = {
 
 
 def demo_model(**overrides: Any) -> TransformerDecoder:
-    """Component for a config's `model:`; `overrides` are arguments of torchtune's `llama3`."""
+    """Build the `model` component; `overrides` are arguments of torchtune's `llama3`."""
     return llama3(**{**SIZES, **overrides})
 
 
@@ -37,7 +37,7 @@ def lora_demo_model(
     lora_alpha: float = 16,
     **overrides: Any,
 ) -> TransformerDecoder:
-    """The same model with LoRA; `overrides` are further arguments of torchtune's `lora_llama3`."""
+    """Build the same model with LoRA; `overrides` are arguments of torchtune's `lora_llama3`."""
     return lora_llama3(
         lora_attn_modules=lora_attn_modules,
         apply_lora_to_mlp=apply_lora_to_mlp,
@@ -59,32 +59,43 @@ CLASSIFIER_SIZES = {
     "max_seq_len": 512,
 }
 CONSTANT = 100.0
-"""A number that is the same in every token, and so large that normalising divides by it and by little else."""
+"""A value in the embedding of every token, so large that it dominates the normalization."""
 
 
 def demo_classifier(**overrides: Any) -> TransformerDecoder:
-    """Component for a config's `reward_and_value_model:`; `overrides` are arguments of torchtune's classifier."""
+    """Build the `reward_and_value_model` component; `overrides` are arguments of torchtune's `mistral_classifier`."""
     return mistral_classifier(**{**CLASSIFIER_SIZES, **overrides})
 
 
-def small_letters() -> dict[str, Tensor]:
-    """Weights of a classifier that says, at each token, which share of the tokens so far are small letters.
+def lowercase_share_weights() -> dict[str, Tensor]:
+    """Return weights of a classifier whose output is the share of lowercase letters among the tokens so far.
 
-    No training has made it: the first layer attends to all tokens alike and so takes their mean, of which one number is
-    whether a token is a small letter; the second layer adds nothing.
+    The first layer averages all tokens; one value of an embedding marks lowercase letters. The second layer adds zero.
     """
     weights = {name: torch.zeros_like(weight) for name, weight in demo_classifier().state_dict().items()}
     for name, weight in weights.items():
         if name.endswith("norm.scale"):
             weight.fill_(1.0)
     width = CLASSIFIER_SIZES["embed_dim"]
-    normalised = math.sqrt(width) / CONSTANT  # what normalising makes of a number
+    scale = math.sqrt(width) / CONSTANT  # factor of the normalization
     weights["tok_embeddings.weight"][:, 0] = CONSTANT
     weights["tok_embeddings.weight"][torch.tensor([*ascii_lowercase.encode()]), 1] = 1.0
-    # Without queries and keys, attention is the mean of the values. Every head has the share at its first place.
+    # Without queries and keys, attention averages the values. The share is the first value of every head.
     head = width // CLASSIFIER_SIZES["num_heads"]
     weights["layers.0.attn.v_proj.weight"][0, 1] = 1.0
-    weights["layers.0.attn.output_proj.weight"][2, 0] = 1.0 / normalised
+    weights["layers.0.attn.output_proj.weight"][2, 0] = 1.0 / scale
     assert weights["layers.0.attn.v_proj.weight"].shape[0] == head * CLASSIFIER_SIZES["num_kv_heads"]
-    weights["output.weight"][0, 2] = 1.0 / normalised
+    weights["output.weight"][0, 2] = 1.0 / scale
+    return weights
+
+
+def random_digits_weights(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return weights of a model that answers with random digits and ends, all about equally likely.
+
+    It represents a model that has learned the format of answers only.
+    """
+    weights: dict[str, Tensor] = demo_model(**sizes).state_dict()
+    weights["tok_embeddings.weight"][:, 0] = 8.0  # other values are about 1
+    weights["output.weight"][:, 0] = 0.0
+    weights["output.weight"][torch.tensor([*b"0123456789", DemoTokenizer().eos_id]), 0] = 1.5
     return weights

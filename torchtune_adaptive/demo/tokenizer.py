@@ -1,4 +1,4 @@
-"""A tokenizer that needs no download: one token per UTF-8 byte, and one special token per role of a chat."""
+"""A tokenizer without files: one token per UTF-8 byte, and one special token per role of a chat."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,17 +17,16 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
 class DemoTokenizer:
-    """What torchtune's datasets, recipes and generation ask of a model's tokenizer, over bytes.
+    """A byte tokenizer with the interface that torchtune's datasets, recipes and generation require.
 
-    A message becomes its role's token, its bytes and, where the turn ends, `<|eot|>`. As in torchtune's
-    Llama 3 tokenizer, bos and eos never count in the loss, and the end of an assistant's turn does.
+    A message becomes the token of its role, its bytes and, at the end of a turn, `<|eot|>`. As in torchtune's Llama 3
+    tokenizer, bos and eos never count in the loss, but the end of an assistant's turn does.
     """
 
     def __init__(self, max_seq_len: int | None = None) -> None:
         if max_seq_len is not None and max_seq_len < 2:
             raise ConfigError(
-                f"tokenizer.max_seq_len is {max_seq_len}, but bos and eos alone are two tokens; "
-                "set it to 2 or more, or to null for no limit"
+                f"tokenizer.max_seq_len is {max_seq_len}, but bos and eos are two tokens: set it to 2 or more, or null"
             )
         self.max_seq_len = max_seq_len
         self.special_tokens = dict(SPECIAL_TOKENS)
@@ -39,26 +38,29 @@ class DemoTokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of tokens."""
         return VOCAB_SIZE
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Return the tokens of a text."""
         return [self.bos_id] * add_bos + list(text.encode()) + [self.eos_id] * add_eos
 
     def decode(self, token_ids: Sequence[int], truncate_at_eos: bool = True, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
         ids = list(token_ids)
         if truncate_at_eos and self.eos_id in ids:
             ids = ids[: ids.index(self.eos_id)]
         names = {} if skip_special_tokens else {token: name for name, token in SPECIAL_TOKENS.items()}
         pieces = (bytes([token]) if token < 256 else names.get(token, "").encode() for token in ids)
-        # a cut may fall inside a character
+        # truncation may split a character
         return b"".join(pieces).decode(errors="replace")
 
     def tokenize_messages(
         self, messages: Sequence[Message], *, add_end_tokens: bool = True
     ) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, and for each whether the loss ignores it.
+        """Return the tokens of a conversation, and a mask of those that the loss ignores.
 
-        Without `add_end_tokens` the last message stays open, so that a model can continue it.
+        Without `add_end_tokens`, the last message has no end, so that a model can continue it.
         """
         pairs = [(self.bos_id, True)]
         for position, message in enumerate(messages, start=1):
@@ -76,12 +78,12 @@ class DemoTokenizer:
         return [SPECIAL_TOKENS[f"<|{message.role}|>"], *text, *[self.eot_id] * closed]
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """The sample with its messages replaced by `tokens` and `mask`."""
+        """Replace the messages of a sample by `tokens` and `mask`."""
         others = {key: value for key, value in sample.items() if key != "messages"}
         tokens, mask = self.tokenize_messages(sample["messages"], add_end_tokens=not inference)
         return {**others, "tokens": tokens, "mask": mask}
 
 
 def demo_tokenizer(max_seq_len: int | None = None) -> DemoTokenizer:
-    """Component for a config's `tokenizer:`."""
+    """Build the `tokenizer` component."""
     return DemoTokenizer(max_seq_len=max_seq_len)

@@ -1,4 +1,4 @@
-"""The first weights of the demo's models: made from a seed on first use, then read like any checkpoint."""
+"""Initial weights of the demo models, generated from a seed on first use and then read like any checkpoint."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +8,7 @@ import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from torchtune_adaptive.atomic_files import reason, replace_file
-from torchtune_adaptive.demo.digits import digits_at_random
-from torchtune_adaptive.demo.model import demo_classifier, demo_model, small_letters
+from torchtune_adaptive.demo.model import demo_classifier, demo_model, lowercase_share_weights, random_digits_weights
 from torchtune_adaptive.errors import ConfigError
 
 WEIGHTS_FILE, VALUE_FILE, REWARD_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt"
@@ -27,17 +26,17 @@ def demo_checkpointer(
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
 ) -> FullModelTorchTuneCheckpointer:
-    """Component for a config's checkpointers: torchtune's own, after seeing to it that the demo's weights exist.
+    """Build torchtune's checkpointer, after generating missing files of the demo. Ranks may call it concurrently.
 
-    `sizes` are those that the config gives to `demo_model`, if any. Every rank may call this at once.
+    `sizes` are the arguments that the config passes to `demo_model`.
     """
     if isinstance(checkpoint_files, str):
-        raise ValueError(f"checkpoint_files is {checkpoint_files!r}: give a list, [{checkpoint_files}]")
+        raise ValueError(f"checkpoint_files is {checkpoint_files!r}: pass a list, [{checkpoint_files}]")
     made: dict[str, Callable[[], Mapping[str, object]]] = {
         WEIGHTS_FILE: lambda: demo_model(**(sizes or {})).state_dict(),
         VALUE_FILE: lambda: demo_classifier().state_dict(),
-        REWARD_FILE: small_letters,
-        DIGITS_FILE: lambda: digits_at_random(sizes or {}),
+        REWARD_FILE: lowercase_share_weights,
+        DIGITS_FILE: lambda: random_digits_weights(sizes or {}),
     }
     for name in made.keys() & set(checkpoint_files):
         ensure_made(Path(checkpoint_dir) / name, made[name], seed=seed)
@@ -53,8 +52,8 @@ def demo_checkpointer(
 
 
 def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: int = 0) -> None:
-    """Leaves what is made with this seed at `path`; refuses a file that holds anything else."""
-    buffer = io.BytesIO()  # since torch.save writes a file's own name into it
+    """Save generated weights at `path`; raise ConfigError if the file exists with other content."""
+    buffer = io.BytesIO()  # torch.save would write the name of a file into it
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         torch.save(make(), buffer)
@@ -64,8 +63,8 @@ def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: i
             replace_file(path, content)
         elif path.read_bytes() != content:
             raise ConfigError(
-                f"{path} is not what the demo makes with these settings, and is not overwritten: move it away, or set "
-                "another checkpoint_dir for this checkpointer; for your own weights, use "
+                f"{path} differs from the weights that the demo generates with these settings, and is not overwritten: "
+                "move it away, or set another checkpoint_dir for this checkpointer; for your own weights, use "
                 "torchtune.training.FullModelTorchTuneCheckpointer"
             )
     except OSError as error:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
+from torchtune_adaptive.config.remedies import KEYS, in_keys, without_active_remedies
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
@@ -79,7 +79,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, aloud=rank() == 0)
     try:
-        with forbid_early_exit(), leaving_out_what_is_set(cfg):
+        with forbid_early_exit(), without_active_remedies(cfg):
             recipe = recipe_type(cfg)
             adaptive = recipe.run.settings.adaptive
             with (

@@ -24,8 +24,8 @@ def main() -> None:
     logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)
     timeline = read_timeline(directory)
     if not timeline.steps:
-        why = f"the run in {directory} has not finished a step" if timeline.events else f"no run in {directory}"
-        parser.exit(1, f"nothing to draw: {why}\n")
+        why = f"the run in {directory} has not finished a step" if timeline.events else f"{directory} contains no run"
+        parser.exit(1, f"cannot draw a picture: {why}\n")
     path = draw_run(directory, timeline)
     parser.exit(0 if path else 1, f"{path}\n" if path else None)
 

@@ -74,7 +74,7 @@ def _asked(life: Life, out: Path) -> Life:
         return life
     condition, (reason, *_) = look(out)
     nothing_begun = reason.startswith(str(out))
-    if nothing_begun or condition is Condition.CAN_GO_ON:
+    if nothing_begun or condition is Condition.CAN_CONTINUE:
         return replace(life, ended=STOPPED)
     if condition is Condition.FINISHED:
         return replace(life, ended=FINISHED)

@@ -47,7 +47,7 @@ def assert_mentions(text: str, *parts: str) -> None:
         ("a: 1\na: 2", ["cannot be read", "duplicate key a"]),
         ("a: ${b", ["cannot be read", "${b"]),
         ("", ["contains nothing", "must be a mapping"]),
-        ("1: 2", ["a mapping whose keys are strings"]),
+        ("1: 2", ["a mapping with strings as keys"]),
         ("a: ${b}", ["a cannot be resolved", "'b' not found"]),
         ("a:\n  b: ${oc.env:NO_SUCH_VARIABLE}", ["a.b cannot be resolved", "NO_SUCH_VARIABLE"]),
         ("a: ???", ["a cannot be resolved", "mandatory"]),

@@ -114,7 +114,7 @@ def test_first_error_message_is_printed_once_within_two_seconds(ranks: int, fail
 
 def last_time(folder: Path) -> str:
     condition, lines = look(folder / "out")
-    assert condition is Condition.CAN_GO_ON
+    assert condition is Condition.CAN_CONTINUE
     return next(line for line in lines if line.startswith("last time: "))
 
 

@@ -21,7 +21,7 @@ from torchtune_adaptive.lifecycle import run_state
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = str(Path(sys.executable).parent)
-FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+FINISHED, BROKEN, CAN_CONTINUE = 0, 1, 75
 NOT_BEGUN = -BROKEN
 """`status` reports it as broken too, because the run left no files."""
 TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
@@ -97,8 +97,8 @@ def begin(output_dir: Path, status: int) -> None:
 @pytest.mark.parametrize(
     ("status", "is_asked", "code", "requeued"),
     [
-        (CAN_GO_ON, True, 0, True),
-        (CAN_GO_ON, False, 1, False),
+        (CAN_CONTINUE, True, 0, True),
+        (CAN_CONTINUE, False, 1, False),
         (FINISHED, True, 0, False),
         (BROKEN, True, 1, False),
         (NOT_BEGUN, True, 0, True),
@@ -129,7 +129,7 @@ def test_slurm_requeues_only_runs_that_the_time_limit_ended(
     assert (message.read_text() if message.exists() else "") == "requeue 17\n" * requeued
 
 
-@pytest.mark.parametrize(("status", "code"), [(CAN_GO_ON, 138), (FINISHED, 0), (BROKEN, 1), (NOT_BEGUN, 138)])
+@pytest.mark.parametrize(("status", "code"), [(CAN_CONTINUE, 138), (FINISHED, 0), (BROKEN, 1), (NOT_BEGUN, 138)])
 def test_kubernetes_restarts_only_runs_that_can_continue(status: int, code: int, tmp_path: Path) -> None:
     commands = tmp_path / "commands"
     begin(tmp_path / "out", status)
@@ -146,7 +146,7 @@ def test_kubernetes_restarts_only_runs_that_can_continue(status: int, code: int,
 def test_signal_during_start_up_is_forwarded_to_training(scheduler: str, tmp_path: Path) -> None:
     commands, out = tmp_path / "commands", str(tmp_path / "out")
     of_slurm = {"srun": 'exec "$@"', "scontrol": "true"}
-    of_ours = {"tune": TRAINS.format(tmp_path), "tune-adaptive": f"exit {CAN_GO_ON}"}
+    of_ours = {"tune": TRAINS.format(tmp_path), "tune-adaptive": f"exit {CAN_CONTINUE}"}
     write_commands(commands, of_slurm | of_ours)
     slurm = ["bash", str(EXAMPLES / "slurm.sbatch"), out, "recipe"], "USR1", 0
     command, number, code = slurm if scheduler == "slurm" else (["bash", "-c", kubernetes_script()], "TERM", 138)

@@ -95,7 +95,7 @@ def test_signal_saves_the_current_step(
         if "the run saves a checkpoint after this step" in line
     ]
     assert len(notices) == (0 in blow.ranks)
-    assert condition(tmp_path / "run") is Condition.CAN_GO_ON
+    assert condition(tmp_path / "run") is Condition.CAN_CONTINUE
     assert_resumes(tmp_path / "run", ranks, undisturbed, after=step)
 
 
@@ -121,4 +121,4 @@ def test_signal_before_the_first_step_reports_that_no_checkpoint_exists(
     assert [each.status for each in ended] == [0, 0]
     assert named_end(ended[0].lines) == f"stopped {where}, before the first step; nothing is saved"
     assert not list((tmp_path / "run" / "out").glob("*_[0-9]"))
-    assert condition(tmp_path / "run") is Condition.CAN_GO_ON
+    assert condition(tmp_path / "run") is Condition.CAN_CONTINUE

@@ -98,8 +98,10 @@ def test_groups_without_signal_are_resampled(runs: Path, kind: str) -> None:
 
 def test_reward_model_and_functions_are_added(runs: Path) -> None:
     line, plain = (read_log(runs / "full_grpo" / name / "log.jsonl")[0] for name in ("judged", "two ranks"))
-    assert plain["scores"] == pytest.approx(plain["reward/places"], abs=1e-6)
-    assert line["scores"] == pytest.approx(line["reward/places"], abs=1e-3)  # digits contain no lowercase letters
+    assert plain["scores"] == pytest.approx(plain["reward/correct_digits"], abs=1e-6)
+    assert line["scores"] == pytest.approx(
+        line["reward/correct_digits"], abs=1e-3
+    )  # digits contain no lowercase letters
 
 
 def test_only_adapters_change_and_they_are_saved(runs: Path) -> None:

@@ -16,7 +16,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.grpo.tiny import grpo_config
 from tests.recipes.running import load_ours
 from torchtune_adaptive.demo.dataset import DemoDataset
-from torchtune_adaptive.demo.digits import digits_at_random
+from torchtune_adaptive.demo.model import random_digits_weights
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 from torchtune_adaptive.rl.rollouts import Rollout
 from torchtune_adaptive.tune import distributed
@@ -198,7 +198,7 @@ def compare(folder: Path, loss_type: str) -> int:
     """Return the number of equal updates."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     torch.manual_seed(0)
-    reference = digits_at_random(SIZES)
+    reference = random_digits_weights(SIZES)
     policy = {name: weight + 0.02 * torch.randn_like(weight) for name, weight in reference.items()}
     (folder / "weights").mkdir()
     torch.save(reference, folder / "weights" / "reference.pt")

@@ -128,8 +128,8 @@ def test_tables_of_keys_follow_the_definitions_of_keys() -> None:
 def test_every_command_has_a_help_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output_of(capsys, name, "--help")
     assert code == 0
-    assert str(COMMANDS[name].__doc__).splitlines()[0] in out
-    assert str(COMMANDS[name].__doc__).splitlines()[0] in " ".join(output_of(capsys, "--help")[1].split())
+    assert str(COMMANDS[name].help).splitlines()[0] in out
+    assert str(COMMANDS[name].help).splitlines()[0] in " ".join(output_of(capsys, "--help")[1].split())
 
 
 @pytest.mark.parametrize("words", [["ls", "--al"], ["cp", "--foo"], ["status", "a", "b"], ["nonsense"], []])

@@ -15,7 +15,7 @@ from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import RunPhase, ThisRun
 
 COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
-FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+FINISHED, BROKEN, CAN_CONTINUE = 0, 1, 75
 
 Status = Callable[[Path], tuple[Any, str]]
 
@@ -45,9 +45,9 @@ def test_killed_run_can_resume_from_its_newest_checkpoint(run_folder: Path, stat
     save(run_folder, "step_2", serial=0)
     save(run_folder, "step_4", serial=1)
     code, report = status(run_folder)
-    assert code == CAN_GO_ON
+    assert code == CAN_CONTINUE
     first, newest, command = report.splitlines()
-    assert first == "can go on: step 4"
+    assert first == "can continue: step 4"
     assert newest.startswith(f"newest complete checkpoint: {run_folder / 'step_4'} (step 4, 20")
     assert command == f"resume with: cd {Path.cwd()} && {COMMAND}"
 
@@ -55,7 +55,7 @@ def test_killed_run_can_resume_from_its_newest_checkpoint(run_folder: Path, stat
 def test_run_without_a_checkpoint_can_restart(run_folder: Path, status: Status) -> None:
     run_state.record_end(run_folder, run_state.STOPPED, "SIGTERM: stopped during the search, before the first step")
     code, report = status(run_folder)
-    assert code == CAN_GO_ON
+    assert code == CAN_CONTINUE
     assert "from the beginning" in report
     assert report.splitlines()[-1] == f"start over with: cd {Path.cwd()} && {COMMAND}"
     assert "last time: SIGTERM: stopped during the search" in report
@@ -68,7 +68,7 @@ def test_finished_run_stays_finished_until_started_with_more_epochs(run_folder: 
     assert report.startswith("finished: step 4\n")
     assert "resume with" not in report
     started(run_folder, serial=4)
-    assert status(run_folder)[0] == CAN_GO_ON
+    assert status(run_folder)[0] == CAN_CONTINUE
     save(run_folder, "epoch_2", serial=4, finished=True)
     assert status(run_folder)[0] == FINISHED
 
@@ -98,7 +98,7 @@ def test_user_error_is_not_restarted(run_folder: Path, status: Status) -> None:
     assert (code, report.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
     assert str(run_folder / "step_2") in report
     started(run_folder, serial=1)  # the user has fixed the error, and the run continues
-    assert status(run_folder)[0] == CAN_GO_ON
+    assert status(run_folder)[0] == CAN_CONTINUE
 
 
 def test_run_without_a_complete_checkpoint_is_broken(run_folder: Path, status: Status) -> None:
@@ -120,7 +120,7 @@ def test_changed_checkpoint_does_not_count_as_finished(run_folder: Path, status:
     intact, damaged = save(run_folder, "step_2", serial=0), save(run_folder, "epoch_0", serial=1, finished=True)
     (damaged / "recipe_state.pt").write_bytes(b"stata")
     code, report = status(run_folder)
-    assert (code, report.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
+    assert (code, report.splitlines()[0]) == (CAN_CONTINUE, "can continue: step 4")
     assert f"newest complete checkpoint: {intact} " in report
     assert f"skipped: {damaged} is damaged: the content of recipe_state.pt has changed" in report
     (intact / "recipe_state.pt").write_bytes(b"stata")
@@ -166,14 +166,14 @@ def test_copied_folder_is_judged_by_its_contents(within: str, tmp_path: Path, st
     save(original / within, "epoch_0", serial=1, finished=True)
     assert status(original)[0] == FINISHED
     code, report = status(copy)
-    assert code == CAN_GO_ON
+    assert code == CAN_CONTINUE
     assert f"newest complete checkpoint: {copy / within / 'step_2'} " in report
 
 
 def test_running_run_is_reported_as_running(run_folder: Path, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtune_adaptive.cli.status.lock_holder", lambda _: "process 7 on node3, since noon")
     code, report = status(run_folder)
-    assert (code, report) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
+    assert (code, report) == (CAN_CONTINUE, "running: process 7 on node3, since noon\n")
     assert run_state.lock_holder(run_folder) is None
 
 
@@ -193,7 +193,7 @@ def test_without_a_complete_checkpoint_no_refused_command_is_advised(tmp_path: P
     (tmp_path / "step_2").mkdir()
     code, report = status(tmp_path)
     assert code == BROKEN
-    assert "it has no intact checkpoint" in report
+    assert "the run has no intact checkpoint" in report
     assert "resume with" not in report
     assert "start over with: overwrite_output_dir=True" in report
 
@@ -203,7 +203,7 @@ def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: St
     save(tmp_path, "step_2", serial=0)
     (tmp_path / run_state.RUN_FILE).write_text(content)
     code, report = status(tmp_path)
-    assert code == CAN_GO_ON
+    assert code == CAN_CONTINUE
     assert "resume with: the command that started it, with resume_from_checkpoint=auto" in report
 
 
@@ -215,7 +215,7 @@ RECORD = {"command": "c", "folder": "f", "checkpoints": ".", "serial": 0, "start
 )
 def test_run_file_with_values_of_wrong_types_is_ignored(wrong: dict[str, Any], tmp_path: Path, status: Status) -> None:
     (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD))
-    assert status(tmp_path)[0] == CAN_GO_ON
+    assert status(tmp_path)[0] == CAN_CONTINUE
     (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD | wrong))
     assert status(tmp_path) == (BROKEN, f"{tmp_path} contains no run\n")
 

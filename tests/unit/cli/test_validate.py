@@ -9,7 +9,7 @@ import pytest
 from tests.recipes.endings import test_errors
 from tests.unit.checkpoints.checkpoint_files import save
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.config.registry import FULL, LORA, PLAN, RECIPES, Listed, Recipe, taken_by_ours
+from torchtune_adaptive.config.registry import FULL, LORA, PLAN, RECIPES, NamedConfig, Recipe, supported_configs
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 REPORTED_BY_THE_RUN = {
@@ -76,7 +76,7 @@ def test_arguments_passed_through_by_a_dataset_are_reported_as_unchecked(validat
     other = "dataset._component_=torchtune.datasets.alpaca_dataset"
     status, out, _ = validate(DEMO["full"], other, "dataset.split=train")
     assert status == 0
-    assert "note: dataset.samples: not checked, since alpaca_dataset takes any argument" in out
+    assert "note: dataset.samples: not checked, since alpaca_dataset accepts any argument" in out
 
 
 @pytest.mark.parametrize(("override", "parts"), VALUES, ids=lambda value: value[:40] if isinstance(value, str) else "")
@@ -109,8 +109,8 @@ def test_component_that_cannot_be_built_is_refused(validate: Validate, override:
         (["dataset.colour=red"], ["dataset.colour", "has no such argument"]),
         (["dataset.samples=many"], ["dataset.samples is 'many', but demo_dataset takes int"]),
         (["dataset.packed=abc"], ["dataset.packed"]),
-        (["metric_logger=abc"], ["metric_logger._component_ is 'abc', which is no class or function"]),
-        (["checkpointer=abc"], ["checkpointer._component_ is 'abc', which is no class or function"]),
+        (["metric_logger=abc"], ["metric_logger._component_ is 'abc', which is not a class or function"]),
+        (["checkpointer=abc"], ["checkpointer._component_ is 'abc', which is not a class or function"]),
         (["checkpointer.checkpoint_files=5"], ["checkpointer.checkpoint_files is 5: allowed is a list of names"]),
         (["optimizer.lr=.inf"], ["optimizer.lr is inf: allowed is a finite number"]),
     ],
@@ -170,8 +170,8 @@ def test_machine_dependent_errors_are_notes_unless_here_is_given(validate: Valid
     assert errors.count("error: ") == 3
 
 
-@pytest.mark.parametrize("config", [*taken_by_ours()][::6], ids=lambda config: config.name)
-def test_supported_configs_are_accepted_without_their_weights(validate: Validate, config: Listed) -> None:
+@pytest.mark.parametrize("config", [*supported_configs()][::6], ids=lambda config: config.name)
+def test_supported_configs_are_accepted_without_their_weights(validate: Validate, config: NamedConfig) -> None:
     status, out, errors = validate(config.name, "--recipe", config.recipe, "output_dir=out")
     assert (status, errors) == (0, "")
     assert "note: on this machine: tokenizer" in out or "demo" in config.name
@@ -202,8 +202,8 @@ def test_folder_with_checkpoints_or_in_use_is_refused(
 def test_users_file_is_checked_for_the_recipe_it_names_or_whose_keys_it_has(
     validate: Validate, tmp_path: Path, recipe: Recipe
 ) -> None:
-    text = next(each.path for each in taken_by_ours() if each.recipe == recipe.name).read_text()
-    mine, note = tmp_path / "mine.yaml", f"mine.yaml names no recipe; by its keys it is checked for {recipe.name}: "
+    text = next(each.path for each in supported_configs() if each.recipe == recipe.name).read_text()
+    mine, note = tmp_path / "mine.yaml", f"mine.yaml does not name its recipe; assuming {recipe.name} from "
     for content in (text, "\n".join(line for line in text.splitlines() if not line.startswith("#"))):
         mine.write_text(content)
         status, out, errors = validate(str(mine))
@@ -222,7 +222,7 @@ def test_changed_copy_of_a_recipe_is_checked_as_the_original_recipe(validate: Va
     assert "ok: mine.py would start" in out
     assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["model.lora_attn_modules is missing"])
     (tmp_path / "mine.py").write_text("print()")
-    assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["with none of our functions"])
+    assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["does not call a function that reads settings"])
     (tmp_path / "mine.py").write_text("\nread_full_settings(")
     assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["--recipe mine.py, line 2: '(' was never closed"])
     assert_refused(validate(DEMO["full"], "--recipe", f"{LORA.name}x"), [f"did you mean {LORA.name}?"])

@@ -117,7 +117,7 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
         (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
         (FULL, "", {"deal": True}, "adaptive.deal is True, but adaptive.token_budget is null"),
         (FULL, "", {"padding": False}, "adaptive.padding is False, but adaptive.token_budget is null"),
-        (FULL_DPO, "collate_fn=mine.collate", {}, "preference training has its own collation"),
+        (FULL_DPO, "collate_fn=mine.collate", {}, "preference training ignores it"),
         (LORA, "tensor_parallel_dim=2", {}, "which LoRA finetuning does not support: allowed is 1"),
         (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU; set it to False"),
         (FULL, "use_maximum_batch_size=True", {"search": "binary", "recover_from_oom": False}, "search is binary"),

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
-from torchtune_adaptive.config.registry import RECIPES, Listed, config_files, taken_by_ours
+from torchtune_adaptive.config.registry import RECIPES, NamedConfig, config_files, supported_configs
 from torchtune_adaptive.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("config", [*taken_by_ours()], ids=lambda config: f"{config.recipe}: {config.name}")
-def test_every_config_is_read_by_its_recipe(config: Listed) -> None:
+@pytest.mark.parametrize("config", [*supported_configs()], ids=lambda config: f"{config.recipe}: {config.name}")
+def test_every_config_is_read_by_its_recipe(config: NamedConfig) -> None:
     settings, _ = RECIPES[config.recipe].read(read_config(config.path, []))
     assert settings.config.output_dir
 
@@ -43,7 +43,7 @@ def test_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NOT_READ = {
     "too long": (None, "neither a file nor a known config"),
-    "too deep": ("a: " + "[" * 3000 + "]" * 3000, "cannot be read: it is nested too deeply"),
+    "too deep": ("a: " + "[" * 3000 + "]" * 3000, "cannot be read: its nesting is too deep"),
     "NUL": (r'output_dir: "a\0b"', r"'a\\x00b' in the config contains a NUL character: remove it"),
 }
 

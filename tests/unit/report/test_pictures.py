@@ -236,7 +236,7 @@ def test_folder_without_a_run_is_reported(
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("torchtune_adaptive.report", run_name="__main__")
     assert ended.value.code == 1
-    assert capsys.readouterr().err == f"nothing to draw: no run in {tmp_path}\n"
+    assert capsys.readouterr().err == f"cannot draw a picture: {tmp_path} contains no run\n"
 
 
 def test_command_plots_readable_lines_and_reports_skipped_ones(tmp_path: Path) -> None:
