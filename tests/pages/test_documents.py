@@ -104,7 +104,7 @@ def test_shown_run_would_start(shown: Shown, readers_folder: Path) -> None:
     ranks = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
     cfg = read_config(path, [*overrides, "output_dir=out"])
     findings = check_config(cfg, recipe_named(recipe), ranks, here=False)
-    assert not findings.wrong
+    assert not findings.errors
 
 
 @pytest.mark.parametrize("shown", ANSWERS, ids=str)
