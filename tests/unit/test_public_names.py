@@ -21,6 +21,7 @@ PUBLIC = {
     ("torchtune_adaptive.hf", "AdaptiveArguments"),
     ("torchtune_adaptive.hf", "AdaptiveMixin"),
     ("torchtune_adaptive.hf", "AdaptiveTrainer"),
+    ("torchtune_adaptive.hf", "adaptive"),
 }
 
 
