@@ -15,6 +15,7 @@ from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
     "MAX_DEVICES", "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_convolutions",
+    "used_flops",
     "used_memory",
 ]  # fmt: skip
 
@@ -79,6 +80,11 @@ def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False)
 def used_convolutions() -> bool:
     """Return whether the process ran a convolution of cuDNN, whose workspaces are not counted."""
     return ctypes.c_int.in_dll(ctypes.CDLL(None), "null_cuda_convolutions").value > 0
+
+
+def used_flops() -> float:
+    """Return the FLOPs of all matrix multiplications that cuBLAS was asked for."""
+    return ctypes.c_double.in_dll(ctypes.CDLL(None), "null_cuda_flops").value
 
 
 def _function(name: str) -> Any:

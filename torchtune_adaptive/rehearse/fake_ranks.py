@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.rehearse.start import ONE_MACHINE, CannotRehearse
+from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 
 def set_rank_variables(rank: int, ranks: int) -> None:
@@ -86,8 +87,9 @@ class FakeRanks:
         self._real_init("fake", store=FakeStore(), rank=self._rank, world_size=self._ranks)
         _save_checkpoints_without_other_ranks()
 
-    def _new_group(self, ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
-        return self._real_new_group(ranks, backend="fake", use_local_synchronization=use_local_synchronization)
+    def _new_group(self, ranks: Any = None, *_: Any, **options: Any) -> Any:
+        kept = {name: options[name] for name in ("use_local_synchronization", "group_desc") if name in options}
+        return self._real_new_group(ranks, backend="fake", **kept)
 
     def _broadcast_object_list(self, objects: Sequence[Any], *_: Any, **__: Any) -> None:
         if self._rank and all(each is None for each in objects):
@@ -153,6 +155,7 @@ def _skip_reductions_of_ddp() -> None:
 
 def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return DDP's bucket as it is: the fake group's all-reduce returns no tensor."""
+    RECORDER.add_bucket(bucket.buffer().nbytes)
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced

@@ -1,8 +1,25 @@
-"""GPUs by name: their memory as torch reports it, and their compute capability."""
+"""GPUs by name: memory as torch reports it, compute capability, and peak rates (sources: docs/rehearsing.md)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+
+class Rates(NamedTuple):
+    """Peak rates of a card: dense TFLOP/s by type, then GB/s."""
+
+    bf16: float
+    fp8: float
+    tf32: float
+    fp32: float
+    memory: float
+    link: float
+    """To the other cards of a machine, in one direction: NVLink or else PCIe."""
+    pcie: float
+    network: float
+    """To other machines, each card's share in one direction."""
+    matmul_efficiency: float
+    """Share of the peak that matrix multiplications reach."""
 
 
 class Gpu(NamedTuple):
@@ -11,25 +28,32 @@ class Gpu(NamedTuple):
     memory: int
     """In bytes."""
     capability: str
+    name: str = ""
+    rates: Rates | None = None
 
 
-def _gpu(gib: float, capability: str) -> Gpu:
-    return Gpu(int(gib * 2**30), capability)
+H100 = Rates(989, 1979, 495, 67, 3350, 450, 64, 50, 0.5)
+A100 = Rates(312, 312, 156, 19.5, 2039, 300, 32, 25, 0.65)
 
 
-GPUS = {
-    "a10": _gpu(22.0, "8.6"),
-    "a10g": _gpu(22.0, "8.6"),
-    "a100": _gpu(79.1, "8.0"),
-    "a100-40": _gpu(39.4, "8.0"),
-    "a6000": _gpu(47.5, "8.6"),
-    "b200": _gpu(178.3, "10.0"),
-    "h100": _gpu(79.1, "9.0"),
-    "h200": _gpu(139.7, "9.0"),
-    "l4": _gpu(22.0, "8.9"),
-    "l40s": _gpu(44.4, "8.9"),
-    "t4": _gpu(14.6, "7.5"),
-    "3090": _gpu(23.6, "8.6"),
-    "4090": _gpu(23.6, "8.9"),
-    "5090": _gpu(31.3, "12.0"),
+def _gpu(gib: float, capability: str, rates: Rates) -> Gpu:
+    return Gpu(int(gib * 2**30), capability, rates=rates)
+
+
+_CARDS = {
+    "a10": _gpu(22.0, "8.6", Rates(125, 125, 62.5, 31.2, 600, 32, 32, 1.6, 0.65)),
+    "a10g": _gpu(22.0, "8.6", Rates(70, 70, 35, 35, 600, 32, 32, 1.6, 0.65)),
+    "a100": _gpu(79.1, "8.0", A100),
+    "a100-40": _gpu(39.4, "8.0", A100._replace(memory=1555)),
+    "a6000": _gpu(47.5, "8.6", Rates(154.8, 154.8, 77.4, 38.7, 768, 32, 32, 1.6, 0.65)),
+    "b200": _gpu(178.3, "10.0", Rates(2250, 4500, 1125, 75, 7700, 900, 64, 50, 0.5)),
+    "h100": _gpu(79.1, "9.0", H100),
+    "h200": _gpu(139.7, "9.0", H100._replace(memory=4800)),
+    "l4": _gpu(22.0, "8.9", Rates(121, 242, 60, 30.3, 300, 32, 32, 1.6, 0.65)),
+    "l40s": _gpu(44.4, "8.9", Rates(362, 733, 183, 91.6, 864, 32, 32, 1.6, 0.65)),
+    "t4": _gpu(14.6, "7.5", Rates(65, 65, 8.1, 8.1, 320, 16, 16, 1.6, 0.65)),
+    "3090": _gpu(23.6, "8.6", Rates(71, 71, 35.6, 35.6, 936, 32, 32, 1.6, 0.65)),
+    "4090": _gpu(23.6, "8.9", Rates(165, 330, 82.6, 82.6, 1008, 32, 32, 1.6, 0.65)),
+    "5090": _gpu(31.3, "12.0", Rates(210, 419, 105, 105, 1792, 64, 64, 1.6, 0.65)),
 }
+GPUS = {name: card._replace(name=name) for name, card in _CARDS.items()}

@@ -8,8 +8,12 @@ import signal
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, seconds_text, time_lines
 
 GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
@@ -30,7 +34,7 @@ _NOTES = {
     RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
     "needs less memory",
 }
-KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess")
+KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess", "work")
 """Kinds of lines in a record."""
 _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
@@ -71,6 +75,9 @@ class RehearsalResult:
     """Places that read a value that a kernel would have computed, and on which sizes may depend."""
     child: str = ""
     """The command line of a child process that used a GPU."""
+    traced: dict[str, Any] = field(default_factory=dict)
+    """The step whose work was recorded, and its work."""
+    gpu: Gpu | None = None
 
     @classmethod
     def read(cls, path: Path, **about: Any) -> RehearsalResult:
@@ -90,6 +97,7 @@ class RehearsalResult:
             rest=dict(*found["end"][:1]),
             guesses=found["guess"],
             child="".join(each["command"] for each in found["child"][:1]),
+            traced=dict(*found["work"][-1:]),
         )
 
     @property
@@ -228,15 +236,41 @@ class RehearsalResult:
         """The peaks of each device that the process used."""
         return list(self.rest.get("devices", []))
 
+    @cached_property
+    def work(self) -> Work | None:
+        """The work of the recorded step; None if no step was recorded."""
+        work = Work.from_json(self.traced["work"]) if self.traced else None
+        return work if work and work.operations else None
+
+    def step_time(self, step: dict[str, Any], gpu: Gpu | None = None) -> StepTime | None:
+        """Estimate a step: its work is that of the recorded step, in proportion to its matrix multiplications."""
+        card = gpu or self.gpu
+        if self.work is None or card is None or card.rates is None:
+            return None
+        recorded = self.steps[self.traced["step"] - 1]["flops"]
+        return estimate(self.work, card.rates, step["flops"] / recorded if recorded and step["flops"] else 1.0)
+
+    def usual_time(self, gpu: Gpu | None = None) -> StepTime | None:
+        """Estimate the recorded step."""
+        return self.step_time(self.steps[self.traced["step"] - 1], gpu) if self.traced else None
+
+    def _time_as_dict(self) -> dict[str, Any] | None:
+        time, work = self.usual_time(), self.work
+        if time is None or work is None or self.gpu is None:
+            return None
+        return {"gpu": self.gpu.name, "step": self.traced["step"], **time.as_dict(), **work.totals(self.ranks)}
+
     def as_text(self) -> str:
         """Return the verdict, the steps, and what holds the memory after an out-of-memory error."""
         lines = [self.verdict()]
         if self.steps:
-            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes   (peaks, GiB)"]
+            times = [f"{seconds_text(time.seconds):>10}" if time else "" for time in map(self.step_time, self._shown())]
+            heading = f"{'time':>10}" * any(times)
+            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes{heading}   (peaks, GiB)"]
             lines += [
                 f"{each['step']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}  "
-                f"{each['flushes'] or '':>7}"
-                for each in self._shown()
+                f"{each['flushes'] or '':>7}{time}"
+                for each, time in zip(self._shown(), times, strict=True)
             ]
             left_out = len(self.steps) - len(self._shown())
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
@@ -246,6 +280,8 @@ class RehearsalResult:
                 f"{each['device']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}"
                 for each in self.devices
             ]
+            if (time := self.usual_time()) and self.work and self.gpu:
+                lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
         if (error := self.unfinished) is not None and not self.fits:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
@@ -316,7 +352,10 @@ class RehearsalResult:
             "ranks": self.ranks,
             "usable_bytes": self.usable_bytes,
             "overhead_bytes": self.overhead_bytes,
-            "steps": self.steps,
+            "steps": [
+                {**each, "seconds": time.seconds if (time := self.step_time(each)) else None} for each in self.steps
+            ],
+            "time": self._time_as_dict(),
             "out_of_memory": self.out_of_memory,
             "caught": self.caught,
             "guesses": self.guesses,

@@ -192,7 +192,7 @@ def rehearse(
                 copying.join(1)
         last_error = _last_error(printed.decode(errors="replace"))
         return RehearsalResult.read(
-            record, **share, rank=rank, status=status, interrupted=interrupted, last_error=last_error
+            record, **share, rank=rank, status=status, interrupted=interrupted, last_error=last_error, gpu=gpu
         )
 
 

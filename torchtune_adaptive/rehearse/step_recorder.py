@@ -26,10 +26,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from torchtune_adaptive.null_cuda import used_convolutions, used_memory
+from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.result import CONVOLVED
 from torchtune_adaptive.rehearse.start import CannotRehearse
+from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -64,6 +65,9 @@ class StepRecorder:
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
+        self._traced: int | None = None
+        """The step whose operations are recorded."""
+        self._graphs = 0
 
     def __enter__(self) -> None:
         # do not initialize CUDA before the script: this would change the device of a DeviceMesh, and forbid forks
@@ -166,6 +170,9 @@ class StepRecorder:
             self.write("first", {"step": 1, **asdict(_fullest(self._reading))})
         if self._stepped == self._all:
             self._end_step()
+        if self._traced is None and (self.steps or self._first_step_is_complete):  # the first step allocates, compiles
+            self._traced, self._graphs = self.steps + 1 + self._first_step_is_complete, _compiled_graphs()
+            RECORDER.start()
 
     @property
     def _first_step_is_complete(self) -> bool:
@@ -179,6 +186,9 @@ class StepRecorder:
     def _end_step(self) -> None:
         self.steps += 1
         self.write("step", {"step": self.steps, **asdict(_fullest(self._reading))})
+        if self.steps == self._traced:
+            self.write("work", {"step": self.steps, "work": RECORDER.stop()})
+            self._traced = self.steps if _compiled_graphs() == self._graphs else None
         _add(self._run, self._reading)
         self._reading, self._stepped = {}, set()
         if self.steps == self._most_steps:
@@ -241,6 +251,11 @@ def _allocated() -> list[int]:
     return [torch.cuda.memory_allocated(device) if torch.cuda.is_initialized() else 0 for device in devices]
 
 
+def _compiled_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
 def _parameter_of(optimizer: torch.optim.Optimizer) -> WeakIdRef:
     """Return the first parameter, which identifies an optimizer although scripts may construct a new one per step."""
     return WeakIdRef(next((each for group in optimizer.param_groups for each in group["params"]), optimizer))
@@ -301,12 +316,15 @@ class Usage:
     reserved_bytes: int = 0
     flushes: int = 0
     """How many times the allocator released its cache and retried."""
+    flops: float = 0
+    """FLOPs of matrix multiplications."""
 
     def add(self, other: Usage) -> None:
         """Extend the period by another one."""
         self.allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, other.reserved_bytes)
         self.flushes += other.flushes
+        self.flops += other.flops
 
 
 Usages = dict[int, Usage]
@@ -319,9 +337,10 @@ def _add(total: Usages, other: Usages) -> None:
 
 
 def _fullest(usages: Usages) -> Usage:
-    """Return the peaks of the device that reserved most, with the flushes of all devices."""
+    """Return the peaks of the device that reserved most, with the flushes and FLOPs of all devices."""
     most = max(usages.values(), key=attrgetter("reserved_bytes"), default=Usage())
-    return replace(most, flushes=sum(each.flushes for each in usages.values()))
+    every = usages.values()
+    return replace(most, flushes=sum(each.flushes for each in every), flops=sum(each.flops for each in every))
 
 
 class Peaks:
@@ -334,13 +353,17 @@ class Peaks:
         self._ours: Usages = {}
         """The recorder's peaks at the script's last reset."""
         self._flushes: dict[int, int] = {}
+        self._flops = 0.0
         torch._C._cuda_memoryStats = self._statistics_of_script
         torch._C._cuda_resetPeakMemoryStats = self._reset_by_script
 
     def read(self) -> Usages:
         """Return the peaks since the last call."""
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        return {device: self._read(device) for device in range(devices)}
+        usages = {device: self._read(device) for device in range(devices)}
+        if usages:  # FLOPs are counted for all devices together
+            usages[0].flops, self._flops = used_flops() - self._flops, used_flops()
+        return usages
 
     def _read(self, device: int) -> Usage:
         statistics = self._statistics(device)

@@ -1,0 +1,141 @@
+"""Work and time that a rehearsal reports for a step, compared with what the script computes."""
+
+import pytest
+
+from tests.rehearse.conftest import Rehearse
+
+ROWS, DIM = 2048, 1024
+FIRST, OTHERS = 2 * 2 * ROWS * DIM * DIM, 3 * 2 * 3 * ROWS * DIM * DIM
+"""FLOPs of four layers: forward, and backward, in which the first layer's input needs no gradient."""
+LAYERS = f"""
+    import sys, torch, torch.distributed as dist, torch.nn as nn
+
+    ROWS, DIM = {ROWS}, {DIM}
+    model = nn.Sequential(*[nn.Linear(DIM, DIM, bias=False, dtype=torch.bfloat16) for _ in range(4)])
+"""
+TRAINS = """
+    optimizer = torch.optim.SGD(model.parameters())
+    for rows in [ROWS] * 3 + [2 * ROWS]:
+        model(torch.randn(rows, DIM, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+PLAIN = LAYERS + "    model.cuda()\n" + TRAINS
+COMPILED = LAYERS + "    model.cuda().compile(dynamic=False)\n" + TRAINS
+IN_MODE = f"""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {{}}))
+
+    {LAYERS.strip()}
+    model.cuda()
+    Mode().__enter__()
+{TRAINS}
+"""
+SHARDED = f"""
+    {LAYERS.strip()}
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(0)
+    for each in [*model, model]:
+        fully_shard(each)
+{TRAINS}
+"""
+TENSOR_PARALLEL = f"""
+    {LAYERS.strip()}
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(0)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model.cuda()
+    styles = [ColwiseParallel(), RowwiseParallel()] * 2
+    parallelize_module(model, mesh, dict(zip("0123", styles)))
+{TRAINS}
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "share"),
+    [(PLAIN, 1, 1), (COMPILED, 1, 1), (IN_MODE, 1, 1), (SHARDED, 4, 1), (TENSOR_PARALLEL, 4, 4)],
+    ids=["eager", "compiled", "dispatch mode", "FSDP2", "tensor parallel"],
+)
+def test_flops_are_those_of_the_matrices_on_this_rank(script: str, ranks: int, share: int, rehearse: Rehearse) -> None:
+    answer = rehearse(script, "--ranks", str(ranks))
+    assert answer.status == 0
+    assert answer.found["time"]["flops"] == (FIRST + OTHERS) / share
+
+
+@pytest.mark.smoke
+def test_each_step_has_seconds_in_proportion_to_its_matrices(rehearse: Rehearse) -> None:
+    answer = rehearse(PLAIN)
+    seconds = [step["seconds"] for step in answer.found["steps"]]
+    assert seconds[0] == seconds[1] == seconds[2] == answer.found["time"]["seconds"]
+    assert seconds[3] > 1.5 * seconds[2]
+
+
+def test_bytes_are_those_of_the_dtype(rehearse: Rehearse) -> None:
+    found = [
+        rehearse(script).found["time"] for script in (PLAIN, PLAIN.replace("bfloat16", "float32"))
+    ]  # the update and the matrices in the same proportion
+    assert found[1]["flops"] == found[0]["flops"]
+    assert found[1]["memory_bytes"] == pytest.approx(2 * found[0]["memory_bytes"], rel=0.01)
+    assert found[1]["seconds"] > 3 * found[0]["seconds"]  # without tf32
+
+
+def test_fsdp_gathers_the_weights_twice_and_scatters_gradients_once(rehearse: Rehearse) -> None:
+    time = rehearse(SHARDED, "--ranks", "4").found["time"]
+    weights = 4 * DIM * DIM * 2
+    assert time["collective_bytes"] == pytest.approx(3 * weights, rel=0.1)  # the last layer may be gathered once
+
+
+def test_ddp_reduces_every_gradient_once(rehearse: Rehearse) -> None:
+    script = f"""
+    {LAYERS.strip()}
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(0)
+    model = nn.parallel.DistributedDataParallel(model.cuda())
+{TRAINS}
+"""
+    assert rehearse(script, "--ranks", "4").found["time"]["collective_bytes"] == 4 * DIM * DIM * 2
+
+
+def test_tokens_are_counted_by_the_largest_embedding(rehearse: Rehearse) -> None:
+    script = """
+    import torch
+
+    words, positions = torch.nn.Embedding(1000, 64).cuda(), torch.nn.Embedding(128, 64).cuda()
+    optimizer = torch.optim.SGD([*words.parameters(), *positions.parameters()])
+    for _ in range(2):
+        for _ in range(3):
+            tokens = torch.randint(0, 1000, (8, 128)).cuda()
+            (words(tokens) + positions(torch.arange(128).cuda())).sum().backward()
+        optimizer.step()
+    """
+    time = rehearse(script, "--ranks", "2").found["time"]
+    assert (time["tokens_per_step"], time["samples_per_step"]) == (2 * 3 * 8 * 128, 2 * 3 * 8)
+
+
+def test_script_may_use_the_profiler_itself(rehearse: Rehearse) -> None:
+    alone = "model(torch.ones(1, DIM, device='cuda', dtype=torch.bfloat16))"
+    used = f"{PLAIN}        with torch.profiler.profile(record_shapes=True): {alone}"
+    answer = rehearse(used)
+    assert answer.status == 0
+    assert answer.found["time"]["flops"] == FIRST + OTHERS + 4 * 2 * DIM * DIM
+
+
+def test_single_step_has_no_time(rehearse: Rehearse) -> None:
+    answer = rehearse(PLAIN, "--steps", "1")
+    assert answer.found["time"] is None
+    assert [step["seconds"] for step in answer.found["steps"]] == [None]
+
+
+def test_report_states_time_limit_and_lower_bound(rehearse: Rehearse) -> None:
+    printed = rehearse(PLAIN, "--gpu", "a100", json_format=False).found
+    for line in "time per step on a100", "(estimated, not calibrated:", "limited by", "lower bound":
+        assert line in printed
+    assert max(map(len, printed.splitlines())) <= 120

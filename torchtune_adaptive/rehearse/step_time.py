@@ -1,0 +1,161 @@
+"""Estimate the seconds of a step from its work and the rates of a card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torchtune_adaptive.rehearse.gpus import Rates
+
+BF16, FP8, TF32, FP32, MEMORY, HOST = "bf16", "fp8", "tf32", "fp32", "memory", "host"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND = (
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send",
+)  # fmt: skip
+
+
+class Operation(NamedTuple):
+    kind: str
+    """The rate of its FLOPs; MEMORY if it has none; HOST for a copy between host and card."""
+    flops: float
+    bytes: int
+    update: bool = False
+    """Whether it belongs to the optimizer's update, which does not depend on the batch."""
+
+
+class Collective(NamedTuple):
+    kind: str
+    bytes: int
+    """Bytes of the whole tensor: what a gather returns, what a reduction is given."""
+    ranks: int
+    per_machine: int
+    """How many of the ranks share a machine."""
+    hidden: bool
+    """Whether it runs next to computation. Otherwise computation waits for it."""
+
+
+class Work(NamedTuple):
+    """What a rank does in a step."""
+
+    operations: Sequence[tuple[Operation, int]]
+    """And how often."""
+    collectives: Sequence[tuple[Collective, int]]
+    tokens: int
+    """0: unknown."""
+    samples: int
+    ranks_per_sample: int = 1
+    """How many ranks share a sample."""
+
+    @classmethod
+    def from_json(cls, found: Any) -> Work:
+        operations, collectives, *rest = found
+        return cls(
+            [(Operation(*each), times) for each, times in operations],
+            [(Collective(*each), times) for each, times in collectives],
+            *rest,
+        )
+
+    def totals(self, ranks: int) -> dict[str, Any]:
+        """Return what a step consists of, as figures of this rank, and the tokens and samples of all ranks."""
+        done = [(operation, times) for operation, times in self.operations]
+        return {
+            "flops": sum(each.flops * times for each, times in done),
+            "memory_bytes": sum(each.bytes * times for each, times in done if each.kind != HOST),
+            "host_copy_bytes": sum(each.bytes * times for each, times in done if each.kind == HOST),
+            "collective_bytes": sum(each.bytes * times for each, times in self.collectives),
+            "kernels": sum(times for _, times in done),
+            "tokens_per_step": self.tokens * ranks // self.ranks_per_sample or None,
+            "samples_per_step": self.samples * ranks // self.ranks_per_sample or None,
+        }
+
+
+MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.8, 0.7
+"""Shares of the peak rates that kernels and collectives reach. Fitted, as is `Rates.matmul_efficiency`."""
+KERNEL_S, LAUNCH_S, COLLECTIVE_S = 2e-6, 8e-6, 20e-6
+"""The shortest kernel; the host's time to launch one from Python; the latency of a collective."""
+UNCERTAINTY = 0.85, 1.25
+"""Range of measured times, as shares of the estimate."""
+
+
+class StepTime(NamedTuple):
+    seconds: float
+    parts: dict[str, float]
+    """Seconds by what limits them. Those of LAUNCHES and hidden communication run next to the others."""
+    limit: str
+    least_seconds: float
+    """At the card's peak rates, without communication and launches."""
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return self.seconds * UNCERTAINTY[0], self.seconds * UNCERTAINTY[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "range": self.range, "calibrated": False}
+
+
+COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES = (
+    "compute", "memory bandwidth", "communication", "copies between host and card", "kernel launches",
+)  # fmt: skip
+
+
+def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
+    """Estimate a step that has `scale` times as much work as the recorded one, apart from update and communication."""
+    parts = dict.fromkeys((COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES), 0.0)
+    least = hidden = 0.0
+    for operation, times in work.operations:
+        count = times if operation.update else times * scale
+        parts[LAUNCHES] += times * LAUNCH_S
+        if operation.kind == HOST:
+            parts[COPIES] += count * (operation.bytes / (rates.pcie * 1e9 * LINK_EFFICIENCY) + KERNEL_S)
+            continue
+        computing = operation.flops / (getattr(rates, operation.kind) * 1e12) if operation.flops else 0.0
+        moving = operation.bytes / (rates.memory * 1e9)
+        least += count * max(computing, moving)
+        computing, moving = computing / rates.matmul_efficiency, max(moving / MEMORY_EFFICIENCY, KERNEL_S)
+        parts[COMPUTE if computing > moving else BANDWIDTH] += count * max(computing, moving)
+    for collective, times in work.collectives:
+        seconds = times * _communicates(collective, rates)
+        hidden += seconds * collective.hidden
+        parts[COMMUNICATION] += seconds * (not collective.hidden)
+    busy = parts[COMPUTE] + parts[BANDWIDTH] + parts[COMMUNICATION]
+    alternatives = {COMMUNICATION: hidden, COPIES: parts[COPIES], LAUNCHES: parts[LAUNCHES]}
+    most = max(alternatives, key=lambda name: alternatives[name])
+    limit = (
+        most if alternatives[most] > busy else max((COMPUTE, BANDWIDTH, COMMUNICATION), key=lambda name: parts[name])
+    )
+    parts[COMMUNICATION] += hidden
+    return StepTime(max(busy, alternatives[most]), parts, limit, least)
+
+
+def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
+    """Return the part of a report about time."""
+    low, high = map(seconds_text, time.range)
+    lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} (estimated, not calibrated: {low} to {high})"}
+    unit, count = ("tokens", work.tokens) if work.tokens else ("samples", work.samples)
+    if count:
+        each = count / work.ranks_per_sample / time.seconds
+        total = f" each, {each * ranks:,.0f} on {ranks} ranks" if ranks > 1 else ""
+        lines[f"{unit} per second"] = f"{each:,.0f}{total}"
+    others = [name for name in (COMPUTE, BANDWIDTH, COMMUNICATION) if time.parts[name] > 0.05 * time.seconds]
+    parts = [time.limit, *(name for name in others if name != time.limit)]
+    lines["limited by"] = ", ".join(f"{name} ({seconds_text(time.parts[name])})" for name in parts)
+    lines["lower bound"] = f"{seconds_text(time.least_seconds)} (the same operations at the card's peak rates)"
+    width = max(map(len, lines)) + 2
+    return [f"{name:{width}}{text}" for name, text in lines.items()]
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration with two or three digits, for example 2.84 s or 31 ms."""
+    for unit, size in ("s", 1.0), ("ms", 1e-3):
+        if seconds >= size:
+            return f"{seconds / size:.{max(0, 2 - len(str(int(seconds / size))) + 1)}f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def _communicates(collective: Collective, rates: Rates) -> float:
+    """Return the seconds of a collective whose ranks form a ring."""
+    ranks = collective.ranks
+    sent = collective.bytes * (1.0 if collective.kind == SEND else (ranks - 1) / ranks)
+    sent *= 2 if collective.kind == ALL_REDUCE else 1
+    within = ranks <= collective.per_machine
+    rate = rates.link if within else min(rates.link, rates.network * collective.per_machine)
+    return sent / (rate * 1e9 * LINK_EFFICIENCY) + COLLECTIVE_S

@@ -1,0 +1,376 @@
+"""Record one step with torch's execution trace, and add up its work: FLOPs, bytes and collectives.
+
+An operation appears in the trace once for each layer of torch that it passes: composite operations, tensor subclasses,
+dispatch modes. Only the innermost is counted. It has the shapes of this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtune_adaptive.rehearse.start import ONE_MACHINE
+from torchtune_adaptive.rehearse.step_time import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BF16,
+    FP8,
+    FP32,
+    HOST,
+    MEMORY,
+    REDUCE_SCATTER,
+    SEND,
+    TF32,
+    Collective,
+    Operation,
+    Work,
+)
+
+_RATES = {
+    "c10::BFloat16": BF16, "c10::Half": BF16, "c10::Float8_e4m3fn": FP8, "c10::Float8_e5m2": FP8, "signed char": FP8,
+}  # fmt: skip
+_FIRST_MATRIX = {
+    "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1, "_scaled_mm": 0, "_int_mm": 0,
+    "_grouped_mm": 0, "_scaled_grouped_mm": 0,
+}  # fmt: skip
+_ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention\w*|_?(flash|efficient|cudnn)_att\w+")
+_CONVOLUTIONS = "convolution", "convolution_backward"
+_NO_WORK = re.compile(r"(new_)?empty\w*|resize_|set_|record_\w+|_unsafe_view|wait_tensor|detach_|barrier")
+_READS_WHAT_IT_WRITES = {"embedding", "gather", "index_select", "index", "take", "nll_loss_forward"}
+"""Operations that read only some rows of their first argument."""
+_ONLY_WRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "random_", "normal_", "uniform_"}
+_COLLECTIVES = {
+    "gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "allreduce": ALL_REDUCE, "all_reduce": ALL_REDUCE,
+    "all_to_all": ALL_TO_ALL, "alltoall": ALL_TO_ALL, "broadcast": SEND, "scatter": SEND, "send": SEND, "recv": SEND,
+}  # fmt: skip
+_SHARE_SAMPLES = re.compile(r"mesh_(tp|cp|sp|pp|tensor|context|pipeline)\w*")
+"""Descriptions of process groups whose ranks share samples."""
+_NODE = re.compile(r'"id": (\d+), "name": "(.*)", "ctrl_deps": (\d+)')
+_SCHEMA = re.compile(r'"op_schema", "type": "string", "value": "([^"]*)"')
+_Found = list[Operation | Collective]
+
+
+class Recorder:
+    """Records what runs between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self._file: Any = None
+        self._untraced: Counter[Operation | Collective] = Counter()
+        """What the trace lacks: kernels of triton and DDP's buckets."""
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    @property
+    def on(self) -> bool:
+        return self._file is not None
+
+    def start(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._untraced.clear()
+        with _quiet():
+            torch._C._profiler._add_execution_trace_observer(f"/proc/self/fd/{self._file.fileno()}")
+            torch._C._profiler._enable_execution_trace_observer()
+        launches = self._launches
+
+        class Launch:
+            """Replaces a record of torch's profiler, which is empty unless the profiler runs."""
+
+            def __init__(self, name: str, values: Iterable[Any] = (), keyword_values: Any = None) -> None:
+                if not name.startswith("##"):
+                    launches(values, float((keyword_values or {}).get("kernel_flop") or 0))
+
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *_: object) -> None: ...
+
+        self._replace(torch._C._profiler, "_RecordFunctionFast", Launch)
+        self._replace(torch.autograd.profiler, "_is_profiler_enabled", True)
+        if (jit := sys.modules.get("triton.runtime.jit")) is not None:
+            run = jit.JITFunction.run
+
+            def launched(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+                launches((*args, *kwargs.values()), 0)
+                return run(kernel, *args, **kwargs)
+
+            self._replace(jit.JITFunction, "run", launched)
+
+    def stop(self) -> Work:
+        with _quiet():
+            torch._C._profiler._disable_execution_trace_observer()
+            torch._C._profiler._remove_execution_trace_observer()
+        while self._replaced:
+            setattr(*self._replaced.pop())
+        with self._file as file:
+            self._file = None
+            file.seek(0)
+            return read((line.decode(errors="replace") for line in file), self._untraced)
+
+    def add_bucket(self, size: int) -> None:
+        """Count a bucket of DDP, whose all-reduce a rehearsal replaces."""
+        if self.on:
+            ranks = torch.distributed.get_world_size()
+            self._untraced[Collective(ALL_REDUCE, size, ranks, min(ranks, ONE_MACHINE), hidden=True)] += 1
+
+    def _launches(self, values: Iterable[Any], flops: float) -> None:
+        size = sum(each.nbytes for each in values if isinstance(each, torch.Tensor) and each.is_cuda)
+        self._untraced[Operation(BF16 if flops else MEMORY, flops, size)] += 1
+
+    def _replace(self, where: Any, name: str, value: Any) -> None:
+        self._replaced.append((where, name, getattr(where, name)))
+        setattr(where, name, value)
+
+
+RECORDER = Recorder()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop the lines that the observer prints to standard error."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+def read(lines: Iterable[str], untraced: Counter[Operation | Collective] | None = None) -> Work:
+    """Return the work in a trace, in which an operation follows those that it consists of."""
+    trace = _Trace()
+    identity, name, parent, text = 0, "", 0, dict[str, str]()
+    for line in lines:
+        key = line.lstrip()[:4]
+        if key == '"id"' and (node := _NODE.search(line)) is not None:
+            identity, name, parent, text = int(node[1]), node[2], int(node[3]), {}
+        elif key in ('"inp', '"out'):
+            text[key] = line
+        elif key == '"att' and len(text) == 2 and (schema := _SCHEMA.search(line)) is not None:
+            try:
+                trace.add(identity, name, parent, schema[1], text)
+            except (ValueError, LookupError):  # a process that the script has forked wrote into the file, too
+                continue
+    counted = trace.counted() + (untraced or Counter())
+    operations = [(each, times) for each, times in counted.items() if isinstance(each, Operation)]
+    collectives = [(each, times) for each, times in counted.items() if isinstance(each, Collective)]
+    return Work(operations, collectives, trace.tokens, trace.samples, trace.ranks_per_sample)
+
+
+class _Trace:
+    def __init__(self) -> None:
+        self._inner: dict[int, _Found] = defaultdict(list)
+        """Work inside of operations that have not ended."""
+        self._dispatched: set[int] = set()
+        """Operations that a tensor subclass or a dispatch mode replaces by others."""
+        self._threads: set[int] = set()
+        self._groups: dict[str, list[int]] = {}
+        self.ranks_per_sample = 1
+        self._looked_up: Counter[tuple[int, ...]] = Counter()
+        """Tokens by the shape of their embedding; then rows by the shape of an embedding or a convolution's weight."""
+        self._rows: Counter[tuple[int, ...]] = Counter()
+
+    def add(self, identity: int, name: str, parent: int, schema: str, text: dict[str, str]) -> None:
+        inner = self._inner.pop(identity, [])
+        space, _, short = name.partition("::")
+        if name.endswith("|thread]"):
+            self._threads.add(identity)
+            self._inner[identity] = inner
+            return
+        if name.startswith("## process_group:init"):
+            self._know_groups(text['"inp'])
+        elif name.startswith("Python"):
+            self._dispatched.add(parent)
+        elif name.startswith("Optimizer.step"):
+            inner = _with(inner, Operation, update=True)
+        elif name.startswith(("FSDP::", "FullyShardedDataParallel._")):
+            inner = _with(inner, Collective, hidden=True)
+        elif identity in self._dispatched:
+            self._dispatched.remove(identity)
+        elif space == "c10d":
+            inner = self._collective(short, text)
+        elif space == "_c10d_functional":
+            inner = [*(each for each in inner if isinstance(each, Operation)), *self._collective(short, text)]
+        elif schema and not _NO_WORK.fullmatch(short) and (about := _about(schema)).works:
+            inner = self._operation(short, about, text, inner)
+        self._inner[parent] += inner
+
+    def counted(self) -> Counter[Operation | Collective]:
+        """Return all work. The trace stops inside of the optimizer's step, whose own record is missing."""
+        found: Counter[Operation | Collective] = Counter()
+        for identity, inner in self._inner.items():
+            found.update(inner if identity in self._threads else _with(inner, Operation, update=True))
+        return found
+
+    @property
+    def tokens(self) -> int:
+        return self._looked_up[max(self._looked_up)] if self._looked_up else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples, by the largest embedding or else by the first convolution."""
+        weight = max(self._looked_up, default=next(iter(self._rows), ()))
+        return self._rows[weight]
+
+    def _know_groups(self, text: str) -> None:
+        for group in json.loads(_side(text).values[0]):
+            ranks = group["ranks"] or list(range(group["group_size"]))
+            self._groups[group["pg_name"]] = ranks
+            if _SHARE_SAMPLES.fullmatch(group["pg_desc"]):
+                self.ranks_per_sample *= len(ranks)
+
+    def _operation(self, name: str, about: _About, text: dict[str, str], inner: _Found) -> _Found:
+        multiplies = name in _FIRST_MATRIX or name in _CONVOLUTIONS or _ATTENTION.fullmatch(name) is not None
+        prepared = all(isinstance(each, Operation) and each.kind == HOST for each in inner) and name != "_to_copy"
+        if inner and not multiplies and not prepared and name != "embedding":
+            return inner
+        given, returned = _side(text['"inp']), _side(text['"out'])
+        tensors, made = given.tensors(), [each for group in returned.tensors() for each in group]
+        devices = {each.device for group in (*tensors, made) for each in group if each.size}
+        if not any(device.startswith("cuda") for device in devices):
+            return inner
+        if name == "embedding":
+            weight, indices = tuple(given.shapes[0]), given.shapes[1]
+            self._looked_up[weight] += math.prod(indices)
+            self._rows[weight] += indices[0] if indices else 1
+            return inner or [Operation(MEMORY, 0, _moved(name, about, tensors, made))]
+        moved = _moved(name, about, tensors, made)
+        if name == "copy_" and len(devices) > 1:
+            return [Operation(HOST, 0, moved // 2)]
+        if not multiplies:
+            return [Operation(MEMORY, 0, moved)]
+        if name == "convolution":
+            self._rows[tuple(given.shapes[1])] += given.shapes[0][0]
+        kind = given.types[_FIRST_MATRIX.get(name, 0)].removeprefix("Tensor(").removesuffix(")")
+        rate = _RATES.get(kind) or (TF32 if _takes_tf32(name in _CONVOLUTIONS) else FP32)
+        return [Operation(rate, _flops(name, about, given, returned), moved)]
+
+    def _collective(self, name: str, text: dict[str, str]) -> _Found:
+        kind = next((kind for part, kind in _COLLECTIVES.items() if part in name), None)
+        given, returned = _side(text['"inp']), _side(text['"out'])
+        every = [sum(each.size for each in group) for group in (*given.tensors(), *returned.tensors())]
+        sizes = sorted(size for size in every if size)
+        if kind is None or not sizes:
+            return []
+        named = next((each for each in given.values if isinstance(each, str) and each in self._groups), None)
+        ranks = self._groups[named] if named else self._group_of(kind, sizes[-1] // sizes[0])
+        here = torch.distributed.get_rank() // ONE_MACHINE if torch.distributed.is_initialized() else 0
+        near = sum(each // ONE_MACHINE == here for each in ranks)
+        return [Collective(kind, sizes[-1], len(ranks), max(near, 1), hidden=False)] if len(ranks) > 1 else []
+
+    def _group_of(self, kind: str, ratio: int) -> list[int]:
+        """Return the ranks of a collective that does not name its group: the group of this size that spans most."""
+        largest = max(map(len, self._groups.values()), default=1)
+        size = ratio if kind in (ALL_GATHER, REDUCE_SCATTER) else largest
+        groups = [ranks for ranks in self._groups.values() if len(ranks) == size]
+        return max(groups, key=lambda ranks: ranks[-1] - ranks[0], default=list(range(size)))
+
+
+def _with(found: _Found, kind: type, **changes: Any) -> _Found:
+    return [each._replace(**changes) if isinstance(each, kind) else each for each in found]
+
+
+class _Tensor(NamedTuple):
+    identity: int
+    size: int
+    """Bytes of its elements; of an expanded tensor, each once."""
+    device: str
+
+
+class _Side(NamedTuple):
+    """The inputs or the outputs of an operation."""
+
+    values: list[Any]
+    shapes: list[Any]
+    types: list[str]
+    strides: list[Any]
+
+    def tensors(self) -> list[list[_Tensor]]:
+        """Return the tensors of each argument."""
+        return [list(_tensors(*each)) for each in zip(self.values, self.shapes, self.strides, strict=True)]
+
+
+def _side(text: str) -> _Side:
+    return _Side(**json.loads(text.partition(":")[2].strip().removesuffix(",")))
+
+
+def _tensors(value: Any, shape: Any, strides: Any) -> Iterator[_Tensor]:
+    if not isinstance(value, list):
+        return
+    if len(value) == 6 and isinstance(value[5], str):
+        elements = math.prod(size for size, step in zip(shape, strides, strict=True) if step)
+        yield _Tensor(value[0], elements * value[4] if value[3] else 0, value[5])
+    elif isinstance(shape, list) and isinstance(strides, list) and len(value) == len(shape) == len(strides):
+        for each in zip(value, shape, strides, strict=True):
+            yield from _tensors(*each)
+
+
+class _About(NamedTuple):
+    """What an operation's schema declares."""
+
+    arguments: list[str]
+    written: list[bool]
+    works: bool
+    """False for views, and for operations that return no tensor."""
+
+
+@functools.lru_cache(None)
+def _about(schema: str) -> _About:
+    arguments, _, returned = schema.partition("(")[2].rpartition(") -> ")
+    each = [part for part in re.sub(r"=\[[^\]]*\]", "", arguments).split(", ") if part != "*"]
+    is_view = re.search(r"Tensor\(\w+\)", returned) is not None
+    works = returned == "()" or ("Tensor" in returned and not is_view)
+    return _About([part.split("=")[0].split()[-1] for part in each if part], ["!" in part for part in each], works)
+
+
+def _moved(name: str, about: _About, tensors: list[list[_Tensor]], made: list[_Tensor]) -> int:
+    """Return the bytes that a kernel reads and writes."""
+    moved, written = 0, set[int]()
+    for at, (group, argument, writes) in enumerate(zip(tensors, about.arguments, about.written, strict=False)):
+        size = sum(each.size for each in group)
+        if writes:
+            written |= {each.identity for each in group}
+            moved += size
+        if at == 0 and name in _READS_WHAT_IT_WRITES:
+            size = min(size, sum(each.size for each in made))
+        moved += 0 if writes and (argument == "out" or name in _ONLY_WRITES) else size
+    return moved + sum(each.size for each in made if each.identity not in written)
+
+
+def _flops(name: str, about: _About, given: _Side, returned: _Side) -> float:
+    shapes, backward = given.shapes, "backward" in name
+    if name in _CONVOLUTIONS:
+        weight, transposed = shapes[1 + backward], given.values[6 + backward] is True
+        small = shapes[backward] if transposed else shapes[0] if backward else returned.shapes[0]
+        times = sum(given.values[-1][:2]) if backward else 1
+        return float(2 * math.prod(small) * math.prod(weight[1:]) * times)
+    if (at := _FIRST_MATRIX.get(name)) is not None:
+        first, product = shapes[at], returned.shapes[0]
+        groups = product[0] if len(product) == 3 and len(first) == 2 else 1  # which divide the inner dimension
+        return float(2 * math.prod(product) * first[-1] / groups)
+    at_name = {argument: at for at, argument in enumerate(about.arguments[: len(shapes)])}
+    query, key = (shapes[at_name.get(each, at_name.get(each[0], 0))] for each in ("query", "key"))
+    if len(query) == 3:  # samples one after another
+        longest = at_name.get("max_k", at_name.get("max_seqlen_k"))
+        pairs = math.prod(query[:2]) * (key[0] if longest is None else given.values[longest])
+    else:
+        pairs = math.prod(query[:3]) * key[2 if "scaled_dot" in name or "cudnn" in name else 1]
+    causal = at_name.get("is_causal", at_name.get("causal"))
+    half = causal is not None and given.values[causal] is True
+    return float(4 * pairs * query[-1] * (0.5 if half else 1) * (2.5 if backward else 1))
+
+
+def _takes_tf32(convolution: bool) -> bool:
+    where = torch.backends.cudnn.conv if convolution else torch.backends.cuda.matmul  # type: ignore[attr-defined]
+    return bool(where.fp32_precision == "tf32")
