@@ -162,7 +162,8 @@ def rehearse(
     likely = ranks or likely_ranks(command, rank)
     share = settings.share(likely)
     device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
-    environ = _checked({**os.environ, **device, **(variables or {})})
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the execution trace prints warnings when it starts and stops
+    environ = _checked({**quiet, **os.environ, **device, **(variables or {})})
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # keep the record off closed standard streams
         pass
     os.close(descriptor)
@@ -171,7 +172,7 @@ def rehearse(
         record = Path(f"/proc/self/fd/{file.fileno()}")
         # -P: put the script's folder on the path instead of this one
         runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
-        with _interrupted_by_signals():
+        with interrupted_by_signals():
             script = subprocess.Popen(
                 [*runner, str(record), json.dumps(settings._asdict()), *command],
                 env=environ,
@@ -241,7 +242,7 @@ def _signal(script: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
+def interrupted_by_signals() -> Iterator[None]:
     """Treat signals that end this process as Ctrl-C."""
 
     def end(*_: object) -> None:

@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 from torchtune_adaptive.rehearse.gpus import Rates
 
 BF16, FP8, TF32, FP32, MEMORY, HOST = "bf16", "fp8", "tf32", "fp32", "memory", "host"
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND = (
-    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send",
-)  # fmt: skip
 
 
 class Operation(NamedTuple):
@@ -22,10 +19,13 @@ class Operation(NamedTuple):
     """Whether it belongs to the optimizer's update, which does not depend on the batch."""
 
 
-class Collective(NamedTuple):
-    kind: str
+class Transfer(NamedTuple):
+    """A collective."""
+
     bytes: int
     """Bytes of the whole tensor: what a gather returns, what a reduction is given."""
+    share: float
+    """How much of it a rank sends."""
     ranks: int
     per_machine: int
     """How many of the ranks share a machine."""
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
     operations: Sequence[tuple[Operation, int]]
     """And how often."""
-    collectives: Sequence[tuple[Collective, int]]
+    collectives: Sequence[tuple[Transfer, int]]
     tokens: int
     """0: unknown."""
     samples: int
@@ -50,7 +50,7 @@ class Work(NamedTuple):
         operations, collectives, *rest = found
         return cls(
             [(Operation(*each), times) for each, times in operations],
-            [(Collective(*each), times) for each, times in collectives],
+            [(Transfer(*each), times) for each, times in collectives],
             *rest,
         )
 
@@ -68,7 +68,7 @@ class Work(NamedTuple):
         }
 
 
-MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.8, 0.7
+MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.9, 0.7
 """Shares of the peak rates that kernels and collectives reach. Fitted, as is `Rates.matmul_efficiency`."""
 KERNEL_S, LAUNCH_S, COLLECTIVE_S = 2e-6, 8e-6, 20e-6
 """The shortest kernel; the host's time to launch one from Python; the latency of a collective."""
@@ -151,11 +151,8 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
-def _communicates(collective: Collective, rates: Rates) -> float:
+def _communicates(collective: Transfer, rates: Rates) -> float:
     """Return the seconds of a collective whose ranks form a ring."""
-    ranks = collective.ranks
-    sent = collective.bytes * (1.0 if collective.kind == SEND else (ranks - 1) / ranks)
-    sent *= 2 if collective.kind == ALL_REDUCE else 1
-    within = ranks <= collective.per_machine
+    within = collective.ranks <= collective.per_machine
     rate = rates.link if within else min(rates.link, rates.network * collective.per_machine)
-    return sent / (rate * 1e9 * LINK_EFFICIENCY) + COLLECTIVE_S
+    return collective.bytes * collective.share / (rate * 1e9 * LINK_EFFICIENCY) + COLLECTIVE_S

@@ -9,34 +9,17 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
-from torchtune_adaptive.rehearse.step_time import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BF16,
-    FP8,
-    FP32,
-    HOST,
-    MEMORY,
-    REDUCE_SCATTER,
-    SEND,
-    TF32,
-    Collective,
-    Operation,
-    Work,
-)
+from torchtune_adaptive.rehearse.step_time import BF16, FP8, FP32, HOST, MEMORY, TF32, Operation, Transfer, Work
 
 _RATES = {
     "c10::BFloat16": BF16, "c10::Half": BF16, "c10::Float8_e4m3fn": FP8, "c10::Float8_e5m2": FP8, "signed char": FP8,
@@ -51,15 +34,14 @@ _NO_WORK = re.compile(r"(new_)?empty\w*|resize_|set_|record_\w+|_unsafe_view|wai
 _READS_WHAT_IT_WRITES = {"embedding", "gather", "index_select", "index", "take", "nll_loss_forward"}
 """Operations that read only some rows of their first argument."""
 _ONLY_WRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "random_", "normal_", "uniform_"}
-_COLLECTIVES = {
-    "gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "allreduce": ALL_REDUCE, "all_reduce": ALL_REDUCE,
-    "all_to_all": ALL_TO_ALL, "alltoall": ALL_TO_ALL, "broadcast": SEND, "scatter": SEND, "send": SEND, "recv": SEND,
-}  # fmt: skip
+_COLLECTIVE = re.compile(
+    r"(?P<whole>broadcast|scatter|send|recv)|all_?to_?all|\w*gather|(?P<twice>all_?reduce)|\w*reduce_scatter"
+)
 _SHARE_SAMPLES = re.compile(r"mesh_(tp|cp|sp|pp|tensor|context|pipeline)\w*")
 """Descriptions of process groups whose ranks share samples."""
 _NODE = re.compile(r'"id": (\d+), "name": "(.*)", "ctrl_deps": (\d+)')
 _SCHEMA = re.compile(r'"op_schema", "type": "string", "value": "([^"]*)"')
-_Found = list[Operation | Collective]
+_Items = list[Operation | Transfer]
 
 
 class Recorder:
@@ -67,7 +49,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._file: Any = None
-        self._untraced: Counter[Operation | Collective] = Counter()
+        self._untraced: Counter[Operation | Transfer] = Counter()
         """What the trace lacks: kernels of triton and DDP's buckets."""
         self._replaced: list[tuple[Any, str, Any]] = []
 
@@ -78,9 +60,8 @@ class Recorder:
     def start(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._untraced.clear()
-        with _quiet():
-            torch._C._profiler._add_execution_trace_observer(f"/proc/self/fd/{self._file.fileno()}")
-            torch._C._profiler._enable_execution_trace_observer()
+        torch._C._profiler._add_execution_trace_observer(f"/proc/self/fd/{self._file.fileno()}")
+        torch._C._profiler._enable_execution_trace_observer()
         launches = self._launches
 
         class Launch:
@@ -106,9 +87,8 @@ class Recorder:
             self._replace(jit.JITFunction, "run", launched)
 
     def stop(self) -> Work:
-        with _quiet():
-            torch._C._profiler._disable_execution_trace_observer()
-            torch._C._profiler._remove_execution_trace_observer()
+        torch._C._profiler._disable_execution_trace_observer()
+        torch._C._profiler._remove_execution_trace_observer()
         while self._replaced:
             setattr(*self._replaced.pop())
         with self._file as file:
@@ -120,7 +100,8 @@ class Recorder:
         """Count a bucket of DDP, whose all-reduce a rehearsal replaces."""
         if self.on:
             ranks = torch.distributed.get_world_size()
-            self._untraced[Collective(ALL_REDUCE, size, ranks, min(ranks, ONE_MACHINE), hidden=True)] += 1
+            share = 2 * (ranks - 1) / ranks
+            self._untraced[Transfer(size, share, ranks, min(ranks, ONE_MACHINE), hidden=True)] += 1
 
     def _launches(self, values: Iterable[Any], flops: float) -> None:
         size = sum(each.nbytes for each in values if isinstance(each, torch.Tensor) and each.is_cuda)
@@ -134,20 +115,7 @@ class Recorder:
 RECORDER = Recorder()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop the lines that the observer prints to standard error."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
-
-
-def read(lines: Iterable[str], untraced: Counter[Operation | Collective] | None = None) -> Work:
+def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = None) -> Work:
     """Return the work in a trace, in which an operation follows those that it consists of."""
     trace = _Trace()
     identity, name, parent, text = 0, "", 0, dict[str, str]()
@@ -164,13 +132,13 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Collective] | None 
                 continue
     counted = trace.counted() + (untraced or Counter())
     operations = [(each, times) for each, times in counted.items() if isinstance(each, Operation)]
-    collectives = [(each, times) for each, times in counted.items() if isinstance(each, Collective)]
+    collectives = [(each, times) for each, times in counted.items() if isinstance(each, Transfer)]
     return Work(operations, collectives, trace.tokens, trace.samples, trace.ranks_per_sample)
 
 
 class _Trace:
     def __init__(self) -> None:
-        self._inner: dict[int, _Found] = defaultdict(list)
+        self._inner: dict[int, _Items] = defaultdict(list)
         """Work inside of operations that have not ended."""
         self._dispatched: set[int] = set()
         """Operations that a tensor subclass or a dispatch mode replaces by others."""
@@ -195,7 +163,7 @@ class _Trace:
         elif name.startswith("Optimizer.step"):
             inner = _with(inner, Operation, update=True)
         elif name.startswith(("FSDP::", "FullyShardedDataParallel._")):
-            inner = _with(inner, Collective, hidden=True)
+            inner = _with(inner, Transfer, hidden=True)
         elif identity in self._dispatched:
             self._dispatched.remove(identity)
         elif space == "c10d":
@@ -206,9 +174,9 @@ class _Trace:
             inner = self._operation(short, about, text, inner)
         self._inner[parent] += inner
 
-    def counted(self) -> Counter[Operation | Collective]:
+    def counted(self) -> Counter[Operation | Transfer]:
         """Return all work. The trace stops inside of the optimizer's step, whose own record is missing."""
-        found: Counter[Operation | Collective] = Counter()
+        found: Counter[Operation | Transfer] = Counter()
         for identity, inner in self._inner.items():
             found.update(inner if identity in self._threads else _with(inner, Operation, update=True))
         return found
@@ -230,7 +198,7 @@ class _Trace:
             if _SHARE_SAMPLES.fullmatch(group["pg_desc"]):
                 self.ranks_per_sample *= len(ranks)
 
-    def _operation(self, name: str, about: _About, text: dict[str, str], inner: _Found) -> _Found:
+    def _operation(self, name: str, about: _About, text: dict[str, str], inner: _Items) -> _Items:
         multiplies = name in _FIRST_MATRIX or name in _CONVOLUTIONS or _ATTENTION.fullmatch(name) is not None
         prepared = all(isinstance(each, Operation) and each.kind == HOST for each in inner) and name != "_to_copy"
         if inner and not multiplies and not prepared and name != "embedding":
@@ -256,28 +224,31 @@ class _Trace:
         rate = _RATES.get(kind) or (TF32 if _takes_tf32(name in _CONVOLUTIONS) else FP32)
         return [Operation(rate, _flops(name, about, given, returned), moved)]
 
-    def _collective(self, name: str, text: dict[str, str]) -> _Found:
-        kind = next((kind for part, kind in _COLLECTIVES.items() if part in name), None)
+    def _collective(self, name: str, text: dict[str, str]) -> _Items:
+        kind = _COLLECTIVE.match(name.removeprefix("_"))
         given, returned = _side(text['"inp']), _side(text['"out'])
         every = [sum(each.size for each in group) for group in (*given.tensors(), *returned.tensors())]
         sizes = sorted(size for size in every if size)
         if kind is None or not sizes:
             return []
         named = next((each for each in given.values if isinstance(each, str) and each in self._groups), None)
-        ranks = self._groups[named] if named else self._group_of(kind, sizes[-1] // sizes[0])
+        ranks = self._groups[named] if named else self._group_of(sizes[-1] // sizes[0])
         here = torch.distributed.get_rank() // ONE_MACHINE if torch.distributed.is_initialized() else 0
         near = sum(each // ONE_MACHINE == here for each in ranks)
-        return [Collective(kind, sizes[-1], len(ranks), max(near, 1), hidden=False)] if len(ranks) > 1 else []
+        share = 1.0 if kind["whole"] else (1 + bool(kind["twice"])) * (len(ranks) - 1) / len(ranks)
+        return [Transfer(sizes[-1], share, len(ranks), max(near, 1), hidden=False)]
 
-    def _group_of(self, kind: str, ratio: int) -> list[int]:
-        """Return the ranks of a collective that does not name its group: the group of this size that spans most."""
-        largest = max(map(len, self._groups.values()), default=1)
-        size = ratio if kind in (ALL_GATHER, REDUCE_SCATTER) else largest
-        groups = [ranks for ranks in self._groups.values() if len(ranks) == size]
-        return max(groups, key=lambda ranks: ranks[-1] - ranks[0], default=list(range(size)))
+    def _group_of(self, ratio: int) -> list[int]:
+        """Return the ranks of a collective that does not name its group.
+
+        The outputs of a gather are `ratio` times as large as its inputs. Take the widest group of that size, or else
+        the largest.
+        """
+        groups = [ranks for ranks in self._groups.values() if len(ranks) == ratio > 1] or list(self._groups.values())
+        return max(groups, key=lambda ranks: (len(ranks), ranks[-1] - ranks[0]), default=[0])
 
 
-def _with(found: _Found, kind: type, **changes: Any) -> _Found:
+def _with(found: _Items, kind: type, **changes: Any) -> _Items:
     return [each._replace(**changes) if isinstance(each, kind) else each for each in found]
 
 
