@@ -9,13 +9,20 @@ in each step. `-m module`, `torchrun ...`, `tune run ...` and `accelerate launch
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError, bytes_of
-from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse.compare import as_json as rows_as_json
+from torchtune_adaptive.rehearse.compare import as_table, compare, largest, range_in
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
+from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import check, rehearse
 
 STEPS = 10
@@ -25,17 +32,23 @@ _FITS, _DOES_NOT_FIT, FAILED = 0, 1, 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: from the launcher, else 1)")
+    parser.add_argument(
+        "--ranks", type=_numbers, default=[None], metavar="N",
+        help="number of ranks, or several: 1,2,4,8 (default: from the launcher, else 1)",
+    )  # fmt: skip
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to rehearse (default: 0)")
     parser.add_argument("--devices", type=int, metavar="N", help="GPUs that the process uses (default: one)")
     parser.add_argument(
         "--gpu",
-        type=str.lower,
-        default=GPU,
-        choices=sorted(GPUS),
+        type=_cards,
+        default=[GPUS[GPU]],
         metavar="NAME",
-        help=f"model of GPU (default: {GPU}): {', '.join(sorted(GPUS))}",
+        help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}",
     )
+    parser.add_argument(
+        "--price", type=_prices, action="extend", default=[], metavar="NAME=PRICE",
+        help="price of a GPU for an hour, for example h100=2.49; adds the cost of a million tokens",
+    )  # fmt: skip
     parser.add_argument(
         "--memory", type=_bytes, help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)"
     )
@@ -60,25 +73,40 @@ def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
-    for name, least in {"ranks": 1, "rank": 0, "steps": 0, "devices": 1}.items():
+    for name, least in {"rank": 0, "steps": 0, "devices": 1}.items():
         if (number := getattr(options, name)) is not None and number < least:
             options.refuse(f"--{name} is {number}; the minimum is {least}")
+    cards, prices = options.gpu, dict(options.price)
     try:
         check(command)
+        searched = range_in(command)
     except (OSError, ValueError) as error:
         options.refuse(str(error))
     if options.devices is not None and options.devices > MAX_DEVICES:
         options.refuse(f"--devices is {options.devices}; the maximum is {MAX_DEVICES}")
     if options.picture is not None:
         _check_picture(options)
-    card = GPUS[options.gpu]
+    if unpriced := prices.keys() - {card.name for card in cards}:
+        options.refuse(f"--price names {', '.join(sorted(unpriced))}, which --gpu does not: add it to --gpu")
     if options.memory is not None:
-        card = card._replace(memory=options.memory)
+        cards = [card._replace(memory=options.memory) for card in cards]
+    several = len(cards) * len(options.ranks) > 1 or bool(prices)
+    if (several or searched) and options.picture is not None:
+        options.refuse("--picture draws a single rehearsal: give one --gpu, one --ranks, no --price and no range")
+    if several and searched:
+        options.refuse("a range is searched on a single card: give one --gpu, one --ranks and no --price")
+    settings = {
+        "rank": options.rank, "overhead_bytes": options.memory_overhead, "steps": options.steps,
+        "devices": options.devices,
+    }  # fmt: skip
     try:
-        found = rehearse(
-            command, card, ranks=options.ranks, rank=options.rank, overhead_bytes=options.memory_overhead,
-            steps=options.steps, devices=options.devices,
-        )  # fmt: skip
+        if several:
+            rows = compare(partial(_quietly, settings), command, cards, options.ranks, prices)
+            print(rows_as_json(rows) if options.format == "json" else as_table(rows))
+            return _FITS if any(row.fits for row in rows) else min(FAILED if row.fits is None else 1 for row in rows)
+        if searched:
+            return _search(options, command, cards[0], settings)
+        found = rehearse(command, cards[0], ranks=options.ranks[0], **settings)
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -88,6 +116,25 @@ def run(options: argparse.Namespace) -> int:
         draw(found, options.picture)
     print(found.as_json() if options.format == "json" else found.as_text())
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else FAILED
+
+
+def _quietly(settings: dict[str, Any], command: list[str], card: Gpu, ranks: int | None) -> RehearsalResult:
+    """Rehearse without the script's output, which several scripts would mix."""
+    with open(os.devnull, "w") as nowhere:
+        return rehearse(command, card, ranks=ranks, output=nowhere, **settings)
+
+
+def _search(options: argparse.Namespace, command: list[str], card: Gpu, settings: dict[str, Any]) -> int:
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    value, found = largest(partial(_quietly, settings), command, card, options.ranks[0], report)
+    if options.format == "json":
+        print(json.dumps({"largest": value, **json.loads(found.as_json())}, indent=2))
+    else:
+        print(f"largest that fits: {value}\n" if value else "none fits; the smallest:\n" * bool(found.out_of_memory))
+        print(found.as_text())
+    return _FITS if value else _DOES_NOT_FIT if found.out_of_memory else FAILED
 
 
 def _check_picture(options: argparse.Namespace) -> None:
@@ -100,6 +147,25 @@ def _check_picture(options: argparse.Namespace) -> None:
         options.picture.open("ab").close()
     except OSError as error:
         options.refuse(f"--picture is {options.picture}, which cannot be written: {error.strerror}")
+
+
+def _numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1, or several with commas between them")
+    return [int(each) for each in dict.fromkeys(text.split(","))]
+
+
+def _cards(text: str) -> list[Gpu]:
+    names = dict.fromkeys(text.lower().split(","))
+    if unknown := [name for name in names if name not in GPUS]:
+        raise argparse.ArgumentTypeError(f"unknown card {unknown[0]!r}: choose from {', '.join(sorted(GPUS))}")
+    return [GPUS[name] for name in names]
+
+
+def _prices(text: str) -> list[tuple[str, float]]:
+    if not re.fullmatch(r"[\w-]+=\d+(\.\d+)?(,[\w-]+=\d+(\.\d+)?)*", text):
+        raise argparse.ArgumentTypeError(f"{text}: give a card and a price, for example h100=2.49")
+    return [(name.lower(), float(price)) for name, _, price in (each.partition("=") for each in text.split(","))]
 
 
 def _bytes(text: str) -> int:

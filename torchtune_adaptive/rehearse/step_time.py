@@ -11,6 +11,8 @@ BF16, FP8, TF32, FP32, MEMORY, HOST = "bf16", "fp8", "tf32", "fp32", "memory", "
 
 
 class Operation(NamedTuple):
+    """A kernel, or a copy between host and GPU."""
+
     kind: str
     """The rate of its FLOPs; MEMORY if it has none; HOST for a copy between host and card."""
     flops: float
@@ -37,7 +39,7 @@ class Work(NamedTuple):
     """What a rank does in a step."""
 
     operations: Sequence[tuple[Operation, int]]
-    """And how often."""
+    """With their counts."""
     collectives: Sequence[tuple[Transfer, int]]
     tokens: int
     """0: unknown."""
@@ -47,6 +49,7 @@ class Work(NamedTuple):
 
     @classmethod
     def from_json(cls, found: Any) -> Work:
+        """Read the JSON of a Work."""
         operations, collectives, *rest = found
         return cls(
             [(Operation(*each), times) for each, times in operations],
@@ -77,6 +80,8 @@ UNCERTAINTY = 0.85, 1.25
 
 
 class StepTime(NamedTuple):
+    """The estimated duration of a step, and its parts."""
+
     seconds: float
     parts: dict[str, float]
     """Seconds by what limits them. Those of LAUNCHES and hidden communication run next to the others."""
@@ -86,9 +91,11 @@ class StepTime(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
+        """Return the limits between which a measured time is expected."""
         return self.seconds * UNCERTAINTY[0], self.seconds * UNCERTAINTY[1]
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the estimate for JSON."""
         return {**self._asdict(), "range": self.range, "calibrated": False}
 
 

@@ -55,9 +55,11 @@ class Recorder:
 
     @property
     def on(self) -> bool:
+        """Return whether a step is being recorded."""
         return self._file is not None
 
     def start(self) -> None:
+        """Record from here on."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._untraced.clear()
         torch._C._profiler._add_execution_trace_observer(f"/proc/self/fd/{self._file.fileno()}")
@@ -87,6 +89,7 @@ class Recorder:
             self._replace(jit.JITFunction, "run", launched)
 
     def stop(self) -> Work:
+        """Return what was recorded since `start`."""
         torch._C._profiler._disable_execution_trace_observer()
         torch._C._profiler._remove_execution_trace_observer()
         while self._replaced:

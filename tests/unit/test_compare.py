@@ -1,0 +1,89 @@
+"""Comparing cards and searching the largest batch, with an imitation of a rehearsal."""
+
+import functools
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from torchtune_adaptive.rehearse.compare import as_json, as_table, compare, largest, range_in, with_value
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
+from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.step_time import BF16, Operation, Work
+
+GIB = 2**30
+CARDS = [GPUS["4090"], GPUS["a100-40"], GPUS["h100"]]
+WORK = Work([(Operation(BF16, 1e15, 10**9), 1)], [], tokens=8192, samples=1)
+
+
+def imitate(
+    base: float, each: float, slack: float, command: Sequence[str], card: Gpu, ranks: int | None
+) -> RehearsalResult:
+    """Need `base` GiB, and `each` for a row, on each of the ranks. Reserve `slack` more unless memory is short."""
+    needed = (base + each * int(command[-1])) / (ranks or 1)
+    step = {"step": 1, "allocated_bytes": int(needed * GIB), "flushes": 0, "flops": 1.0}
+    fits = step["allocated_bytes"] <= card.memory
+    step["reserved_bytes"] = min(int((needed + slack) * GIB), card.memory)
+    error = {**step, "asked_bytes": 1, "trains": True, "allowed_bytes": card.memory, "free_bytes": 0, "tried": False}
+    return RehearsalResult(
+        card.memory, 0, 0, ranks or 1, int(not fits), steps=[step] if fits else [], errors=[] if fits else [error],
+        rest={} if fits else {"by_memory": True, "reserved_bytes": 0, "allocated_bytes": 0, "flushes": 0},
+        traced={"step": 1, "work": json.loads(json.dumps(WORK))} if fits else {}, gpu=card,
+    )  # fmt: skip
+
+
+def imitation(base: float = 0, each: float = 1, slack: float = 0) -> functools.partial[RehearsalResult]:
+    return functools.partial(imitate, base, each, slack)
+
+
+def test_each_card_fits_as_if_it_were_rehearsed_alone() -> None:
+    for rows in "20", "23", "30", "50", "100":
+        for slack in 0, 5:
+            found = compare(imitation(slack=slack), ["train.py", rows], CARDS, [1, 2], {})
+            alone = [imitation(slack=slack)(["train.py", rows], card, ranks).fits for ranks in (1, 2) for card in CARDS]
+            assert [row.fits for row in found] == alone
+
+
+def test_cheapest_option_that_fits_is_marked() -> None:
+    prices = {"4090": 0.4, "a100-40": 1.1, "h100": 2.5}
+    rows = compare(imitation(), ["train.py", "30"], CARDS, [1, 2], prices)
+    costs = {(row.gpu.name, row.ranks): row.cost for row in rows}
+    assert costs["4090", 1] is None
+    fitting = {key: cost for key, cost in costs.items() if cost is not None}
+    (line,) = [line for line in as_table(rows).splitlines() if "cheapest" in line]
+    assert tuple(line.split()[:2]) == (min(fitting, key=lambda key: fitting[key])[0], "2")
+
+
+def test_cost_is_price_of_all_gpus_by_tokens_of_all_ranks() -> None:
+    (row,) = compare(imitation(), ["train.py", "1"], [GPUS["h100"]], [4], {"h100": 3.6})
+    assert row.time
+    assert row.cost == pytest.approx(4 * 3.6 / 3600 * row.time.seconds / (4 * 8192) * 1e6)
+
+
+def test_table_has_at_most_100_columns_and_json_the_same_rows() -> None:
+    rows = compare(imitation(), ["train.py", "30"], CARDS, [1, 128], {"h100": 2.5})
+    assert max(map(len, as_table(rows).splitlines())) <= 100
+    assert [row["fits"] for row in json.loads(as_json(rows))] == [row.fits for row in rows]
+
+
+@pytest.mark.parametrize("base", [0, 10, 38.05])
+@pytest.mark.parametrize("each", [0.013, 0.31, 1.1, 30.1])
+def test_search_finds_the_largest_value_that_fits(base: float, each: float) -> None:
+    card, told = GPUS["a100-40"], list[str]()
+    value, found = largest(imitation(base, each), ["train.py", "{1:64}"], card, None, told.append)
+    expected = [rows for rows in range(1, 65) if int((base + each * rows) * GIB) <= card.memory]
+    assert value == (expected[-1] if expected else None)
+    assert found.fits == bool(expected)
+    assert len(told) <= 10
+
+
+@pytest.mark.parametrize("word", ["{5:5}", "{0:8}", "--rows={1:8} --more={1:8}"])
+def test_wrong_range_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=r"\{"):
+        range_in(["train.py", word])
+
+
+def test_value_replaces_the_range_inside_any_argument() -> None:
+    command = ["train.py", "training.batch_size={2:16}"]
+    assert range_in(command) == (2, 16)
+    assert with_value(command, 7) == ["train.py", "training.batch_size=7"]

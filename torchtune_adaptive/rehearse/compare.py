@@ -1,0 +1,206 @@
+"""Compare cards and numbers of ranks, and search the largest value of an argument that fits.
+
+Rehearsals run in parallel. One rehearsal answers for several cards: the allocator makes the same requests on every card
+that has enough memory for them. Cards that would have to flush its cache are rehearsed on their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, NamedTuple, TypeVar
+
+from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
+from torchtune_adaptive.rehearse.start import interrupted_by_signals
+from torchtune_adaptive.rehearse.step_time import StepTime, seconds_text
+
+_RANGE = re.compile(r"\{(\d+):(\d+)\}")
+Rehearse = Callable[[Sequence[str], Gpu, int | None], RehearsalResult]
+_Key = TypeVar("_Key")
+
+
+class Option(NamedTuple):
+    """A card and a number of ranks, and what a rehearsal shows about them."""
+
+    gpu: Gpu
+    ranks: int
+    found: RehearsalResult
+    fits: bool | None
+    """None: no answer."""
+    reserved_bytes: int
+    """At most; if it does not fit, what was needed at least."""
+    usable_bytes: int
+    price: float | None
+    """Of a GPU, for an hour."""
+
+    @property
+    def time(self) -> StepTime | None:
+        """Return the time of a step; None if the script does not fit."""
+        return self.found.usual_time(self.gpu) if self.fits else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the tokens of all ranks."""
+        time, work = self.time, self.found.work
+        return (
+            work.tokens * self.ranks / work.ranks_per_sample / time.seconds if time and work and work.tokens else None
+        )
+
+    @property
+    def cost(self) -> float | None:
+        """Return the cost of a million tokens."""
+        rate = self.tokens_per_second
+        return self.price * self.ranks / 3600 / rate * 1e6 if rate and self.price is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        time = self.time
+        return {
+            "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
+            "reserved_bytes": self.reserved_bytes, "usable_bytes": self.usable_bytes,
+            "seconds": time.seconds if time else None, "range": time.range if time else None,
+            "tokens_per_second": self.tokens_per_second, "cost_per_million_tokens": self.cost,
+        }  # fmt: skip
+
+
+def compare(
+    rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None],
+    prices: Mapping[str, float],
+) -> list[Option]:  # fmt: skip
+    """Return a row for each card and number of ranks. Each number is rehearsed on the card with most memory."""
+    largest = max(cards, key=lambda card: card.memory)
+    rows: dict[tuple[str, int | None], Option] = {}
+    first = {(largest.name, each): (command, largest, each) for each in ranks}
+    again = {}
+    for (_, each), found in _in_parallel(rehearse, first):
+        for card in cards:
+            row = _row(found, card, found.usable_bytes - largest.memory + card.memory, prices)
+            if (
+                row.fits
+                or card is largest
+                or max(step["allocated_bytes"] for step in found.all_peaks) > row.usable_bytes
+            ):
+                rows[card.name, each] = row
+            else:
+                again[card.name, each] = (command, card, each)
+    for (name, each), found in _in_parallel(rehearse, again):
+        rows[name, each] = _row(found, again[name, each][1], found.usable_bytes, prices)
+    return [rows[card.name, each] for each in ranks for card in cards]
+
+
+def _row(found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, float]) -> Option:
+    reserved = max((each["reserved_bytes"] for each in (*found.all_peaks, *found.errors)), default=0)
+    fits = found.fits and max(reserved, found.next_bytes) <= usable
+    answered = fits or found.out_of_memory is not None or (found.fits and reserved > usable)
+    return Option(card, found.ranks, found, fits if answered else None, reserved, usable, prices.get(card.name))
+
+
+def as_table(rows: Sequence[Option]) -> str:
+    """Return a table, in which the cheapest row is marked, or else the fastest."""
+    by_cost = any(row.cost is not None for row in rows)
+    best = min(
+        (row for row in rows if (row.cost if by_cost else row.tokens_per_second) is not None),
+        key=lambda row: row.cost if row.cost is not None else -(row.tokens_per_second or 0), default=None,
+    )  # fmt: skip
+    lines = [
+        f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"
+        + f" {'cost/1M tokens':>15}" * by_cost
+    ]
+    for row in rows:
+        time, rate = row.time, row.tokens_per_second
+        memory = f"{'' if row.fits else '> '}{row.reserved_bytes / GIB:.1f} of {row.usable_bytes / GIB:.1f}"
+        lines.append(
+            f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
+            f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
+            + (f" {'' if row.cost is None else f'{row.cost:.3f}':>15}" if by_cost else "")
+            + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
+        )
+    lines = [line.rstrip() for line in lines]
+    lines += ["", "Times are estimated, not calibrated: a step may take 0.85 to 1.25 times as long."]
+    for verdict in dict.fromkeys(row.found.verdict() for row in rows if row.fits is None):
+        lines.append(verdict)
+    return "\n".join(lines)
+
+
+_WORDS = {True: "yes", False: "no", None: "no answer"}
+
+
+def as_json(rows: Sequence[Option]) -> str:
+    """Return the rows of the table."""
+    return json.dumps([row.as_dict() for row in rows], indent=2)
+
+
+def range_in(command: Sequence[str]) -> tuple[int, int] | None:
+    """Return the limits of a range such as {1:64} in a command. Raises ValueError."""
+    found = [match for word in command for match in _RANGE.finditer(word)]
+    if len(found) > 1:
+        raise ValueError(f"{found[1][0]}: only one range can be searched at a time")
+    if found and not 1 <= int(found[0][1]) < int(found[0][2]):
+        raise ValueError(f"{found[0][0]}: give two numbers from 1, of which the second is larger")
+    return (int(found[0][1]), int(found[0][2])) if found else None
+
+
+def with_value(command: Sequence[str], value: int) -> list[str]:
+    """Return the command with a value in place of its range."""
+    return [_RANGE.sub(str(value), word) for word in command]
+
+
+def largest(
+    rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int | None, report: Callable[[str], object]
+) -> tuple[int | None, RehearsalResult]:
+    """Return the largest value of the range that fits, and its rehearsal; None and that of the smallest if none fits.
+
+    Assumes that whatever fits with a value fits with every smaller one.
+    """
+    limits = range_in(command)
+    assert limits is not None
+    low, high = limits[0] - 1, limits[1] + 1  # fits, does not fit
+    found: dict[int, RehearsalResult] = {}
+    while high - low > 1:
+        tried = [value for value in _next(low, high, limits, found) if value not in found]
+        cases = {value: (with_value(command, value), card, ranks) for value in tried}
+        for value, result in _in_parallel(rehearse, cases):
+            found[value] = result
+            report(f"{value}: {result.verdict()}")
+            if not result.fits and result.out_of_memory is None:
+                return None, result
+            low, high = (max(low, value), high) if result.fits else (low, min(high, value))
+    return (low, found[low]) if low in found else (None, found[min(found)])
+
+
+def _next(low: int, high: int, limits: tuple[int, int], found: Mapping[int, RehearsalResult]) -> list[int]:
+    """Return the two values to rehearse next: the limits, then those around which the peaks reach the memory."""
+    if not found:
+        return list(limits)
+    peaks = {value: max(step["allocated_bytes"] for step in each.steps) for value, each in found.items() if each.fits}
+    if len(peaks) < 2:
+        first = round((max(low, 1) * high) ** 0.5)
+        return [min(max(first, low + 1), high - 1), min(max((first + high) // 2, low + 1), high - 1)]
+    (least, small), *_, (most, large) = sorted(peaks.items())
+    room = found[least].usable_bytes
+    guess = int(least + (most - least) * (room - small) / max(large - small, 1))
+    guess = min(max(guess, low + 1), high - 1)
+    return [guess, min(guess + 1, high - 1)] if guess > low + 1 or high - low < 4 else [guess, (low + high) // 2]
+
+
+def _in_parallel(
+    rehearse: Rehearse, cases: Mapping[_Key, tuple[Sequence[str], Gpu, int | None]]
+) -> Iterator[tuple[_Key, RehearsalResult]]:
+    """Yield results as they are found. The processes are forked before torch is imported."""
+    workers = min(len(cases), len(os.sched_getaffinity(0)))
+    if not cases:
+        return
+    with interrupted_by_signals(), ProcessPoolExecutor(workers) as pool:
+        try:
+            waiting = {pool.submit(rehearse, *case): key for key, case in cases.items()}
+            for done in as_completed(waiting):
+                if done.result().interrupted:
+                    raise KeyboardInterrupt
+                yield waiting[done], done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
