@@ -161,7 +161,7 @@ def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
-        (("--gpu", "h1000"), "unknown card 'h1000'"),
+        (("--gpu", "h1000"), "unknown GPU 'h1000'"),
         (("--price", "a100=1"), "add it to --gpu"),
         (("--ranks", "1,x"), "is not a number from 1"),
         (("--gpu", "h100,a100", "--picture", "x.png"), "a single rehearsal"),

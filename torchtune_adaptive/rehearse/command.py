@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     if (several or searched) and options.picture is not None:
         options.refuse("--picture draws a single rehearsal: give one --gpu, one --ranks, no --price and no range")
     if several and searched:
-        options.refuse("a range is searched on a single card: give one --gpu, one --ranks and no --price")
+        options.refuse("a range is searched on a single GPU: give one --gpu, one --ranks and no --price")
     settings = {
         "rank": options.rank, "overhead_bytes": options.memory_overhead, "steps": options.steps,
         "devices": options.devices,
@@ -158,13 +158,13 @@ def _numbers(text: str) -> list[int]:
 def _cards(text: str) -> list[Gpu]:
     names = dict.fromkeys(text.lower().split(","))
     if unknown := [name for name in names if name not in GPUS]:
-        raise argparse.ArgumentTypeError(f"unknown card {unknown[0]!r}: choose from {', '.join(sorted(GPUS))}")
+        raise argparse.ArgumentTypeError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(GPUS))}")
     return [GPUS[name] for name in names]
 
 
 def _prices(text: str) -> list[tuple[str, float]]:
     if not re.fullmatch(r"[\w-]+=\d+(\.\d+)?(,[\w-]+=\d+(\.\d+)?)*", text):
-        raise argparse.ArgumentTypeError(f"{text}: give a card and a price, for example h100=2.49")
+        raise argparse.ArgumentTypeError(f"{text}: give a GPU and a price, for example h100=2.49")
     return [(name.lower(), float(price)) for name, _, price in (each.partition("=") for each in text.split(","))]
 
 

@@ -1,7 +1,7 @@
-"""Compare cards and numbers of ranks, and search the largest value of an argument that fits.
+"""Compare GPUs and numbers of ranks, and search the largest value of an argument that fits.
 
-Rehearsals run in parallel. One rehearsal answers for several cards: the allocator makes the same requests on every card
-that has enough memory for them. Cards that would have to flush its cache are rehearsed on their own.
+Rehearsals run in parallel. One rehearsal answers for several GPUs: the allocator makes the same requests on every GPU
+that has enough memory for them. GPUs that would have to flush its cache are rehearsed on their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Key = TypeVar("_Key")
 
 
 class Option(NamedTuple):
-    """A card and a number of ranks, and what a rehearsal shows about them."""
+    """A GPU and a number of ranks, and what a rehearsal shows about them."""
 
     gpu: Gpu
     ranks: int
@@ -71,7 +71,7 @@ def compare(
     rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None],
     prices: Mapping[str, float],
 ) -> list[Option]:  # fmt: skip
-    """Return a row for each card and number of ranks. Each number is rehearsed on the card with most memory."""
+    """Return a row for each GPU and number of ranks. Each number is rehearsed on the GPU with most memory."""
     largest = max(cards, key=lambda card: card.memory)
     rows: dict[tuple[str, int | None], Option] = {}
     first = {(largest.name, each): (command, largest, each) for each in ranks}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """Peak rates of a card: dense TFLOP/s by type, then GB/s."""
+    """Peak rates of a GPU: dense TFLOP/s by type, then GB/s."""
 
     bf16: float
     fp8: float
@@ -14,10 +14,10 @@ class Rates(NamedTuple):
     fp32: float
     memory: float
     link: float
-    """To the other cards of a machine, in one direction: NVLink or else PCIe."""
+    """To the other GPUs of a machine, in one direction: NVLink or else PCIe."""
     pcie: float
     network: float
-    """To other machines, each card's share in one direction."""
+    """To other machines, each GPU's share in one direction."""
     matmul_efficiency: float
     """Share of the peak that matrix multiplications reach."""
 

@@ -274,14 +274,14 @@ class RehearsalResult:
             ]
             left_out = len(self.steps) - len(self._shown())
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
+            if (time := self.usual_time()) and self.work and self.gpu:
+                lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
         if len(self.devices) > 1:
             lines += ["", f"{'device':>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)"]
             lines += [
                 f"{each['device']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}"
                 for each in self.devices
             ]
-            if (time := self.usual_time()) and self.work and self.gpu:
-                lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
         if (error := self.unfinished) is not None and not self.fits:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
@@ -388,7 +388,8 @@ def draw(found: RehearsalResult, path: Path) -> None:
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(textwrap.fill(found.verdict(), 80), loc="left", fontsize=11)
+    title = "\n".join(textwrap.fill(part, 80) for part in found.verdict().split("; "))
+    axes.set_title(title, loc="left", fontsize=11)
     card = found.usable_bytes / GIB
     error = None if found.fits else found.unfinished
     drawn = [*found.steps, *([] if error is None else [error])]

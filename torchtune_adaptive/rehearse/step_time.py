@@ -1,4 +1,4 @@
-"""Estimate the seconds of a step from its work and the rates of a card."""
+"""Estimate the seconds of a step from its work and the rates of a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Operation(NamedTuple):
     """A kernel, or a copy between host and GPU."""
 
     kind: str
-    """The rate of its FLOPs; MEMORY if it has none; HOST for a copy between host and card."""
+    """The rate of its FLOPs; MEMORY if it has none; HOST for a copy between host and GPU."""
     flops: float
     bytes: int
     update: bool = False
@@ -87,7 +87,7 @@ class StepTime(NamedTuple):
     """Seconds by what limits them. Those of LAUNCHES and hidden communication run next to the others."""
     limit: str
     least_seconds: float
-    """At the card's peak rates, without communication and launches."""
+    """At the GPU's peak rates, without communication and launches."""
 
     @property
     def range(self) -> tuple[float, float]:
@@ -100,7 +100,7 @@ class StepTime(NamedTuple):
 
 
 COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES = (
-    "compute", "memory bandwidth", "communication", "copies between host and card", "kernel launches",
+    "compute", "memory bandwidth", "communication", "copies between host and GPU", "kernel launches",
 )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
     others = [name for name in (COMPUTE, BANDWIDTH, COMMUNICATION) if time.parts[name] > 0.05 * time.seconds]
     parts = [time.limit, *(name for name in others if name != time.limit)]
     lines["limited by"] = ", ".join(f"{name} ({seconds_text(time.parts[name])})" for name in parts)
-    lines["lower bound"] = f"{seconds_text(time.least_seconds)} (the same operations at the card's peak rates)"
+    lines["lower bound"] = f"{seconds_text(time.least_seconds)} (the same operations at the GPU's peak rates)"
     width = max(map(len, lines)) + 2
     return [f"{name:{width}}{text}" for name, text in lines.items()]
 
