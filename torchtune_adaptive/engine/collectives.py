@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -125,21 +125,14 @@ class PlaceInStep(Enum):
     LAST = auto()
 
 
-class Schedule(NamedTuple):
-    """The collectives of a microbatch, equal on all ranks."""
-
-    collectives: tuple[Collective, ...]
-    messages: tuple[int, ...]
-    """The number of messages that process groups count for each collective."""
-
-
 @dataclass
 class CollectiveRecord:
     """The collectives that the microbatches of a stage were seen to issue."""
 
     trained: tuple[bool, ...]
     """For each parameter, whether it was trained then."""
-    schedules: dict[PlaceInStep, Schedule] = field(default_factory=dict)
+    schedules: dict[PlaceInStep, tuple[Collective, ...]] = field(default_factory=dict)
+    """Equal on all ranks."""
     varies: bool = False
     """True if a microbatch differed from its schedule."""
     unsteady: str | None = None
@@ -205,8 +198,8 @@ class CollectiveLedger:
         # of the current microbatch:
         self._number = -1
         self._current: list[Collective] = []
-        self._messages_of: list[int] = []  # messages of each collective, if there is no schedule yet
-        self._begun_at = (0, 0)  # messages and position
+        self._fsdp_messages = 0  # as the process groups count these collectives
+        self._messages_before = 0
         self._skips = 0  # collectives that a stand-in must not issue
         self._issuing = False
         self._restore = [
@@ -259,9 +252,9 @@ class CollectiveLedger:
 
     def begin_microbatch(self, number: int) -> None:
         """Start a microbatch of the step, numbered from 0."""
-        self._current, self._messages_of, self._number = [], [], number
+        self._current, self._fsdp_messages, self._number = [], 0, number
         self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
-        self._begun_at = self._messages(), self.position
+        self._messages_before = self._messages()
         if self._ghosts:
             self._ghosts.begin_microbatch()
 
@@ -290,17 +283,14 @@ class CollectiveLedger:
 
     def _compare(self, *, complete: bool) -> None:
         record, issued, place = self._record, tuple(self._current), self._place(self._number)
-        schedule = record.schedules.get(place) or Schedule(issued, tuple(self._messages_of))
+        schedule = record.schedules.get(place, issued)
         if complete:
             record.schedules[place] = schedule
-        if issued != (schedule.collectives if complete else schedule.collectives[: len(issued)]):
+        if issued != (schedule if complete else schedule[: len(issued)]):
             record.varies = True
             return
-        messages, position = self._begun_at
-        # A failed microbatch has sent only some of FSDP's messages, and perhaps not yet its foreign ones. Therefore the
-        # slice and the maximum.
-        of_fsdp = schedule.messages[: self.position - position]
-        record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
+        # the maximum, because a failed microbatch may not have sent its foreign messages yet
+        record.foreign = max(record.foreign, self._messages() - self._messages_before - self._fsdp_messages)
 
     def _place(self, number: int) -> PlaceInStep:
         if not self._replicated or self._microbatches == 1:
@@ -350,8 +340,7 @@ class CollectiveLedger:
         # not, and its synchronous path uses another stream than its asynchronous one.
         on_gloo = backend_for(collective.device.type, collective.group) == "gloo"
         wait_here = not async_op and on_gloo
-        is_new = self._place(self._number) not in self._record.schedules
-        messages, position = self._messages() if is_new or on_gloo else 0, self.position
+        messages, position = self._messages(), self.position
 
         def is_lost() -> bool:
             # gloo numbers an all-gather before it allocates its copies, so it cannot be issued again
@@ -362,8 +351,7 @@ class CollectiveLedger:
             with explaining_failures("an FSDP collective", is_lost):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
-                if is_new:
-                    self._messages_of.append(self._messages() - messages)
+                self._fsdp_messages += self._messages() - messages
                 if wait_here:
                     assert work is not None, "an asynchronous collective returns its work"
                     work.wait()
@@ -404,10 +392,10 @@ class CollectiveLedger:
             schedule = self._record.schedules.get(self._place(number))
             if schedule is None:
                 schedule = self._record_by_stand_in(number, issued, run_stand_in)
-                issued = len(schedule.collectives)
-            for collective in schedule.collectives[issued:]:
+                issued = len(schedule)
+            for collective in schedule[issued:]:
                 self._issue_zeros(collective)
-            begins_at += len(schedule.collectives)
+            begins_at += len(schedule)
 
     def _drain_by_ghost_passes(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
         """Collective: complete this microbatch and the later ones."""
@@ -445,7 +433,9 @@ class CollectiveLedger:
             call = partial(comm, output_tensor=output, input_tensor=tensor, group=group, op=collective.op)
         self.issue(collective, call, async_op=False)
 
-    def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
+    def _record_by_stand_in(
+        self, number: int, issued: int, run_stand_in: Callable[[], object]
+    ) -> tuple[Collective, ...]:
         """Collective: complete a microbatch that has no record, and return its schedule."""
         if self._replicated and number:
             # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have these gradients, but this
@@ -457,8 +447,7 @@ class CollectiveLedger:
         self._current = []
         self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
         self._run_stand_in(issued, run_stand_in)
-        schedule = Schedule(tuple(self._current), tuple(self._messages_of))
-        self._record.schedules[self._place(number)] = schedule
+        schedule = self._record.schedules[self._place(number)] = tuple(self._current)
         return schedule
 
     def _run_stand_in(self, skips: int, run_stand_in: Callable[[], object]) -> None:
