@@ -55,33 +55,21 @@ class Recipe:
         return pkgutil.resolve_name(self.own_keys) if self.own_keys else ()
 
 
-CHECKS = "torchtune_adaptive.config.checks"
-RL = "torchtune_adaptive.rl.settings"
-FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed", "full", f"{CHECKS}:read_full_settings")
-LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", "lora", f"{CHECKS}:read_lora_settings")
-FULL_DPO = Recipe(
-    "adaptive_full_dpo_distributed", "full_dpo_distributed", "full_dpo", f"{CHECKS}:read_full_dpo_settings"
-)
-LORA_DPO = Recipe(
-    "adaptive_lora_dpo_distributed", "lora_dpo_distributed", "lora_dpo", f"{CHECKS}:read_lora_dpo_settings"
-)
-PPO = Recipe(
-    "adaptive_ppo_full_finetune_distributed",
-    "ppo_full_finetune_single_device",
-    "full_ppo",
-    f"{RL}:read_ppo_settings",
-    f"{RL}:PPO_KEYS",
-)
-GRPO = Recipe(
-    "adaptive_grpo_full_finetune_distributed",
-    "grpo_full_finetune_distributed",
-    "full_grpo",
-    f"{RL}:read_grpo_settings",
-    f"{RL}:GRPO_KEYS",
-)
-GRPO_LORA = Recipe(
-    "adaptive_grpo_lora_finetune_distributed", "", "lora_grpo", f"{RL}:read_grpo_lora_settings", f"{RL}:GRPO_KEYS"
-)
+CHECKS = "torchtune_adaptive.config.checks:read_{}_settings"
+FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed", "full", CHECKS.format("full"))
+LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", "lora", CHECKS.format("lora"))
+FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed", "full_dpo", CHECKS.format("full_dpo"))
+LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed", "lora_dpo", CHECKS.format("lora_dpo"))
+
+
+def _rl(kind: str) -> tuple[str, str]:
+    module = "torchtune_adaptive.rl.settings"
+    return f"{module}:read_{kind}_settings", f"{module}:{kind.partition('_')[0].upper()}_KEYS"
+
+
+PPO = Recipe("adaptive_ppo_full_finetune_distributed", "ppo_full_finetune_single_device", "full_ppo", *_rl("ppo"))
+GRPO = Recipe("adaptive_grpo_full_finetune_distributed", "grpo_full_finetune_distributed", "full_grpo", *_rl("grpo"))
+GRPO_LORA = Recipe("adaptive_grpo_lora_finetune_distributed", "", "lora_grpo", *_rl("grpo_lora"))
 PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.forecast.question:PLAN_KEYS")
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)

@@ -51,15 +51,6 @@ class Piece(NamedTuple):
     """Logits and labels."""
 
 
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    yield
-    for parameter in trainable:
-        parameter.requires_grad_(True)
-
-
 class Evaluator:
     """Runs `prediction_step` for the batches of a Trainer's evaluations, as a stage without a backward pass."""
 
@@ -100,13 +91,14 @@ class Evaluator:
         self._is_preprocessed = False
         generates = getattr(self.trainer.args, "predict_with_generate", False) and not is_whole(model)
         has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-        if batch is None or generates or has_gradients or not self._is_ready(model):
+        if batch is None or generates or has_gradients or not self._is_ready(model, len(batch.samples)):
             return prediction_step(inputs)
         assert self._runner is not None
         self._model, self._inputs, self._samples, self._prediction_step = model, inputs, batch.samples, prediction_step
         # Ranks may add up their numbers of labels, so outside of the passes.
         self._items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         self._restore, self._batches_run = snapshot(self.trainer), self._batches_run + 1
+        self._pieces: dict[tuple[int, ...], Piece] = {}
         try:
             self._runner.run(range(len(batch.samples)), step=self._batches_run)
             first, *others = self._pieces.values()
@@ -120,11 +112,11 @@ class Evaluator:
 
     def begin_attempt(self) -> None:
         """Drop the pieces of a failed attempt, and restore random generators and counters."""
-        self._pieces: dict[tuple[int, ...], Piece] = {}
+        self._pieces.clear()
         self._restore()
 
-    def _is_ready(self, model: nn.Module) -> bool:
-        """Collective: create the runner, unless a pass of this model cannot be repeated."""
+    def _is_ready(self, model: nn.Module, rows: int) -> bool:
+        """Collective: create the runner for batches of this size, unless a pass of this model cannot be repeated."""
         trainer = self.trainer
         if self._runner is not None:
             return True
@@ -133,21 +125,16 @@ class Evaluator:
             memory = trainer._steps.memory
         else:
             models, recovery = [model, *other_models(trainer, model.parameters())], None
-            for module in models[1:]:  # TRL leaves their weights trainable
-                self._while_open.enter_context(_frozen(module))
             with suppress(RecoveryUnsupportedError):
-                attempts = {
-                    "regrow_after": trainer.adaptive.regrow_after,
-                    "on_attempt": lambda *_: self.begin_attempt(),
-                }
-                recovery = Recovery(*models, **attempts)
+                regrow_after = trainer.adaptive.regrow_after
+                recovery = Recovery(*models, regrow_after=regrow_after, on_attempt=lambda *_: self.begin_attempt())
             if recovery is None:
                 return False
             self._while_open.callback(recovery.close)
             self._while_open.callback(self.close)
             memory = self._while_open.enter_context(memory_of(trainer, models))
         kind = SampleKind[int](length_of=lambda row: self._samples[row].length, stand_in=lambda row: row)
-        limit = RowLimit(trainer.args.eval_batch_size)
+        limit = RowLimit(max(rows, trainer.args.eval_batch_size))
         self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=STAGE)
         self._runner.trains = False
         self._runner.watch(memory)
