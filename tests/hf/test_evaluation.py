@@ -137,7 +137,7 @@ def compare(folder: Path, placement: str, cases: Sequence[int] = range(len(OPTIO
     return found
 
 
-@pytest.mark.smoke("FSDP2")
+@pytest.mark.smoke("one process")
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_evaluation_that_runs_out_of_memory_gives_the_results_of_stock(placement: str, tmp_path: Path) -> None:
     *_, last = run_on_ranks(PLACEMENTS[placement], compare, tmp_path, placement, in_group=False, timeout_s=100)
