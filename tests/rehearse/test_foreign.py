@@ -29,7 +29,7 @@ def rehearsed(folder: Path, script: str, *options: str) -> str:
     (folder / "train.py").write_text(STEP + script)
     program = [str(Path(sys.executable).parent / "tune-adaptive"), "rehearse"]
     command = [*program, "--steps", "0", "--format", "json", *options]
-    ended = subprocess.run([*command, "--", "train.py"], cwd=folder, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([*command, "--", "train.py"], cwd=folder, capture_output=True, text=True, timeout=120)
     assert json.loads(ended.stdout)["fits"], ended.stderr
     return ended.stderr
 
