@@ -17,9 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.results import RESULTS, Result, Row, save
 from torchtune_adaptive.config.registry import config_files, our_configs
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
+from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
 
 NAME = "plans"
 RANKS, CARDS = (8, 1, 64), ("h100", "a100-40", "4090")
@@ -52,7 +51,7 @@ def _answer(name: str, ranks: int, card: str) -> dict[str, Any]:
     assert isinstance(cfg, DictConfig)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     try:
-        found = rehearse_recipe(Question(cfg, PlanSettings(world_size=ranks, memory_limit=card), name))
+        found = rehearse_recipe(PlanRequest(cfg, PlanSettings(world_size=ranks, memory_limit=card), name))
     except AdaptiveError as error:
         return {"refused": str(error).splitlines()[0]}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -2,7 +2,7 @@
 
     tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
 
-Takes every config of the recipes for finetuning, preference training and PPO, torchtune's and ours, unchanged.
+Takes the configs of torchtune and of this package for finetuning, preference training, PPO and GRPO, unchanged.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.forecast import advice, answer
-from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
+from torchtune_adaptive.forecast import output
+from torchtune_adaptive.forecast.alternatives import try_alternatives
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
+from torchtune_adaptive.forecast.request import PLAN_KEYS, read_request
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.entry_point import run_query
 
@@ -35,30 +36,28 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
             f"adaptive_plan is one process, but {started} were started: leave out --nproc_per_node, and add "
             f"world_size={started}"
         )
-    question = read_question(cfg, name_of(path), overrides)
-    as_table, answers, tried = question.plan.format == "table", [], []
-    several = len([*question.each()]) > 1
-    for each in question.each():
-        if several or each.lengths:
-            steps = f"{each.steps} steps of {each.length} tokens at most, {count_of(each.ranks, 'rank')}"
+    request = read_request(cfg, name_of(path), overrides)
+    variants, forecasts, tried = [*request.variants()], [], []
+    as_table, advise = request.plan.format == "table", request.plan.advise
+    for variant in variants:
+        if len(variants) > 1 or variant.lengths:
+            steps = f"{variant.steps} steps of {variant.length} tokens at most, {count_of(variant.ranks, 'rank')}"
             print(f"rehearsing {steps}", file=sys.stderr, flush=True)
-        answers.append(rehearse_recipe(each))
+        forecasts.append(rehearse_recipe(variant))
         if as_table:
-            print(answer.text(answers[-1]), flush=True)
-    fits = any(found.fits for found in answers)
-    for found in answers if question.plan.advise or (question.plan.advise is None and not fits) else ():
-        others = list(advice.advise(found.question))
-        tried += others
+            print(output.as_text(forecasts[-1]), flush=True)
+    fits = any(forecast.fits for forecast in forecasts)
+    for variant in variants if advise or (advise is None and not fits) else ():
+        alternatives = list(try_alternatives(variant))
+        tried += alternatives
         if as_table:
-            print(advice.text(others), flush=True)
-            best = next((one.found for one in others if one.found.fits), None)
-            if best is not None:
-                print(f"train the first with: {answer.command(best.question, best.rows)}", flush=True)
-    if question.plan.format == "json":
-        print(answer.as_json(answers, [one.as_row() for one in tried]))
+            print(output.alternatives_as_text(alternatives), flush=True)
+    if not as_table:
+        print(output.as_json(forecasts, tried))
     if not fits:
-        hint = "see the settings above" if tried else "advise=True tries other settings"
-        raise AdaptiveError(f"the config does not fit; {hint}")
+        others_fit = any(each.forecast.fits for each in tried)
+        remedy = "the settings above fit" if others_fit else "advise=True tries every other setting"
+        raise AdaptiveError(f"the config does not fit; {remedy}")
 
 
 if __name__ == "__main__":

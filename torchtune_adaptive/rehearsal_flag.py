@@ -1,10 +1,16 @@
 """The flag of a rehearsal (started by `rehearse/`), which runs without computation or communication."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 
 class Rehearsal:
     """Whether this process is a rehearsal."""
 
-    on = False
+    def __init__(self) -> None:
+        self.on = False
+        self.record: Callable[[str, Mapping[str, Any]], object] = lambda kind, values: None
+        """Adds a line to the record of the rehearsal; does nothing outside of one."""
 
 
 REHEARSAL = Rehearsal()

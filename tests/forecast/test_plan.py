@@ -14,16 +14,16 @@ from typing import Any
 import adaptive_plan
 import pytest
 
-from tests.forecast.two_ranks import errors_and_flushes, question, trained
+from tests.forecast.two_ranks import errors_and_flushes, plan_request, trained
 from tests.null.processes import skip_without_null_device
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.demo.dataset import demo_dataset
 from torchtune_adaptive.demo.tokenizer import demo_tokenizer
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.forecast import advice
-from torchtune_adaptive.forecast.answer import command
-from torchtune_adaptive.forecast.question import Question, read_question
-from torchtune_adaptive.forecast.rehearse_recipe import ERASE, Found, progress, rehearse_recipe
+from torchtune_adaptive.forecast import alternatives
+from torchtune_adaptive.forecast.output import training_command
+from torchtune_adaptive.forecast.rehearse_recipe import ERASE, Forecast, progress, rehearse_recipe
+from torchtune_adaptive.forecast.request import PlanRequest, read_request
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
 GIB = 2**30
@@ -93,7 +93,7 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_
     sizes = ("model.num_layers=8", "memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=1")
     ended = run_plan(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == "error: the config does not fit; see the settings above"
+    assert ended.stderr.splitlines()[-1] == "error: the config does not fit; the settings above fit"
     assert "does not fit: out of memory in step 1" in ended.stdout
     assert "enable_activation_checkpointing=True" in ended.stdout
     assert "train the first with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout
@@ -127,20 +127,20 @@ def test_config_that_the_recipe_refuses_is_refused(words: tuple[str, ...], expec
 
 @pytest.mark.parametrize("config", ["llama3_2/8B_to_1B_KD_lora_distributed", "llama3/8B_qat_full"])
 def test_config_of_an_unknown_recipe_is_refused(config: str) -> None:
-    with pytest.raises(ConfigError, match="so it would answer for another training"):
-        read_question(read_config(locate(config), ["memory_limit=h100"]), config, ())
+    with pytest.raises(ConfigError, match="so the forecast would be wrong"):
+        read_request(read_config(locate(config), ["memory_limit=h100"]), config, ())
 
 
 def test_smaller_batches_are_tried_before_other_settings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def nothing_fits(candidate: Question) -> Found:
+    def nothing_fits(candidate: PlanRequest) -> Forecast:
         raise AdaptiveError(f"{candidate.batch_size} rows do not fit")
 
-    monkeypatch.setattr(advice, "rehearse_recipe", nothing_fits)
+    monkeypatch.setattr(alternatives, "rehearse_recipe", nothing_fits)
     words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
     cfg = read_config(locate("adaptive/demo/full"), words)
-    assert list(advice.advise(read_question(cfg, "", words))) == []
+    assert list(alternatives.try_alternatives(read_request(cfg, "", words))) == []
     message = capsys.readouterr().err.splitlines()
     fewer = "use_maximum_batch_size=True"
     assert message[:2] == [f"trying {fewer} (1 rank, 256 tokens)", f"{fewer}: None rows do not fit"]
@@ -148,27 +148,41 @@ def test_smaller_batches_are_tried_before_other_settings(
 
 
 def test_no_other_setting_is_tried_if_fewer_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits(candidate: Question) -> Found:
-        rehearsed = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
-                              steps=[{"allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}])  # fmt: skip
-        return Found(candidate, rehearsed, {"": {"rows": 8}}, "")
+    def fits(candidate: PlanRequest) -> Forecast:
+        rehearsal = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
+                              steps=[{"allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}],
+                              searches=[{"stage": "", "result": {"rows": 8}}])  # fmt: skip
+        return Forecast(candidate, rehearsal)
 
-    monkeypatch.setattr(advice, "rehearse_recipe", fits)
+    monkeypatch.setattr(alternatives, "rehearse_recipe", fits)
     words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
-    asked = read_question(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
-    (tried,) = advice.advise(asked)
+    asked = read_request(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
+    (tried,) = alternatives.try_alternatives(asked)
     # the same samples per step
-    assert " batch_size=64 use_maximum_batch_size=True " in command(tried.found.question, tried.found.rows)
+    assert " batch_size=64 use_maximum_batch_size=True " in training_command(tried.forecast)
 
 
-def test_signal_ends_all_questions() -> None:
+def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    lines = [
+        {"kind": "search", "stage": "", "result": {"rows": 8}},
+        {"kind": "message", "text": "no room: lower adaptive.memory_limit"},
+    ]
+    record.write_text("\n".join(map(json.dumps, lines)))
+    rehearsal = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
+    forecast = Forecast(plan_request(2, alike=True).with_overrides(("use_maximum_batch_size=True",)), rehearsal)
+    assert forecast.searches == {"": {"rows": 8}}
+    assert forecast.why_not == "does not fit: no room: lower adaptive.memory_limit"
+
+
+def test_signal_ends_all_rehearsals() -> None:
     def end_this() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     soon = threading.Timer(2, end_this)
     soon.start()
     with pytest.raises(KeyboardInterrupt):
-        list(advice.advise(question(12, alike=True)))
+        list(alternatives.try_alternatives(plan_request(12, alike=True)))
     soon.join()
 
 
@@ -181,15 +195,15 @@ def test_several_processes_are_refused_with_the_option_for_ranks(monkeypatch: py
 
 def test_lengths_may_be_those_of_the_configs_dataset() -> None:
     words = ["device=cuda", "memory_limit=8GiB", "lengths=dataset"]
-    asked = read_question(read_config(locate("adaptive/demo/full"), words), "", ())
+    asked = read_request(read_config(locate("adaptive/demo/full"), words), "", ())
     known = {len(sample["tokens"]) for sample in demo_dataset(demo_tokenizer(max_seq_len=512), samples=512)}
     assert 20 < len(set(asked.lengths)) <= len(known)
     assert {*asked.lengths} <= known
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
-    asked = question(12, alike=True)
-    found, ranks = rehearse_recipe(asked).rehearsed, trained(asked)
+    asked = plan_request(12, alike=True)
+    found, ranks = rehearse_recipe(asked).rehearsal, trained(asked)
     assert len(ranks) == 2
     for rank in ranks:
         assert errors_and_flushes(found) == errors_and_flushes(rank)

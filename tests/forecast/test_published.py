@@ -11,9 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.null.processes import skip_without_null_device
 from tests.recipes.running import STOCK
-from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
+from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08
@@ -51,7 +50,7 @@ def test_line_of_torchtunes_readme(line: str) -> None:
     sizes = (f"batch_size={ROWS}", "gradient_accumulation_steps=1", "clip_grad_norm=null")
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*sizes, *overrides]))
     assert isinstance(cfg, DictConfig)
-    found = rehearse_recipe(Question(cfg, PlanSettings(memory_limit="a100", sequence_length=TOKENS), name, sizes))
+    found = rehearse_recipe(PlanRequest(cfg, PlanSettings(memory_limit="a100", sequence_length=TOKENS), name, sizes))
     measured = found.most["allocated_bytes"] / 2**30
     print(f"{line}: {measured:.2f} GiB")
     assert measured == pytest.approx(gib, rel=TOLERANCE)

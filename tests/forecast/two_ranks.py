@@ -17,9 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
 from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe, rehearsed_config
+from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
@@ -28,7 +27,7 @@ SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4
 RUN = ("device=cuda", "use_maximum_batch_size=False", "gradient_accumulation_steps=1", "seed=3")
 
 
-def question(steps: int, *, alike: bool, memory: str = "4500MiB") -> Question:
+def plan_request(steps: int, *, alike: bool, memory: str = "4500MiB") -> PlanRequest:
     """Return the settings; with `alike`, both ranks have samples of the same lengths, so that neither waits for the
     other's recovery.
     """
@@ -36,20 +35,20 @@ def question(steps: int, *, alike: bool, memory: str = "4500MiB") -> Question:
     cfg = OmegaConf.merge(OmegaConf.load(locate("adaptive/demo/full")), OmegaConf.from_dotlist([*given]))
     assert isinstance(cfg, DictConfig)
     settings = PlanSettings(world_size=RANKS, memory_limit=memory, lengths="100:2000", steps=steps)
-    asked = Question(cfg, settings, "adaptive/demo/full", given)
+    asked = PlanRequest(cfg, settings, "adaptive/demo/full", given)
     if alike:
         vars(asked)["lengths"] = [length for length in asked.lengths for _ in range(RANKS)]
     return asked
 
 
-def trained(question: Question) -> list[RehearsalResult]:
+def trained(request: PlanRequest) -> list[RehearsalResult]:
     """Run the config on two ranks that record their steps."""
-    usable_bytes = question.gpu.memory - question.overhead_bytes
+    usable_bytes = request.gpu.memory - request.overhead_bytes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        OmegaConf.save(rehearsed_config(question, folder), folder / "config.yaml")
+        OmegaConf.save(rehearsed_config(request, folder), folder / "config.yaml")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-        rank = ["-m", "tests.forecast.one_rank", str(folder), str(question.steps + 1), question.recipe]
+        rank = ["-m", "tests.forecast.one_rank", str(folder), str(request.steps + 1), request.recipe]
         subprocess.run(
             [*launcher, *rank, "--config", str(folder / "config.yaml")],
             env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},
@@ -57,9 +56,9 @@ def trained(question: Question) -> list[RehearsalResult]:
             timeout=3600,
             stdout=subprocess.DEVNULL,
         )
-        about = {"usable_bytes": usable_bytes, "overhead_bytes": question.overhead_bytes, "ranks": RANKS, "status": 0}
+        about = {"usable_bytes": usable_bytes, "overhead_bytes": request.overhead_bytes, "ranks": RANKS, "status": 0}
         ranks = [RehearsalResult.read(folder / f"rank{rank}.jsonl", rank=rank, **about) for rank in range(RANKS)]
-        return [replace(rank, steps=rank.steps[: question.steps]) for rank in ranks]
+        return [replace(rank, steps=rank.steps[: request.steps]) for rank in ranks]
 
 
 def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
@@ -70,9 +69,9 @@ def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
 def main(steps: int = 200) -> None:
     rows = []
     for alike in True, False:
-        asked = question(steps, alike=alike)
+        asked = plan_request(steps, alike=alike)
         found = {
-            "rehearsed": rehearse_recipe(asked).rehearsed,
+            "rehearsed": rehearse_recipe(asked).rehearsal,
             **{f"rank {each.rank}": each for each in trained(asked)},
         }
         by_step = {name: errors_and_flushes(each) for name, each in found.items()}

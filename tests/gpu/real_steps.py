@@ -30,7 +30,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, plain_tensors, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.forecast.which_recipe import is_lora
+from torchtune_adaptive.forecast.request import is_lora
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.null_cuda.build import LIBRARY
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset

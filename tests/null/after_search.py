@@ -3,6 +3,7 @@
 python -m tests.null.after_search
 """
 
+import os
 import sys
 from typing import Any
 
@@ -11,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
 from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.forecast.question import read_question
-from torchtune_adaptive.forecast.rehearse_recipe import Found, rehearse_recipe
+from torchtune_adaptive.forecast.rehearse_recipe import Forecast, rehearse_recipe
+from torchtune_adaptive.forecast.request import read_request
 
 LENGTHS, LONGEST = "300:2048", 2048
 """Median and longest length, drawn like those of instruction data."""
@@ -25,16 +26,16 @@ CASES = tuple(
 )
 
 
-def rehearsed(name: str, memory_gb: int, given: tuple[str, ...] = (), **asked: Any) -> Found:
+def rehearsed(name: str, memory_gb: int, given: tuple[str, ...] = (), **asked: Any) -> Forecast:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
     assert isinstance(cfg, DictConfig)
     plan = {"world_size": RANKS, "memory_limit": f"{memory_gb}GB", "sequence_length": LONGEST, **asked}
     merged = OmegaConf.merge(cfg, OmegaConf.create(plan), OmegaConf.from_dotlist(list(given)))
-    return rehearse_recipe(read_question(DictConfig(merged), name, given))
+    return rehearse_recipe(read_request(DictConfig(merged), name, given))
 
 
-def figures(found: Found) -> dict[str, Any]:
-    steps, errors = found.rehearsed.steps, [each for each in found.rehearsed.errors if not each["tried"]]
+def figures(found: Forecast) -> dict[str, Any]:
+    steps, errors = found.rehearsal.steps, [each for each in found.rehearsal.errors if not each["tried"]]
     return {
         "steps": len(steps),
         "steps that flush": sum(step["flushes"] > 0 for step in steps),
@@ -55,7 +56,8 @@ def main() -> int:
 
     for name, memory_gb, expandable in CASES:
         about: dict[str, Any] = {"config": name, "memory_gb": memory_gb, "expandable_segments": expandable}
-        plan = {"expandable_segments": expandable, "lengths": LENGTHS, "steps": STEPS}
+        plan = {"lengths": LENGTHS, "steps": STEPS}
+        os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{expandable}"
         mixed = rehearsed(name, memory_gb, adaptive={"round_to": "none", "accumulation": "keep"}, **plan)
         tell(**about, what="mixed lengths, rows found", rows=mixed.rows, **figures(mixed))
         for beyond in (0, 1, 2):

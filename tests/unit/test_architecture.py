@@ -74,7 +74,6 @@ WITHOUT_TORCH = {
     "atomic_files",
     "report.journal",
     "cli.status",
-    "forecast.keys",
     "checkpoints.store",
     "lifecycle.run_state",
     "lifecycle.signals",

@@ -31,7 +31,7 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.registry import FULL_DPO, GRPO, GRPO_LORA, LORA_DPO, PLAN, PPO, Recipe
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
-from torchtune_adaptive.forecast.question import read_question
+from torchtune_adaptive.forecast.request import read_request
 from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.run_state import in_use, lock_holder
 from torchtune_adaptive.rl.limits import check_room
@@ -98,7 +98,7 @@ def check_config(cfg: DictConfig, recipe: Recipe, ranks: int | None, *, here: bo
     check = findings.collect
     check(check_keys, cfg, recipe.keys, aloud=True)
     if recipe is PLAN:
-        check(read_question, cfg, "", ())
+        check(read_request, cfg, "", ())
         return findings
     settings, own = check(recipe.read, cfg) or (None, None)
     if settings is not None:

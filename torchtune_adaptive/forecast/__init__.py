@@ -1,1 +1,1 @@
-"""What a recipe will need, from the recipe itself on a card that is not there: `adaptive_plan`."""
+"""`adaptive_plan`: predict the memory of a recipe by rehearsing it on a null device."""

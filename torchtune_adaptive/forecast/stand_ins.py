@@ -1,4 +1,4 @@
-"""What a forecast gives a recipe in place of weights, a tokenizer and data. Each takes the keys of what it replaces."""
+"""Stand-ins for weights, tokenizer, data and rewards. Each takes the arguments of the component that it replaces."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from torchtune_adaptive.tune.model import Unfilled
 from torchtune_adaptive.tune.samples import PAIR, TEXT
 
 TOKEN = 1
-"""Any that a model knows, and no padding."""
+"""A token that every vocabulary has and that is not padding."""
 
 
 class NoWeights:
     """A checkpointer without files."""
 
     def __init__(self, **_: Any) -> None:
-        """Ignores what says where files are."""
+        """Ignore all arguments."""
 
     def load_checkpoint(self) -> dict[str, Any]:
+        """Return weights that take memory but have no values."""
         return {training.MODEL_KEY: Unfilled()}
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Nothing has been trained."""
+        """Save nothing."""
 
 
 class NoTokenizer:
+    """A tokenizer without vocabulary."""
+
     pad_id, eos_id, bos_id = 0, 0, TOKEN
     stop_tokens = (0,)
 
@@ -36,16 +39,17 @@ class NoTokenizer:
         self.max_seq_len = max_seq_len
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return an empty text."""
         return ""
 
 
-def worth(completions: Sequence[str], **_: Any) -> list[float]:
-    """A reward that no two answers share, so that all of them count."""
+def reward(completions: Sequence[str], **_: Any) -> list[float]:
+    """Return a different reward for each answer; GRPO would leave out a group of equal rewards."""
     return [float(place) for place in range(len(completions))]
 
 
-class MadeUp(Dataset[dict[str, Any]]):
-    """As many samples as are asked for, of these lengths in turn; each has what any recipe asks of a sample."""
+class SyntheticDataset(Dataset[dict[str, Any]]):
+    """Samples with the fields of every recipe; their lengths cycle through `lengths`."""
 
     def __init__(self, tokenizer: Any, *, lengths: Sequence[int], samples: int) -> None:
         self._lengths, self._samples = list(lengths), samples

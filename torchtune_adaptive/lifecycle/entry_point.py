@@ -40,6 +40,7 @@ from torchtune_adaptive.lifecycle.heartbeat import exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,7 @@ def _report(error: AdaptiveError, message: str) -> None:
     whole = f"{message}; {saved_and_next_command()}" if can_resume else message
     write_error_file(f"error{where}: {message}")
     print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
+    REHEARSAL.record("message", {"text": whole})
     if not can_resume:
         THIS_RUN.record_end(ERROR, message)
 

@@ -34,7 +34,7 @@ _NOTES = {
     RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
     "needs less memory",
 }
-KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess", "work")
+KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message")
 """Kinds of lines in a record."""
 _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
@@ -78,6 +78,10 @@ class RehearsalResult:
     traced: dict[str, Any] = field(default_factory=dict)
     """The step whose work was recorded, and its work."""
     gpu: Gpu | None = None
+    searches: list[dict[str, Any]] = field(default_factory=list)
+    """Results of a recipe's searches: stage, result."""
+    message: str = ""
+    """The error message of a recipe."""
 
     @classmethod
     def read(cls, path: Path, **about: Any) -> RehearsalResult:
@@ -98,6 +102,8 @@ class RehearsalResult:
             guesses=found["guess"],
             child="".join(each["command"] for each in found["child"][:1]),
             traced=dict(*found["work"][-1:]),
+            searches=found["search"],
+            message="".join(each["text"] for each in found["message"][-1:]),
         )
 
     @property

@@ -38,6 +38,7 @@ from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import progress_bar, say
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import SEARCH, Event
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.tune import schedule
@@ -320,7 +321,8 @@ def _reuse_or_measure(
 ) -> Result:
     """Collective: return the recorded result, or measure, log and record a new one; add it to the journal."""
     settings, kind, stage = trainer.run.settings, trainer.data.kind, step.runner.stage
-    directory = Path(settings.output_dir) / (folder or FOLDERS.get(stage, ""))
+    subfolder = folder or FOLDERS.get(stage, "")
+    directory = Path(settings.output_dir) / subfolder
     fingerprint = search_fingerprint(settings.config, step, memory, options)
     # A rank that is out of memory here gets a better error from the first probe.
     with memory.unlimited():
@@ -338,6 +340,7 @@ def _reuse_or_measure(
     if recorded is None and dist.get_rank() == 0:
         logger.info("%s", table)
         write_record(directory, fingerprint, step.length, result)
+        REHEARSAL.record("search", {"stage": subfolder, "result": asdict(result)})
     reason = f"{what}{' · ' * bool(stage)}{stage}: {found}{', reused from an earlier run' * (recorded is not None)}"
     figures |= {"stage": stage or None, "reason": reason, "budget_bytes": result.budget_bytes}
     trainer.run.journal.event(Event(kind=SEARCH, step=trainer.run.progress.step, **figures))

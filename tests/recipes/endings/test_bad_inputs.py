@@ -21,8 +21,7 @@ from tests.recipes.running import load_ours
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.question import read_question
+from torchtune_adaptive.forecast.request import PlanSettings, read_request
 from torchtune_adaptive.lifecycle.entry_point import run_query, run_recipe
 
 MOST_BYTES = 2 * 2**30
@@ -91,7 +90,7 @@ QUESTION = ("device=cuda", "memory_limit=8GiB")
 )
 def test_invalid_plan_setting_is_reported_with_the_allowed_values(overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        read_question(read_config(locate(CONFIG[1]), [*QUESTION, *overrides]), "", ())
+        read_request(read_config(locate(CONFIG[1]), [*QUESTION, *overrides]), "", ())
     assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
 
 
@@ -138,7 +137,7 @@ def test_any_value_of_any_key_is_accepted_or_reported_with_its_key(key: str, val
 def test_any_invalid_plan_setting_is_reported_with_its_key(key: str, value: Any) -> None:
     message = key
     try:
-        read_question(read_config(locate(CONFIG[1]), [*QUESTION, f"{key}={as_yaml(value)}"]), "", ())
+        read_request(read_config(locate(CONFIG[1]), [*QUESTION, f"{key}={as_yaml(value)}"]), "", ())
     except ConfigError as error:
         message = str(error)
     assert key in message

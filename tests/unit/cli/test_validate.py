@@ -251,13 +251,13 @@ def test_component_next_to_the_config_is_found(validate: Validate, tmp_path: Pat
     assert (status, errors) == (0, "")
 
 
-def test_question_to_adaptive_plan_is_checked(validate: Validate) -> None:
+def test_config_of_adaptive_plan_is_checked(validate: Validate) -> None:
     question = ("adaptive/llama3_1/8B_full", "--recipe", PLAN.name)
     assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
     assert_refused(validate(*question, "world_size=8"), ["memory_limit is null"])
     assert_refused(validate(*question, "world_size=0", "memory_limit=h100"), ["world_size is 0"])
     assert_refused(validate(*question, "memory_limit=h10"), ["cannot read 'h10'", "h100"])
-    assert_refused(validate(*question, "memory_limit=2GiB", "world_size=8"), ["nothing is left for tensors"])
+    assert_refused(validate(*question, "memory_limit=2GiB", "world_size=8"), ["no memory remains for tensors"])
     assert_refused(validate(*question, "memory_limit=h100", "device=cpu"), ["device is cpu", "device=cuda"])
     both = ("adaptive.token_budget=auto", "use_maximum_batch_size=True")
     assert_refused(validate(*question, "memory_limit=h100", *both), ["use_maximum_batch_size is True"])

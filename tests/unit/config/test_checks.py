@@ -13,8 +13,7 @@ from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, on_gpu
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe, config_files
 from torchtune_adaptive.errors import ConfigError, SeveralErrors
-from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.which_recipe import training_of
+from torchtune_adaptive.forecast.request import PlanSettings, recipe_of
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_folder_that_is_a_file_or_broken_link_is_reported_by_its_key(key: str, t
 
 @pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)
 def test_recipe_of_a_config_is_recognized(recipe: Recipe) -> None:
-    assert training_of(demo(recipe)) is recipe
+    assert recipe_of(demo(recipe)) is recipe
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", "cuda", "cuda:1", "xpu", "npu:3", "mps"])

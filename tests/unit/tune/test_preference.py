@@ -12,7 +12,7 @@ from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs
+from torchtune_adaptive.forecast.request import is_lora, trains_on_pairs
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import check_samples
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE, build_preference_loss, figures_of, sums_of_rows

@@ -1,0 +1,303 @@
+"""The input of `adaptive_plan`: a config with its recipe, the GPU, and the lengths to rehearse."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.config import components, keys
+from torchtune_adaptive.config.checks import SECTIONS
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import COUNT, MOST_TOKENS, NULL, TEXT, Rule, Settings, one_of, option, value_at
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, GRPO_LORA, LORA, LORA_DPO, PPO, Recipe
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import did_you_mean, format_bytes, parse_amount
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
+from torchtune_adaptive.rehearse.start import overhead_of
+from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
+from torchtune_adaptive.tune import samples
+from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
+from torchtune_adaptive.tune.data import build_dataset
+from torchtune_adaptive.tune.preference import build_preference_loss
+
+Overrides = tuple[str, ...]
+"""Changes of a config, as on a command line."""
+STEPS, STEPS_WITH_LENGTHS = 2, 200
+"""Steps to rehearse: at least two, because the first backward runs without optimizer state in memory."""
+DRAWN_LENGTHS = 4099
+"""A prime, so that the lengths repeat in other steps."""
+DEFAULT_TOKENS = 4096
+
+
+def _one_or_several(most: int) -> Rule:
+    return keys.count_up_to(most) | keys.counts_up_to(most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """Keys of `adaptive_plan`, which also takes the keys of the recipe."""
+
+    world_size: int | tuple[int, ...] = option(_one_or_several(65_536), 1)
+    """number of ranks, or several numbers to compare, such as `[1,2,4,8]`. The command starts no other process, so any
+    number works"""
+    memory_limit: str | float | None = option(TEXT | keys.NUMBER | NULL, None)
+    """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null:
+    `adaptive.memory_limit`, or its smallest entry if it is a list"""
+    memory_overhead: str | int | None = option(TEXT | one_of(0) | NULL, None)
+    """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`, or `1GiB` for one
+    process"""
+    sequence_length: int | tuple[int, ...] | None = option(_one_or_several(MOST_TOKENS) | NULL, None)
+    """tokens of a row, or several lengths to compare, such as `[2048,8192]`. null: `adaptive.sequence_length`, else
+    `tokenizer.max_seq_len`, else the smaller of 4096 and the model's maximum"""
+    lengths: str | None = option(TEXT | NULL, None)
+    """rehearse samples of varying lengths instead of the longest only: a median and a maximum (`512:4096`), a file with
+    one number per line, or `dataset` for the lengths of the config's dataset"""
+    steps: int | None = option(COUNT | NULL, None)
+    """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
+    format: str = option(one_of("table", "json"), "table")
+    """output format. `json` has every figure, including settings that were tried and memory over the steps"""
+    advise: bool | None = option(keys.BOOL | NULL, None)
+    """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
+
+    @property
+    def rank_counts(self) -> tuple[int, ...]:
+        """The numbers of ranks, without duplicates."""
+        return (self.world_size,) if isinstance(self.world_size, int) else tuple(dict.fromkeys(self.world_size))
+
+
+PLAN_KEYS = (*PPO_KEYS, *GRPO_KEYS, *keys.keys_of(PlanSettings))
+"""Keys that `adaptive_plan` takes in addition to those of finetuning."""
+
+
+def recipe_of(cfg: DictConfig) -> Recipe:
+    """Return the recipe that runs this config."""
+    if POLICY_SECTION in cfg:
+        return PPO
+    full, lora = (FULL, LORA)
+    if trains_on_rollouts(cfg):
+        full, lora = (GRPO, GRPO_LORA)
+    elif trains_on_pairs(cfg):
+        full, lora = (FULL_DPO, LORA_DPO)
+    return lora if is_lora(cfg) else full
+
+
+def is_lora(cfg: DictConfig) -> bool:
+    """Return True if the config trains adapters."""
+    return POLICY_SECTION not in cfg and "lora_attn_modules" in components.require(cfg, "model")
+
+
+def trains_on_rollouts(cfg: DictConfig) -> bool:
+    """Return True for PPO and GRPO."""
+    return POLICY_SECTION in cfg or "grpo_samples" in cfg
+
+
+def trains_on_pairs(cfg: DictConfig) -> bool:
+    """Return True for preference training: the config has a reference checkpointer, or its loss takes pairs."""
+    if trains_on_rollouts(cfg):
+        return False
+    if cfg.get("ref_checkpointer") is not None:
+        return True
+    try:
+        build_preference_loss(cfg)
+    except ConfigError:  # the loss cannot be built; torchtune's preference losses are in torchtune.rlhf
+        return "rlhf" in str(value_at(cfg, "loss._component_"))
+    return True
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A config, the settings of `adaptive_plan`, and the overrides of the command line."""
+
+    cfg: DictConfig
+    plan: PlanSettings
+    config_name: str
+    overrides: Sequence[str] = ()
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, or the first of several."""
+        return self.plan.rank_counts[0]
+
+    @property
+    def recipe(self) -> str:
+        """The name of the recipe to rehearse."""
+        return recipe_of(self.cfg).name
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings as the recipe reads them; raises the recipe's ConfigError."""
+        return recipe_of(self.cfg).read(self.cfg)[0]
+
+    def variants(self) -> Iterator[PlanRequest]:
+        """Yield a request for each number of ranks and each length."""
+        lengths = self.plan.sequence_length
+        for ranks in self.plan.rank_counts:
+            for length in lengths if isinstance(lengths, tuple) else (lengths,):
+                yield replace(self, plan=replace(self.plan, world_size=ranks, sequence_length=length))
+
+    def with_ranks(self, ranks: int) -> PlanRequest:
+        """Return this request for another number of ranks."""
+        return replace(self, plan=replace(self.plan, world_size=ranks))
+
+    def with_overrides(self, overrides: Overrides) -> PlanRequest:
+        """Return this request with more overrides."""
+        return replace(self, cfg=override(self.cfg, overrides), overrides=[*self.overrides, *overrides])
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The lengths of the samples; empty if all samples have the same length."""
+        source = self.plan.lengths
+        if source is None:
+            return []
+        if source == "dataset":
+            return _lengths_of_dataset(self.cfg)
+        median, _, longest = source.partition(":")
+        try:
+            if longest:
+                return _log_normal(int(median), int(longest))
+            lengths = [int(word) for word in Path(source).read_text().split()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"lengths is {source!r} ({error}): set it to a median and a maximum, such as 512:4096, to a file "
+                "with a number per line, or to dataset"
+            ) from error
+        if min(lengths, default=0) < 1:
+            raise ConfigError(f"lengths: {source} is empty or has a length below 1: give a number of tokens per line")
+        random.Random(0).shuffle(lengths)
+        return lengths
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row; in reinforcement learning, of the longest prompt."""
+        if self.lengths and self.plan.sequence_length is None:
+            return max(self.lengths)
+        given: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
+        return int(given or value_at(self.cfg, "tokenizer.max_seq_len") or min(DEFAULT_TOKENS, self.max_seq_len))
+
+    @cached_property
+    def max_seq_len(self) -> int:
+        """The longest sequence that the model accepts."""
+        with torch.device("meta"):
+            model = components.build(POLICY_SECTION if POLICY_SECTION in self.cfg else "model", self.cfg)
+        return max_seq_len_of([model]) or MOST_TOKENS
+
+    @property
+    def steps(self) -> int:
+        """Steps to rehearse after the search."""
+        return self.plan.steps or (STEPS_WITH_LENGTHS if self.lengths else STEPS)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch size of the command line; None to search the largest."""
+        given = any(word.startswith("batch_size=") for word in self.overrides)
+        return int(self.cfg.batch_size) if given and not self.cfg.get("use_maximum_batch_size") else None
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU, with the memory of the rank that has the least."""
+        memory = self.plan.memory_limit
+        if memory is None:
+            limits = self.settings.adaptive.memory_limit
+            if limits is None or any(limit.is_fraction for limit in limits):
+                cards = ", ".join(GPUS)
+                raise ConfigError(f"memory_limit is null: set it to an amount (24GiB, 80GB) or a card ({cards})")
+            return GPUS["h100"]._replace(memory=min(int(limit.amount) for limit in limits))
+        name = str(memory).strip().lower()
+        if name in GPUS:
+            return GPUS[name]
+        try:
+            return GPUS["h100"]._replace(memory=parse_amount(memory, "memory_limit"))
+        except ConfigError as error:
+            cards = did_you_mean(name, GPUS, most=3) or f"; known are {', '.join(GPUS)}"
+            raise ConfigError(f"{error}; or a card by its name{cards}") from error
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Memory that tensors cannot use."""
+        overhead = self.plan.memory_overhead
+        if overhead is None:
+            return overhead_of(self.ranks)
+        return 0 if overhead == 0 else parse_amount(overhead, "memory_overhead")
+
+
+def read_request(cfg: DictConfig, config_name: str, overrides: Sequence[str]) -> PlanRequest:
+    """Read and check the settings; raises a ConfigError if they are invalid or the recipe would refuse them."""
+    request = PlanRequest(cfg, keys.read(PlanSettings, cfg), config_name, overrides)
+    sections = {str(key) for key in cfg if value_at(cfg, f"{key!s}.{COMPONENT}") is not None}
+    if unknown := sorted(sections - {*SECTIONS, *PLAN_KEYS}):
+        raise ConfigError(
+            f"{', '.join(unknown)}: not a section of any recipe that adaptive_plan knows, so the forecast would be "
+            f"wrong: rehearse the recipe itself, tune-adaptive rehearse --ranks {request.ranks} -- tune run RECIPE "
+            f"--config {config_name}"
+        )
+    if not str(cfg.get("device", "cuda")).startswith("cuda"):
+        raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
+    optimizer = str(value_at(cfg, f"optimizer.{COMPONENT}"))
+    # bitsandbytes is not a dependency, but half of torchtune's configs for one GPU use it
+    if optimizer.startswith("bitsandbytes.") and find_spec("bitsandbytes") is None:
+        other = "torchao.optim.AdamW8bit" if optimizer.endswith("8bit") else "torch.optim.AdamW"
+        raise ConfigError(
+            f"optimizer is {optimizer}, which is not installed: pip install bitsandbytes, or set "
+            f"optimizer.{COMPONENT}={other}, whose state stays on the GPU"
+        )
+    request.settings  # noqa: B018
+    for variant in request.variants():
+        _check_memory_and_length(variant)
+    return request
+
+
+def _check_memory_and_length(request: PlanRequest) -> None:
+    memory, overhead = request.gpu.memory, request.overhead_bytes
+    if memory >= 2**47:
+        raise ConfigError(f"memory_limit is {format_bytes(memory)}: allowed is less than 128TiB")
+    if overhead >= memory:
+        raise ConfigError(
+            f"memory_limit is {format_bytes(memory)} and memory_overhead {format_bytes(overhead)}: no memory remains "
+            "for tensors; raise memory_limit"
+        )
+    key = "lengths" if request.lengths else "sequence_length"
+    answer = int(request.cfg.max_generated_tokens) if trains_on_rollouts(request.cfg) else 0
+    tokens, most = request.length + answer, request.max_seq_len
+    if tokens > most:
+        plus = f" and max_generated_tokens {answer}" * bool(answer)
+        raise ConfigError(
+            f"{key}: samples of {request.length} tokens{plus}, but the model takes at most {most} (its max_seq_len)"
+        )
+    if tokens < 2:
+        raise ConfigError(f"{key} is {tokens}: a sample needs at least 2 tokens, one of which is predicted")
+
+
+def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:
+    """Return a copy of the config with these overrides, as torchtune's parser applies them."""
+    copy = cfg.copy()
+    for removed in (each[1:] for each in overrides if each.startswith("~")):
+        section, _, key = removed.rpartition(".")
+        (OmegaConf.select(copy, section) if section else copy).pop(key, None)
+    merged = OmegaConf.merge(copy, OmegaConf.from_dotlist([each for each in overrides if not each.startswith("~")]))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _lengths_of_dataset(cfg: DictConfig) -> list[int]:
+    """Return the lengths of randomly drawn samples of the config's dataset."""
+    dataset: Any = build_dataset(cfg, components.build("tokenizer", cfg))[0]
+    drawn = random.Random(0).sample(range(len(dataset)), min(len(dataset), DRAWN_LENGTHS))
+    kind = samples.PAIR if trains_on_pairs(cfg) else samples.TEXT
+    return [max(kind.lengths_of(dataset[index])) for index in drawn]
+
+
+def _log_normal(median: int, longest: int) -> list[int]:
+    """Draw lengths from a log-normal distribution, as instructions have; one in a thousand is the longest."""
+    if not 1 <= median <= longest:
+        raise ValueError("the median must be at least 1 and at most the maximum")
+    drawn, spread = random.Random(0), math.log(longest / median) / 3.09
+    return [min(longest, max(1, round(median * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(DRAWN_LENGTHS)]
