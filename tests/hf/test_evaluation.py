@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import Trainer, set_seed
 
-from tests.hf.trainers import Counting, arguments, collate, tiny_llama, use_fsdp2
+from tests.hf.trainers import Counting, Means, arguments, collate, tiny_llama, use_fsdp2
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.ranks import rank as engine_rank
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
@@ -145,11 +145,28 @@ def test_evaluation_that_runs_out_of_memory_gives_the_results_of_stock(placement
     assert min(failures for _, failures in last) > 0, last
 
 
-def test_evaluation_is_split_to_stay_within_the_memory_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [Trainer, Means], ids=["sum", "mean"])
+def test_evaluation_is_split_to_stay_within_the_memory_limit(base: type[Trainer], tmp_path: Path) -> None:
     with memory_cap(1200 * 1024, tiny_llama().parameters()), pytest.raises(torch.OutOfMemoryError):
-        evaluation_only(tmp_path)
-    limited = evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"))
-    assert limited == pytest.approx(evaluation_only(tmp_path), rel=1e-6)
+        evaluation_only(tmp_path, base=base)
+    limited = evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), base)
+    assert limited == pytest.approx(evaluation_only(tmp_path, base=base), rel=1e-6)
+
+
+class Unlabeled(Counting):
+    """Rows of equal length without labels."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": [index + 1] * 20, "attention_mask": [1] * 20}
+
+
+def test_prediction_without_labels_has_the_logits_of_stock(tmp_path: Path) -> None:
+    settings = arguments(tmp_path, per_device_eval_batch_size=4)
+    stock, ours = (kind(model=tiny_llama(), args=settings) for kind in (Trainer, AdaptiveTrainer))
+    with out_of_memory(ours.model, rank=0) as failed:
+        predictions = ours.predict(Unlabeled(10)).predictions
+    assert failed
+    assert np.abs(predictions - stock.predict(Unlabeled(10)).predictions).max() < 1e-6
 
 
 def evaluation_only(folder: Path, adaptive: AdaptiveArguments | None = None, base: type[Trainer] = Trainer) -> float:
