@@ -192,3 +192,13 @@ def test_evaluation_of_a_loss_that_does_not_add_up_fails_only_after_running_out_
     assert evaluation_only(tmp_path, AdaptiveArguments(), Squared) == evaluation_only(tmp_path, base=Squared)
     with pytest.raises(ConfigError, match=r"the batch cannot be split.*lower per_device_eval_batch_size"):
         evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), Squared)
+
+
+def test_evaluation_loop_of_a_subclass_gets_the_batches_of_stock(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+            for batch in dataloader:
+                assert self.model(**batch).loss > 0
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+
+    assert evaluation_only(tmp_path, AdaptiveArguments(), Own) == evaluation_only(tmp_path)

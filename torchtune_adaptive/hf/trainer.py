@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import logging
 from collections.abc import Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -167,8 +167,10 @@ class AdaptiveMixin(Base):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Collective: see Trainer.evaluation_loop."""
-        with self._explaining_errors(), self._evaluator.opened(dataloader):
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+        loop = super().evaluation_loop
+        is_own = getattr(loop, "__func__", None) is not Trainer.evaluation_loop  # it may not call prediction_step
+        with self._explaining_errors(), nullcontext() if is_own else self._evaluator.opened(dataloader):
+            return loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Collective: run the prediction_step of the trainer; in evaluation_loop, repeat it in pieces if necessary."""
