@@ -40,7 +40,7 @@ class RngState:
 def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Restore parameters, gradients, buffers, optimizer state and random generators at the end.
 
-    Gradients are not copied, so nothing inside may accumulate into existing ones.
+    Gradients are not copied, so the code inside must not accumulate into existing ones.
     """
     rng = RngState.capture()
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
@@ -74,7 +74,7 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
 
 
 def copies_on_host(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return each tensor with copies of its plain tensors."""
+    """Return each tensor with copies of the plain tensors inside."""
     return [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in tensors]
 
 
