@@ -34,7 +34,7 @@ def rehearse(tmp_path: Path) -> Rehearse:
             [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", *options]
             + (["--format", "json"] if json_format else [])
             + ["--", *command],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         found = json.loads(answer.stdout) if json_format and answer.stdout else answer.stdout
         return Answer(answer.returncode, found, answer.stderr)
