@@ -25,7 +25,6 @@ from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import build_judge
-from torchtune_adaptive.rl.refusals import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.rl.rollouts import Rollout, differ, results_of, store
 from torchtune_adaptive.rl.settings import (
     GRPO_REFERENCE_FILES,
@@ -42,7 +41,10 @@ from torchtune_adaptive.rl.stages import (
     SCORE_REFERENCE,
     TRAIN_POLICY,
     RolloutStage,
+    cause_of_stages,
+    check_weights,
     generating,
+    refuse,
 )
 from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.metrics import Cause

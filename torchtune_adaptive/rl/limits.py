@@ -1,7 +1,7 @@
-"""What fits in each stage: what the config says or, measured before the first iteration, as many rows or tokens as fit.
+"""Microbatch limits of each stage: configured, or measured before the first iteration.
 
-Under a token budget a stage goes by the length of prompt and answer. Generating goes by that of the prompt and of all
-that it may be answered with, since how long an answer gets is not known before.
+Under a token budget, the length of a rollout is that of its prompt and answer. For generation, it is that of the prompt
+plus `max_generated_tokens`, because the length of the answer is not known yet.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Limits = Mapping[str, Limit]
 
 
 def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) -> None:
-    """Refuses answers beside which there is no room for a prompt, or for one of the length that is measured."""
+    """Raise a ConfigError if the models cannot hold the longest answer and a prompt of the measured length."""
     most, measured = max_seq_len_of(models), adaptive.sequence_length
     if most is not None and most <= new:
         raise ConfigError(
@@ -65,7 +65,7 @@ def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) 
 
 
 class LimitFinder:
-    """Finds what fits, once all that a run is made of is there."""
+    """Finds the limit of each stage, with all models and optimizers in memory."""
 
     def __init__(self, trainer: Trainer, stages: RolloutStages, rl: RolloutSettings) -> None:
         self._trainer, self._stages = trainer, stages
@@ -74,8 +74,7 @@ class LimitFinder:
         self._most_tokens = max_seq_len_of(stage.model for stage in stages.by_name.values())
 
     def find(self, memory: MemorySource | None) -> Limits:
-        """Collective: limits as the config says, or measured where it asks for that. Prompts beside which there is no
-        room for an answer are refused from then on."""
+        """Collective: return configured or measured limits. Prompts that leave no room for an answer are refused."""
         budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
         if isinstance(budget, int):
             say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
@@ -102,7 +101,7 @@ class LimitFinder:
         return self._with_room({stage: RowLimit(result.rows) for stage, result in results.items()})
 
     def _with_room(self, limits: Limits) -> Limits:
-        """Collective: refuses prompts beside which a microbatch, or a model, has no room for an answer."""
+        """Collective: refuse prompts that leave no room for an answer in a microbatch or in a model."""
         longest = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values())
         new, most = self._new, self._most_tokens
         if longest <= new:
@@ -121,7 +120,7 @@ class LimitFinder:
 
     @contextmanager
     def _as_in_training(self, memory: MemorySource) -> Iterator[None]:
-        """Collective: open, there is what there is in training whichever stage runs: optimizer state and rollouts."""
+        """Collective: keep in memory what training has in every stage: optimizer state and rollouts."""
         explained = fatal_where_memory_runs_out(
             lambda _: UnrecoverableError(
                 f"rank {dist.get_rank()} ran out of memory with all models, the gradients of those that are trained "
@@ -131,24 +130,24 @@ class LimitFinder:
         )
         trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
         with leaving_no_trace(trained, self._optimization.optimizers):
-            # Not limited, so that it is the search that says by how much a rank has too little.
+            # Without the memory limit, so that the error of the search shows how much memory is missing.
             with explained, memory.unlimited():
                 give_gradients(trained)
                 for optimizer in self._optimization.optimizers:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
-                # Those of this rank and those gathered from all ranks. On a CPU, they take room from every stage.
+                # Rollouts of this rank, and those gathered from all ranks.
                 worst, count = self._worst_rollout(), self._answers * (1 + dist.get_world_size())
                 rollouts = [deepcopy(worst) for _ in range(count)]
             yield
             del rollouts
 
     def _measured(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
-        """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
+        """Collective: measure a stage. For generation, parameters stay gathered if one row then fits."""
         policy, samples = self._stages.policy, self._stages.by_name[stage].samples
         try:
             while True:
-                # recorded apart: a later run first tries without
+                # in a separate record, because a later run first tries to keep parameters gathered
                 layer_by_layer = stage == GENERATE and not policy.keep_gathered
                 folder = (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
                 step = self._worst_step(memory, stage)
@@ -162,14 +161,13 @@ class LimitFinder:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
-        """Collective: the longest prompt with the longest answer. The stage that trains last updates all models."""
+        """Collective: return a step on the longest rollout. The stage that trains last updates all models."""
         stages, new = self._stages.by_name, self._new
         *earlier, last = (stage for stage in stages.values() if stage.trains is not None)
         models = [stage.model for stage in earlier]
         generates, updates = name == GENERATE, stages[name] is last
 
-        # Not limited: on a CPU even a prompt may be too much. It is the search that says by how much there is too
-        # little.
+        # Without the memory limit, so that the error of the search shows how much memory is missing.
         with memory.unlimited():
             rollout = self._worst_rollout()
             if updates:
@@ -181,24 +179,24 @@ class LimitFinder:
 
         def update(result: StepResult) -> None:
             self._optimization.update({stage.trains or "": result.target_tokens for stage in (*earlier, last)})
-            give_gradients(models)  # the next probe finds what this one did
+            give_gradients(models)  # as before this probe
 
         norm = getattr(stages[name].model, "norm", None)
         return TrainingStep(
             runner=self._stages.runners[name],
             sample=rollout,
             cut=cut,
-            # A longer rollout first has a longer answer, and from the knee on a longer prompt. Where the answer is yet
-            # to be generated, room for all of it is there from the start, so only the prompt grows.
+            # Up to the knee, a longer rollout has a longer answer, then a longer prompt. Generation allocates the
+            # longest answer at once, so only the prompt grows.
             shortest=new + 1 if generates else 2,
             knee=new if generates else new + 1,
             update=update if updates else None,
-            optimizers=(),  # _as_in_training keeps and restores what there is
+            optimizers=(),  # _as_in_training restores their state
             boundaries={"layers": norm} if norm is not None else {},
         )
 
     def _worst_rollout(self) -> Rollout:
-        """Collective: the longest whose prompt leaves room for an answer. A longer one is refused."""
+        """Collective: return the longest rollout whose prompt leaves room for an answer."""
         length, most = self._settings.adaptive.sequence_length, self._most_tokens
         sample = worst_sample(self._data, length)
         prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
@@ -206,6 +204,7 @@ class LimitFinder:
 
 
 def give_gradients(models: Iterable[nn.Module]) -> None:
+    """Set the gradients of all trained parameters to zeros."""
     for parameter in (parameter for model in models for parameter in model.parameters()):
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

@@ -1,10 +1,10 @@
-"""The models of PPO, all resident, and its checkpoints: policy and value model are trained, the others are not.
+"""The four models of PPO, all in memory, and its checkpoints.
 
-One optimizer updates both that are trained, as in torchtune's recipe. Each has its own sum of gradients over its own
-tokens, so neither depends on how often the other's microbatches were cut. They are saved under one manifest:
+Policy and value model are trained by one optimizer, as in torchtune's recipe. Each model's gradients are divided by the
+tokens of its stage, so they do not depend on the other stage's microbatches. One manifest covers both models:
 
-    epoch_0/            the policy as torchtune's checkpointer writes it, with all that belongs to the run
-    epoch_0/value/      the value model as its own checkpointer writes it
+    epoch_0/            the policy, written by torchtune's checkpointer, and the state of the run
+    epoch_0/value/      the value model, written by a second checkpointer
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from torchtune_adaptive.tune.model import (
 
 HEAD = "output.weight"
 VALUE_MODEL = "value_model"
-"""The key of the value model's weights in what is loaded and saved."""
+"""Key of the value model's weights in a loaded or saved state."""
 VALUE_FOLDER = "value"
 
 
 class Models(NamedTuple):
+    """The models of PPO."""
+
     policy: nn.Module
     value: nn.Module
     reference: nn.Module
@@ -51,11 +53,12 @@ class Models(NamedTuple):
 
     @property
     def trained(self) -> nn.ModuleDict:
+        """The models that the optimizer updates."""
         return nn.ModuleDict({"policy": self.policy, "value": self.value})
 
 
 def build_models(settings: Settings, place: Place, checkpoint: State, seed: int) -> Models:
-    """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
+    """Collective: build policy and value model from the checkpoint, and the others from the files of the config."""
     value = _of_classifier(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION, keys.VALUE_FILES, seed)
     reference = load_reference(settings, keys.PPO_REFERENCE_FILES)
     models = Models(
@@ -75,13 +78,13 @@ def build_models(settings: Settings, place: Place, checkpoint: State, seed: int)
 
 
 def build_judge(settings: Settings, place: Place, section: str, seed: int) -> nn.Module:
-    """Collective: a reward model, as this section describes it."""
+    """Collective: build the reward model of this section."""
     weights = _of_classifier(settings, load_reference(settings, keys.REWARD_FILES), section, keys.REWARD_FILES, seed)
     return build_frozen_model(settings, place, weights, section, keys.REWARD_FILES)
 
 
 def _of_classifier(settings: Settings, weights: State, section: str, files: str, seed: int) -> State:
-    """Weights for a model of one number a token. A language model's head is replaced by a new one."""
+    """Return weights for a model with one output per token; a language model's head is replaced by a random one."""
     if isinstance(weights, Unfilled):
         return weights
     if HEAD not in weights:
@@ -99,21 +102,22 @@ def _of_classifier(settings: Settings, weights: State, section: str, files: str,
 
 
 PPO_CONTENTS = Contents("full_ppo", parts=(("policy", training.MODEL_KEY), ("value", VALUE_MODEL)))
-"""What a checkpoint has: both models that are trained."""
+"""Parts of a checkpoint: the trained models."""
 
 
 class TwoCheckpointers:
-    """Two of torchtune's checkpointers as one, so that what they write becomes one checkpoint, or none."""
+    """Combines two checkpointers of torchtune, so that both models are in one atomic checkpoint."""
 
     def __init__(self, policy: Checkpointer, value: Checkpointer, staging: Path) -> None:
         self._policy, self._value, self._staging = policy, value, staging
 
     def load_checkpoint(self) -> State:
+        """Load the policy's state and the value model's weights."""
         state = self._policy.load_checkpoint()
         return {**state, VALUE_MODEL: read_state(self._value, keys.VALUE_FILES)[training.MODEL_KEY]}
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
-        """Writes both, and moves the value model to where the policy is."""
+        """Write both models, and move the value model into the folder of the policy."""
         of_policy = {key: part for key, part in state.items() if key != VALUE_MODEL}
         self._policy.save_checkpoint(of_policy, epoch=epoch, intermediate_checkpoint=intermediate_checkpoint, **options)
         of_value = {training.MODEL_KEY: state[VALUE_MODEL]}
@@ -123,7 +127,7 @@ class TwoCheckpointers:
 
 
 def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:
-    """`checkpointer` and `value_checkpointer`, which read what the run goes on from, and write beside each other."""
+    """Build `checkpointer` and `value_checkpointer`; a resumed run reads the files of its checkpoint."""
     policy = build_checkpointer(cfg, staging, files)
     section = section_writing_to(cfg, keys.VALUE_FILES, staging / VALUE_FOLDER)
     if files is not None:
@@ -134,7 +138,7 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
         section["checkpoint_files"] = found
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
     value = components.build_section(keys.VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
-    # the demo's make their weights, which belong to a run's identity
+    # the demo's checkpointers create their weights, which are part of the identity of a run
     for key in (keys.PPO_REFERENCE_FILES, keys.REWARD_FILES):
         frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
         components.build_section(key, frozen, should_load_recipe_state=False)

@@ -24,9 +24,9 @@ from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import Models
-from torchtune_adaptive.rl.refusals import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
 from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOSettings
+from torchtune_adaptive.rl.stages import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.tune.metrics import Cause
 
 

@@ -60,9 +60,9 @@ def prompt_dataset(
     template: str | None = None,
     **options: Any,
 ) -> Prompts:
-    """Build the component for a config's `dataset:`.
+    r"""Build the component for a config's `dataset:`.
 
     The question becomes a user message, after the `system` message if given. For models without a chat format,
-    `template` formats a row as text: "Question: {question}\\nAnswer:". `options` go to `datasets.load_dataset`.
+    `template` formats a row as text: "Question: {question}\nAnswer:". `options` go to `datasets.load_dataset`.
     """
     return Prompts(tokenizer, load_dataset(source, **options), column, system, template)

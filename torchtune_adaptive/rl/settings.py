@@ -1,4 +1,4 @@
-"""The keys of PPO and GRPO, read and checked before anything is built: those of torchtune's recipes, and ours."""
+"""Keys of PPO and GRPO, which are read and checked before any component is built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 
 POLICY_SECTION, VALUE_SECTION, REWARD_SECTION = "policy_model", "reward_and_value_model", "reward_model"
-"""Sections of models: in PPO values and rewards are those of one kind, in GRPO the policy is in `model`."""
+"""Sections of models. PPO builds the value and the reward model from one section; GRPO's policy is in `model`."""
 POLICY_FILES, VALUE_FILES, REWARD_FILES = "checkpointer", "value_checkpointer", "reward_checkpointer"
 PPO_REFERENCE_FILES, GRPO_REFERENCE_FILES = "ref_policy_checkpointer", "ref_checkpointer"
 REWARD_FUNCTIONS = "reward_functions"
@@ -43,13 +43,13 @@ AT_LEAST_2 = Rule(
 )
 FINITE = Rule(lambda v: NUMBER.accepts(v) and abs(v) < math.inf, "a finite number")
 LARGEST = 1e12
-"""Size of a reward above which its square, summed over tokens, may not fit in single precision."""
+"""The squares of larger rewards, summed over tokens, may overflow in single precision."""
 REWARD = Rule(lambda v: NUMBER.accepts(v) and abs(v) <= LARGEST, f"a number from -{LARGEST:g} to {LARGEST:g}")
 COST = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= LARGEST, f"a number from 0 to {LARGEST:g}")
 FINITE_ABOVE_0 = Rule(lambda v: FINITE.accepts(v) and v > 0, "a finite number above 0")
-CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, which clips nothing")
+CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, for no clipping")
 MOST_EPOCHS = 100_000
-"""Stands for `epochs`: how long a run is, `num_steps` says."""
+"""The value of `epochs`; `num_steps` sets the length of a run."""
 
 NOT_SUPPORTED = (
     "tensor_parallel_dim",
@@ -60,19 +60,19 @@ NOT_SUPPORTED = (
     "optimizer_in_bwd",
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
-"""Keys of finetuning beside which `num_steps` would have nothing to say."""
+"""Keys of finetuning that contradict `num_steps`."""
 NEVER = (
     ("enable_kv_cache", False, "answers are always generated with a cache", "True"),
     ("dataset.packed", True, "prompts cannot be packed", "False"),
     ("adaptive.padding", False, "rows of rollouts are padded to the longest", "null or True"),
     ("adaptive.deal", True, "rollouts stay on the rank that has their prompts", "null or False"),
 )
-"""Values that no stage can do, and why; what is allowed."""
+"""Unsupported values: key, value, reason, allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """The keys that PPO and GRPO share, with torchtune's names."""
+    """Keys that PPO and GRPO share, with torchtune's names."""
 
     batch_size: int = option(COUNT)
     num_steps: int = option(COUNT)
@@ -88,19 +88,22 @@ class RolloutSettings:
 
     @property
     def answers(self) -> int:
+        """Answers of a rank in an iteration."""
         return self.batch_size * self.grpo_samples
 
     @property
     def updates(self) -> int:
+        """Optimizer steps of an iteration."""
         return self.ppo_epochs
 
     def iterations(self, ranks: int) -> int:
+        """Iterations of the run."""
         return self.num_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOSettings(RolloutSettings):
-    """PPO's own keys, with torchtune's names."""
+    """Keys of PPO, with torchtune's names."""
 
     ppo_batch_size: int = option(COUNT)
     gradient_accumulation_steps: int = option(COUNT)
@@ -115,10 +118,11 @@ class PPOSettings(RolloutSettings):
 
     @property
     def updates(self) -> int:
+        """Optimizer steps of an iteration."""
         return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
 
     def iterations(self, ranks: int) -> int:
-        """At least one: `num_steps` counts samples over all ranks."""
+        """Iterations of the run, at least one; `num_steps` counts the samples of all ranks."""
         size = self.batch_size * ranks
         if self.num_steps < size:
             raise ConfigError(
@@ -139,6 +143,8 @@ class PPOLossSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss:
+    """The section `loss` of GRPO."""
+
     epsilon: float = option(CLIP, 0.2)
     epsilon_high: float | None = option(CLIP | NULL, None)
     kl_coeff: float = option(COST, 0.0)
@@ -146,16 +152,17 @@ class GRPOLoss:
 
     @property
     def clip(self) -> tuple[float, float]:
+        """The lower and the upper clipping range."""
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 def _grpo_loss(section: Any, key: str) -> GRPOLoss:
-    """The section may name a loss of torchtune's, which no release of it has: only its coefficients are used."""
+    """Read the section, which may name the GRPO loss of unreleased torchtune; only the coefficients are used."""
     options = dict(keys.plain(section, key))
     named = str(options.pop("_component_", "GRPOLoss"))
     if not named.rpartition(".")[2].startswith("GRPO"):
         raise ConfigError(
-            f"loss._component_ is {named}, but GRPO has a loss of its own: remove the line, and keep epsilon, "
+            f"loss._component_ is {named}, but GRPO has a fixed loss: remove the line, and keep epsilon, "
             "epsilon_high, kl_coeff and average"
         )
     return keys.read_section(GRPOLoss, options, key)
@@ -163,7 +170,7 @@ def _grpo_loss(section: Any, key: str) -> GRPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOSettings(RolloutSettings):
-    """GRPO's own keys, those of torchtune's recipe first."""
+    """Keys of GRPO; those of torchtune's recipe come first."""
 
     grpo_samples: int = option(AT_LEAST_2)
     loss: GRPOLoss = option(SECTION, GRPOLoss(), convert=_grpo_loss)
@@ -171,7 +178,7 @@ class GRPOSettings(RolloutSettings):
     without_signal: str = option(one_of("drop", "keep"), "drop")
     resample_groups: int = option(COUNT_OR_0, 0)
     lora: LoraSettings | None = None
-    """The keys of the adapters, where these are all that is trained."""
+    """Keys of the adapters, if the run trains adapters."""
 
 
 PPO_KEYS = (
@@ -179,11 +186,11 @@ PPO_KEYS = (
     *keys.keys_of(PPOSettings),
 )
 GRPO_KEYS = (*(REWARD_SECTION, GRPO_REFERENCE_FILES, REWARD_FILES, REWARD_FUNCTIONS), *keys.keys_of(GRPOSettings))
-"""Sections and keys of a config besides those of finetuning."""
+"""Sections and keys in addition to those of finetuning."""
 
 
 def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
-    """Settings of PPO. What the other recipes call the model is the policy."""
+    """Read the settings of PPO. The policy takes the place of `model`."""
     if not OmegaConf.is_dict(policy := cfg.get(POLICY_SECTION)):
         raise ConfigError(f"{POLICY_SECTION} is missing: add a section with a _component_")
     ppo = keys.read(PPOSettings, cfg)
@@ -193,19 +200,20 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
 
 
 def read_grpo_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
+    """Read the settings of GRPO."""
     grpo = keys.read(GRPOSettings, cfg)
     return _read(cfg, "GRPO", _of_grpo(cfg, grpo), (*NOT_SUPPORTED, "save_adapter_weights_only")), grpo
 
 
 def read_grpo_lora_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
-    """Settings of GRPO of adapters, some of them from the model's section."""
+    """Read the settings of GRPO with adapters, whose keys are in the section `model`."""
     lora = keys.read(LoraSettings, cfg.get("model"), prefix="model.")
     grpo = replace(keys.read(GRPOSettings, cfg), lora=lora)
     return _read(cfg, "GRPO", _of_grpo(cfg, grpo), NOT_SUPPORTED), grpo
 
 
 def _read(cfg: DictConfig, training: str, contradictions: Iterable[str], not_supported: Iterable[str]) -> Settings:
-    """Settings that all recipes have; a step is an iteration."""
+    """Read and check the settings of all recipes; a step is an iteration."""
     whole = OmegaConf.merge({"gradient_accumulation_steps": 1}, cfg, {"epochs": MOST_EPOCHS})
     settings = replace(read_common(cast(DictConfig, whole)), config=cfg, gradient_accumulation_steps=1)
     refuse(
@@ -261,7 +269,7 @@ def _of_grpo(cfg: DictConfig, grpo: GRPOSettings) -> Iterator[str]:
         )
     if (model is None) != (files is None):
         given, missing = (REWARD_FILES, REWARD_SECTION) if model is None else (REWARD_SECTION, REWARD_FILES)
-        yield f"{given} is set, but {missing} is missing: set both, or none"
+        yield f"{given} is set, but {missing} is missing: set both, or remove it"
     reference = cfg.get(GRPO_REFERENCE_FILES) is not None
     if grpo.lora is not None:
         if reference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.checkpoints.progress import SavedLimits
@@ -19,13 +20,16 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
-from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.errors import LimitExhaustedError, NotLearningError
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import Generate, RunMicrobatch
-from torchtune_adaptive.rl.rollouts import Rollout
+from torchtune_adaptive.rl.rollouts import LOG_PROBS, VALUES, Rollout, results_of
+from torchtune_adaptive.rl.settings import LARGEST, REWARD
 from torchtune_adaptive.tune.distributed import dtype_of
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
+from torchtune_adaptive.tune.metrics import Cause
 from torchtune_adaptive.tune.trainer import restore_limits
 
 GENERATE, FIND_REWARDS = "generate", "rewards"
@@ -177,3 +181,37 @@ class RolloutStages:
             self._gave_up_gathering = True
             self.go_layer_by_layer()
         restore_limits(self.runners, saved)
+
+
+def refuse(numbers: Tensor, what: str, remedy: str) -> None:
+    """Raise NotLearningError if some of the numbers [answers, ...] are NaN, infinite or too large.
+
+    Advantages compare answers, so one bad number spoils all. Every rank must pass the same numbers.
+    """
+    wrong = ~(numbers.abs() <= LARGEST)
+    if wrong.any():
+        answers = int(wrong.reshape(len(numbers), -1).any(1).sum())
+        raise NotLearningError(
+            f"{what} is {float(numbers[wrong][0]):g} for {answers} of {count_of(len(numbers), 'answer')}; allowed is "
+            f"{REWARD.allowed}: {remedy}"
+        )
+
+
+def check_weights(files: str) -> str:
+    """Return the remedy for bad numbers computed by a frozen model."""
+    return (
+        f"check that the weights in {files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range "
+        "of bf16"
+    )
+
+
+def cause_of_stages(rollouts: Sequence[Rollout], losses: Mapping[str, float]) -> Cause:
+    """Name the first stage whose results or loss (`losses` by stage) are NaN or infinite.
+
+    Such updates are skipped without an error, because trained models may recover.
+    """
+    stages = {SCORE_POLICY: LOG_PROBS, FIND_VALUES: VALUES}
+    found = {stage: name for stage, name in stages.items() if name in rollouts[0].results}
+    wrong = [stage for stage, name in found.items() if not results_of(rollouts, name).isfinite().all()]
+    wrong += [stage for stage, loss in losses.items() if not math.isfinite(loss)]
+    return Cause(f" in stage {wrong[0]}" if wrong else "")
