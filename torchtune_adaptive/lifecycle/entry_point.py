@@ -36,7 +36,7 @@ from torchtune_adaptive.errors import (
 )
 from torchtune_adaptive.formatting import ranks_named
 from torchtune_adaptive.lifecycle.console import INTERRUPTED, log_to_stderr, printing, tolerate_closed_stdout
-from torchtune_adaptive.lifecycle.heartbeat import exit_on_silent_rank
+from torchtune_adaptive.lifecycle.heartbeat import exit_if_blocked, exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
@@ -58,6 +58,7 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
     listen()
     faulthandler.enable(file=2)  # print a traceback if a library aborts the process
     exit_with_one_message(lambda: _run(recipe_type, keys), remedies)
+    exit_if_blocked(0)
 
 
 def run_query(query: Query, keys: Collection[str]) -> None:
@@ -234,6 +235,7 @@ def _report(error: AdaptiveError, message: str) -> None:
 def _exit(status: int) -> NoReturn:
     """Exit this rank; the launcher ends the others."""
     sys.unraisablehook = lambda _: None  # partly constructed objects may raise in __del__
+    exit_if_blocked(status)
     sys.exit(status)
 
 

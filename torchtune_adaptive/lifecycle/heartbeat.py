@@ -30,6 +30,7 @@ BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0
 SPARE_BEATS = 2
 """Intervals to subtract from the timeout: one before the first check without a new heartbeat, one for a late check."""
+NAME = "heartbeat"
 LEFT = "left"
 """The last heartbeat of a rank that exited normally."""
 
@@ -96,7 +97,9 @@ class Heartbeat:
         self._stopping = threading.Event()
         self._signs_off = True
         self._rounds = 0
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_the_store)]
+        self._threads = [
+            threading.Thread(target=work, name=NAME, daemon=True) for work in (self._beat, self._watch_the_store)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -141,6 +144,14 @@ class Heartbeat:
             if missed >= self._max_missed:
                 self._on_silence(Silent((), self._locations[0], self._timeout_s))
                 return
+
+
+def exit_if_blocked(status: int) -> None:
+    """Exit at once if a heartbeat still waits for the store: in C++, its thread would abort the exiting interpreter."""
+    if any(thread.name == NAME for thread in threading.enumerate()):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(status)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Messages about silent ranks, and which ranks report a regular end."""
 
+import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.lifecycle import heartbeat, run_state
-from torchtune_adaptive.lifecycle.heartbeat import Silent, exit_on_silent_rank
+from torchtune_adaptive.lifecycle.heartbeat import Silent, exit_if_blocked, exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ThisRun, saved_and_next_command
 
 
@@ -53,3 +55,15 @@ def test_only_ranks_that_end_with_all_others_report_a_regular_end(
         if error is not None:
             raise error
     assert ended == [normally]
+
+
+def test_heartbeat_that_waits_for_the_store_does_not_abort_the_exiting_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits, answered = list[int](), threading.Event()
+    monkeypatch.setattr(os, "_exit", exits.append)
+    waiting = threading.Thread(target=answered.wait, name=heartbeat.NAME)
+    waiting.start()
+    exit_if_blocked(0)
+    answered.set()
+    waiting.join(10)
+    exit_if_blocked(0)
+    assert exits == [0]
