@@ -309,5 +309,5 @@ def test_gradients_in_a_model_of_another_stage_are_refused():
         return Totals(loss.detach(), len(samples))
 
     runner = StepRunner(policy, train_both, kind=KIND, limit=RowLimit(4), recovery=Recovery(policy, value))
-    with pytest.raises(ValueError, match="gradients in a model that is not its own"):
+    with pytest.raises(ValueError, match="left gradients in the model of another stage"):
         runner.run(SAMPLES, step=0)
