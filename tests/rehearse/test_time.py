@@ -105,16 +105,19 @@ def test_ddp_reduces_every_gradient_once(rehearse: Rehearse) -> None:
     assert time["collective_bytes"] == pytest.approx(4 * DIM * DIM * 2, rel=1e-4)  # DDP compares its buckets, too
 
 
-def test_tokens_are_counted_by_the_largest_embedding(rehearse: Rehearse) -> None:
-    script = """
+@pytest.mark.parametrize("call", ["embed", "torch.compile(embed)"])
+def test_tokens_are_counted_by_the_largest_embedding(call: str, rehearse: Rehearse) -> None:
+    script = f"""
     import torch
 
     words, positions = torch.nn.Embedding(1000, 64).cuda(), torch.nn.Embedding(128, 64).cuda()
     optimizer = torch.optim.SGD([*words.parameters(), *positions.parameters()])
-    for _ in range(2):
+    def embed(tokens, places): return words(tokens) + positions(places)
+    embed_here = {call}
+    for _ in range(3):
         for _ in range(3):
             tokens = torch.randint(0, 1000, (8, 128)).cuda()
-            (words(tokens) + positions(torch.arange(128).cuda())).sum().backward()
+            embed_here(tokens, torch.arange(128).cuda()).sum().backward()
         optimizer.step()
     """
     time = rehearse(script, "--ranks", "2").found["time"]

@@ -167,6 +167,8 @@ class _Trace:
             inner = _with(inner, Operation, update=True)
         elif name.startswith(("FSDP::", "FullyShardedDataParallel._")):
             inner = _with(inner, Transfer, hidden=True)
+        elif name == "CompiledFunction":
+            self._know_inputs(_side(text['"inp']))
         elif identity in self._dispatched:
             self._dispatched.remove(identity)
         elif space == "c10d":
@@ -193,6 +195,14 @@ class _Trace:
         """Samples, by the largest embedding or else by the first convolution."""
         weight = max(self._looked_up, default=next(iter(self._rows), ()))
         return self._rows[weight]
+
+    def _know_inputs(self, given: _Side) -> None:
+        """Count the tokens of a model that is compiled with its embedding."""
+        shapes = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if kind == "Tensor(long int)"]
+        longest = max(shapes, key=math.prod, default=None)
+        if longest:
+            self._looked_up[()] += math.prod(longest)  # any embedding precedes the key ()
+            self._rows[()] += longest[0]
 
     def _know_groups(self, text: str) -> None:
         for group in json.loads(_side(text).values[0]):
