@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.13.0 2.14.1
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-hf test-null published lint faults versions soak crash bench bench-gpu docs dist clean
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-hf test-null published lint faults versions soak crash bench bench-gpu docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -86,6 +86,17 @@ $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 # torch's own CUDA code over a device that computes nothing; needs a CUDA build of torch and a C compiler, no GPU
 test-null: $(READY)
 	$(BIN)/python -m pytest tests/null tests/rehearse tests/forecast
+
+# rehearsals of scripts that use other libraries, in an environment of 9 GB without torchtune; writes the table of
+# docs/rehearsing.md. Ten minutes on two idle cores
+test-foreign: $(VENV)/foreign/ready
+	$(VENV)/foreign/bin/python -m tests.foreign
+
+$(VENV)/foreign/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) --editable '.[hf]' trl peft bitsandbytes torchao deepspeed liger-kernel lightning \
+		diffusers timm torchvision torch_geometric sentence-transformers $(SHOW)
+	touch $@
 
 # forecasts beside published figures, in about five minutes; `make test-all` asks for one of them
 published: $(READY)

@@ -16,6 +16,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -272,7 +273,7 @@ def _build_models_without_weights(transformers: Any) -> None:
             return load(cls, name, *args, config=config, **{**kwargs, "local_files_only": True})
         except OSError:
             if "quantization_config" in kwargs:
-                raise
+                return quantized(cls, name, config, kwargs)
         arguments = {key: kwargs.pop(key) for key in BUILDS if kwargs.get(key) not in (None, "auto")}
         device_map, max_memory = kwargs.pop("device_map", None), kwargs.pop("max_memory", None)
         if config is None or isinstance(config, str | os.PathLike):
@@ -280,6 +281,14 @@ def _build_models_without_weights(transformers: Any) -> None:
         print(f"rehearse: this machine has no weights of {name}; the model is built from its config", file=sys.stderr)
         model = cls._from_config(config, **arguments).eval()
         return model if device_map is None else _dispatch(model, device_map, max_memory)
+
+    def quantized(cls: Any, name: Any, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Quantize weights of zeros: what a quantizer does to a model's layers depends on their files."""
+        built = from_pretrained(cls, name, config=config, **{key: kwargs[key] for key in BUILDS if key in kwargs})
+        with tempfile.TemporaryDirectory() as folder:
+            built.save_pretrained(folder)
+            del built
+            return load(cls, folder, **kwargs)
 
     models.from_pretrained = classmethod(from_pretrained)
 

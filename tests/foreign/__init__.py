@@ -1,0 +1,1 @@
+"""Rehearsals of scripts that use other libraries."""

@@ -1,0 +1,137 @@
+"""Rehearse every script in tests/foreign/scripts with the installed libraries, and write the table of docs/rehearsing.md.
+
+A script states in its comments how it is rehearsed and what must come out:
+
+    # command: --ranks 8 -- torchrun SCRIPT    options and command (default: `-- SCRIPT`)
+    # bytes: 8.03e9 * 16 / 8                   weights, gradients and optimizer state: the peak is at least this
+    # at most: 2                               and at most this multiple (default: 1.25)
+    # refused: text, or: out of memory         the expected error instead
+
+`python -m tests.foreign [name ...]` exits with 1 if a script gives another answer.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "foreign.json"
+PAGE = ROOT / "docs" / "rehearsing.md"
+BEGIN, END = "<!-- made by tests/foreign -->\n", "<!-- end of tests/foreign -->\n"
+LIBRARIES = (
+    "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "deepspeed", "liger-kernel", "lightning",
+    "diffusers", "timm", "torchvision", "torchao", "torch-geometric", "sentence-transformers",
+)  # fmt: skip
+GIB = 2**30
+LIMIT_S = 300
+
+
+class Found(NamedTuple):
+    """The outcome of one script; `wrong` states how it differs from what the script expects."""
+
+    script: str
+    what: str
+    verdict: str
+    arithmetic_gib: float | None
+    peak_gib: float | None
+    cpu_s: float
+    wrong: str
+
+
+def declared(text: str, key: str, default: str = "") -> str:
+    """Return what a script's comment states under this key."""
+    found = re.search(rf"^# {key}:? ?(.*)$", text, re.MULTILINE)
+    return found[1] if found else default
+
+
+def rehearse(script: Path) -> Found:
+    """Rehearse one script in an empty folder, as a user would."""
+    text = script.read_text()
+    words = [str(script) if word == "SCRIPT" else word for word in declared(text, "command", "-- SCRIPT").split()]
+    program = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--steps", "3", "--format", "json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [*program, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        try:
+            printed, errors = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            printed, errors = process.communicate()
+            errors += f"\nno answer within {LIMIT_S} s"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return judge(script.stem, text, printed, errors, round(cpu_s, 1))
+
+
+def judge(script: str, text: str, printed: str, errors: str, cpu_s: float) -> Found:
+    """Compare the answer with what the script's comments expect."""
+    answer = json.loads(printed) if printed.startswith("{") else {}
+    verdict = answer.get("verdict") or (errors.strip().splitlines() or ["no answer"])[-1]
+    peaks = [step["allocated_bytes"] for step in (*answer.get("steps", []), answer.get("after_last_step") or {}) if step]
+    peak = max(peaks, default=0)
+    least = eval(declared(text, "bytes", "0"))  # noqa: S307
+    most = float(declared(text, "at most", "1.25"))
+    refused = declared(text, "refused")
+    wrong = ""
+    if refused:
+        if answer.get("fits") is not None or refused not in verdict + errors:
+            wrong = f"not refused with {refused!r}"
+    elif re.search("^# out of memory", text, re.MULTILINE):
+        if not answer.get("out_of_memory"):
+            wrong = "no out-of-memory error"
+    elif not answer.get("fits"):
+        wrong = "no answer" if not answer.get("out_of_memory") else "does not fit"
+    elif not least <= peak <= most * least:
+        wrong = f"the peak is {peak / least:.2f} times the expected bytes, not 1 to {most}"
+    return Found(script, text.split('"""')[1], verdict, least / GIB, peak / GIB, cpu_s, wrong)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries."""
+    return {name: version(name) for name in LIBRARIES}
+
+
+def table(results: list[Found]) -> str:
+    """Return the results as a table for docs/rehearsing.md."""
+    lines = ["| script | by arithmetic | rehearsed | CPU seconds |", "|---|---|---|---|"]
+    for each in results:
+        arithmetic = f"{each.arithmetic_gib:.2f} GiB" if each.arithmetic_gib else ""
+        outcome = f"{each.peak_gib:.2f} GiB" if each.verdict.startswith("fits") else each.verdict.split(": ", 1)[0]
+        if "sizes may depend" in each.verdict:
+            outcome += ", with a note"
+        lines.append(f"| {each.what.strip().rstrip('.')} | {arithmetic} | {outcome} | {each.cpu_s:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Rehearse the named scripts, or all and write the table."""
+    every = sorted(path for path in (HERE / "scripts").glob("*.py") if path.stem != "tokenizer")
+    chosen = [path for path in every if not sys.argv[1:] or path.stem in sys.argv[1:]]
+    results = []
+    with ProcessPoolExecutor(int(os.environ.get("WORKERS", "2"))) as pool:
+        for found in pool.map(rehearse, chosen):
+            print(f"{'WRONG' if found.wrong else 'ok':5} {found.script:24} {found.cpu_s:6.1f} s  {found.arithmetic_gib:7.2f} {found.peak_gib:7.2f} GiB  {found.wrong} | {found.verdict[:150]}", flush=True)
+            results.append(found)
+    if len(chosen) == len(every):
+        RESULTS.write_text(json.dumps({"versions": versions(), "scripts": [found._asdict() for found in results]}, indent=1) + "\n")
+        page = PAGE.read_text()
+        before, _, rest = page.partition(BEGIN)
+        PAGE.write_text(before + BEGIN + table(results) + END + rest.partition(END)[2])
+    sys.exit(any(found.wrong for found in results))
+
+
+if __name__ == "__main__":
+    main()
