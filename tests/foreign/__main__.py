@@ -1,4 +1,4 @@
-"""Rehearse every script in tests/foreign/scripts with the installed libraries, and write the table of docs/rehearsing.md.
+"""Rehearse every script in tests/foreign/scripts; write the table of docs/rehearsing.md.
 
 A script states in its comments how it is rehearsed and what must come out:
 
@@ -62,8 +62,8 @@ def rehearse(script: Path) -> Found:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [*program, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            [*program, *words], cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"}, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
             printed, errors = process.communicate(timeout=LIMIT_S)
@@ -80,9 +80,9 @@ def judge(script: str, text: str, printed: str, errors: str, cpu_s: float) -> Fo
     """Compare the answer with what the script's comments expect."""
     answer = json.loads(printed) if printed.startswith("{") else {}
     verdict = answer.get("verdict") or (errors.strip().splitlines() or ["no answer"])[-1]
-    peaks = [step["allocated_bytes"] for step in (*answer.get("steps", []), answer.get("after_last_step") or {}) if step]
-    peak = max(peaks, default=0)
-    least = eval(declared(text, "bytes", "0"))  # noqa: S307
+    steps = [*answer.get("steps", ()), answer.get("after_last_step")]
+    peak = max((step["allocated_bytes"] for step in steps if step), default=0)
+    least = eval(declared(text, "bytes", "0"))
     most = float(declared(text, "at most", "1.25"))
     refused = declared(text, "refused")
     wrong = ""
@@ -123,10 +123,13 @@ def main() -> None:
     results = []
     with ProcessPoolExecutor(int(os.environ.get("WORKERS", "2"))) as pool:
         for found in pool.map(rehearse, chosen):
-            print(f"{'WRONG' if found.wrong else 'ok':5} {found.script:24} {found.cpu_s:6.1f} s  {found.arithmetic_gib:7.2f} {found.peak_gib:7.2f} GiB  {found.wrong} | {found.verdict[:150]}", flush=True)
+            status = f"WRONG: {found.wrong}" if found.wrong else "ok"
+            sizes = f"{found.arithmetic_gib:7.2f} {found.peak_gib:7.2f} GiB"
+            print(f"{found.script:27} {found.cpu_s:6.1f} s {sizes}  {status}\n    {found.verdict}", flush=True)
             results.append(found)
     if len(chosen) == len(every):
-        RESULTS.write_text(json.dumps({"versions": versions(), "scripts": [found._asdict() for found in results]}, indent=1) + "\n")
+        record = {"versions": versions(), "scripts": [found._asdict() for found in results]}
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
         page = PAGE.read_text()
         before, _, rest = page.partition(BEGIN)
         PAGE.write_text(before + BEGIN + table(results) + END + rest.partition(END)[2])

@@ -1,6 +1,6 @@
 """Commands and links in README and docs/ are valid.
 
-These tests do not train: they validate configs as a run would, and run only commands that print a result.
+These tests do not train: they read the settings of configs as a run does, and run only commands that print a result.
 """
 
 import importlib.util
@@ -13,11 +13,10 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.run import get_args_parser
 
-from torchtune_adaptive.cli.check_config import check_config
 from torchtune_adaptive.cli.main import main, parse
-from torchtune_adaptive.cli.validate import recipe_named
+from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_config
-from torchtune_adaptive.config.registry import FULL, RECIPES, config_files, our_configs, recipe_files
+from torchtune_adaptive.config.registry import FULL, PLAN, RECIPES, config_files, our_configs, recipe_files
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.smoke
@@ -101,17 +100,18 @@ def test_shown_run_would_start(shown: Shown, readers_folder: Path) -> None:
     recipe, (flag, name, *overrides) = options.training_script, options.training_script_args
     assert flag == "--config"
     path = config_files().get(name) or Path(name)
-    ranks = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
     cfg = read_config(path, [*overrides, "output_dir=out"])
-    findings = check_config(cfg, recipe_named(recipe), ranks, here=False)
-    assert not findings.errors
+    named = RECIPES[FULL.name if recipe == "mine.py" else recipe]
+    check_keys(cfg, named.keys, aloud=False)
+    if named is not PLAN:
+        assert named.read(cfg)
 
 
 @pytest.mark.parametrize("shown", ANSWERS, ids=str)
 def test_shown_command_prints_a_result(shown: Shown, readers_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shown.words[1:]
     if "|" in words or words[0] == "status":  # a list of commands, or a run that only the reader has
-        assert {"ls", "cp", "validate", "status"} >= {word for word in words[:-1:2] if word != "|"}
+        assert {"ls", "cp", "status"} >= {word for word in words[:-1:2] if word != "|"}
         return
     if words[0] == "rehearse":  # tests/rehearse runs those that take seconds
         assert parse(words).run

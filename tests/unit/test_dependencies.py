@@ -51,7 +51,7 @@ def test_importing_torch_runs_no_code_of_this_package(tmp_path: Path) -> None:
     assert ended.stdout == "[]\n", ended.stderr
 
 
-@pytest.mark.parametrize("words", [["ls"], ["cp", "adaptive/demo/full", "mine"], ["validate", "adaptive/demo/full"]])
+@pytest.mark.parametrize("words", [["ls"], ["cp", "adaptive/demo/full", "mine"]])
 def test_command_that_needs_torchtune_names_the_extra_in_one_line(words: list[str], tmp_path: Path) -> None:
     main = "from torchtune_adaptive.cli.main import main; main()"
     ended = run_without_torchtune(main, *words, cwd=tmp_path)

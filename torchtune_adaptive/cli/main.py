@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
-from torchtune_adaptive.cli import status, validate
+from torchtune_adaptive.cli import status
 from torchtune_adaptive.config.registry import (
     RECIPES,
     file_of,
@@ -117,7 +117,6 @@ class Command(NamedTuple):
 COMMANDS = {
     "ls": Command(ls.__doc__, add_ls_arguments, ls),
     "cp": Command(cp.__doc__, add_cp_arguments, cp),
-    "validate": Command(validate.__doc__, validate.add_arguments, validate.run),
     "status": Command(status.__doc__, status.add_arguments, status.run),
     "rehearse": Command(rehearse.__doc__, rehearse.add_arguments, rehearse.run, rehearse.FAILED),
 }

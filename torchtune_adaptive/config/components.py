@@ -101,12 +101,6 @@ def argument_error(key: str, section: DictConfig, args: Sequence[object], kwargs
     return "; ".join(problems) or None
 
 
-def unchecked_arguments(section: DictConfig) -> list[str]:
-    """Return keys that the component accepts only as `**kwargs`."""
-    named = {one.name for one in _parameters_of(section[COMPONENT]) or ()}
-    return [str(key) for key in section if named and key not in {COMPONENT, *named}]
-
-
 def value_error(key: str, section: DictConfig) -> str:
     """Describe strings and nulls in place of a number or bool, and lists of a wrong length."""
     problems = []

@@ -74,8 +74,6 @@ PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.forecast.reque
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)
 }
-TYPICAL_KEYS = {"grpo_samples": (GRPO, GRPO_LORA), "ppo_batch_size": (PPO, PPO), "loss.DPOLoss": (FULL_DPO, LORA_DPO)}
-"""Text in configs of other training than finetuning, and their recipes: for all weights, and for adapters."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +148,6 @@ def recipe_for(name: str) -> str | None:
 def file_of(name: str) -> Path:
     """Return the file of a config or a recipe, given its name or path."""
     return file_named(name, config_files() | recipe_files(), "config or recipe")
-
-
-def config_of(name: str) -> Path:
-    """Return the file of a config, given its name or path."""
-    if name in recipe_files():
-        raise ConfigError(f"{name} is a recipe: use one of its configs (tune-adaptive ls {name})")
-    return file_named(name, config_files(), "config")
 
 
 def file_named(name: str, known: Mapping[str, Path], what: str, option: str = "") -> Path:

@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 from torchtune import training, utils
 
-from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings, on_gpu
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.ranks import rank as this_rank
@@ -223,14 +222,6 @@ def device_of(settings: Settings) -> torch.device:
     if device.type != torch.device(settings.device).type:
         raise _not_offered(settings, f"torch found only {device.type}")
     return device
-
-
-def device_named(settings: Settings) -> torch.device:
-    """Return the configured device, which need not be available."""
-    try:
-        return torch.device(settings.device)
-    except RuntimeError as error:
-        raise _not_offered(settings, in_a_line(error)) from error
 
 
 def _not_offered(settings: Settings, reason: str) -> ConfigError:

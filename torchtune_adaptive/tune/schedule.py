@@ -207,15 +207,6 @@ def _requested_size(increase: Increase, epoch: int, current: int) -> int:
     return current + more
 
 
-def check_growth(settings: Settings) -> None:
-    """Raise a ConfigError if the `batch_increase_function` fails for any dataset."""
-    increase = build_increase_function(settings.config)
-    if increase is None:
-        return
-    progress = Progress(seed=0, epochs_run=0, total_epochs=settings.epochs, max_steps_per_epoch=1, ranks=1)
-    size_epochs(settings, progress, sys.maxsize, increase=increase)
-
-
 def total_steps(epochs: Sequence[EpochSizes]) -> int:
     """Return the number of steps in these epochs."""
     return sum(sizes.steps for sizes in epochs)

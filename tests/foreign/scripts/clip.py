@@ -1,4 +1,5 @@
 """CLIP's contrastive loss, gathered over 8 ranks."""
+
 # command: -- torchrun --nproc_per_node 8 SCRIPT
 # bytes: 151.3e6 * (4 + 4 + 8 + 4 + 4)
 import torch

@@ -1,4 +1,5 @@
 """FSDP2 with parameters and optimizer on the host: the card holds one layer at a time."""
+
 # command: -- torchrun --nproc_per_node 4 SCRIPT
 # bytes: 2 * 16.8e6 * 4
 # at most: 2.5

@@ -1,4 +1,5 @@
 """DataParallel over all GPUs of one process."""
+
 # command: --devices 2 -- SCRIPT
 # bytes: 268.4e6 * (4 + 4 + 8 + 4)
 import torch

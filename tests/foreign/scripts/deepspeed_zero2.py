@@ -1,4 +1,5 @@
 """DeepSpeed with ZeRO 2: Qwen2.5 0.5B in bf16 on 8 GPUs."""
+
 # command: -- torchrun --nproc_per_node 8 SCRIPT
 # bytes: 494e6 * (2 + 12 / 8 + 2 / 8) + 5e8 * 2
 # at most: 1.35

@@ -1,4 +1,5 @@
 """diffusers: a DiT transformer in bf16 autocast with gradient checkpointing."""
+
 # bytes: 749.8e6 * (4 + 4 + 8 + 4)
 import torch
 from diffusers import DiTTransformer2DModel

@@ -1,4 +1,5 @@
 """diffusers: an unconditional UNet with a DDPM scheduler and an EMA copy."""
+
 # bytes: 113.7e6 * (4 + 4 + 8 + 4)
 # note: cuDNN
 import torch

@@ -1,4 +1,5 @@
 """Flex attention, compiled, with a document mask whose ids come from the host."""
+
 # bytes: 3 * 4 * 16 * 4096 * 64 * 2
 # at most: 4.5
 import torch

@@ -1,4 +1,5 @@
 """FSDP1: a ViT-H-sized encoder, wrapped by layer, with mixed precision."""
+
 # command: -- torchrun --nproc_per_node 8 SCRIPT
 # bytes: 629.7e6 * (4 + 4 + 8 + 4) / 8
 import torch

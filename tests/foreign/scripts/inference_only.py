@@ -1,4 +1,5 @@
 """Evaluation without an optimizer: Mixtral 8x7B's layers, four of them, in bf16."""
+
 # bytes: 6.07e9 * 2
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig

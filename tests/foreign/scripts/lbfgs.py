@@ -1,4 +1,5 @@
 """LBFGS: refused, with the size of its history."""
+
 # refused: LBFGS
 import torch
 

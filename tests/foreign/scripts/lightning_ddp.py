@@ -1,4 +1,5 @@
 """Lightning's Trainer with DDP; it starts one process per GPU itself."""
+
 # command: --ranks 8 -- SCRIPT
 # bytes: 134.2e6 * (4 + 4 + 8 + 4 + 4)
 import lightning
@@ -23,6 +24,11 @@ class Module(lightning.LightningModule):
 
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(512, 4096)), batch_size=8)
 trainer = lightning.Trainer(
-    accelerator="gpu", devices=torch.cuda.device_count(), strategy="ddp", max_steps=4, logger=False, enable_checkpointing=False
+    accelerator="gpu",
+    devices=torch.cuda.device_count(),
+    strategy="ddp",
+    max_steps=4,
+    logger=False,
+    enable_checkpointing=False,
 )
 trainer.fit(Module(), data)

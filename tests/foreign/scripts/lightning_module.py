@@ -1,4 +1,5 @@
 """Lightning's Trainer on one GPU, bf16-mixed."""
+
 # bytes: 134.2e6 * (4 + 4 + 8 + 4)
 import lightning
 import torch

@@ -1,4 +1,5 @@
 """An LSTM language model."""
+
 # bytes: 51.7e6 * (4 + 4 + 8 + 4)
 import torch
 

@@ -1,4 +1,5 @@
 """Mamba 130M without its custom kernels."""
+
 # bytes: 129.1e6 * (4 + 4 + 8 + 4)
 import torch
 from transformers import MambaConfig, MambaForCausalLM

@@ -1,4 +1,5 @@
 """A plain loop with PEFT's LoRA on Mistral 7B in bf16."""
+
 # bytes: 7.24e9 * 2
 import torch
 from peft import LoraConfig, get_peft_model

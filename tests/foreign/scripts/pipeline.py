@@ -1,4 +1,5 @@
 """Pipeline parallelism over two ranks: ranks differ, so one rank alone cannot be rehearsed."""
+
 # command: -- torchrun --nproc_per_node 2 SCRIPT
 # refused: pipeline
 import torch

@@ -1,4 +1,5 @@
 """PyTorch Geometric: a graph attention network on one large graph."""
+
 # bytes: 2_100_000 * 256 * 4 * 3
 # at most: 1.5
 import torch

@@ -1,4 +1,5 @@
 """QLoRA with the paged optimizer, its default: NF4 weights of Llama 3.1 8B, LoRA of rank 16."""
+
 # bytes: 6.98e9 * (0.5 + 4 / 64) + 1.05e9 * 4
 import torch
 from datasets import Dataset
@@ -6,7 +7,12 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Trainer, TrainingArguments
 
 config = LlamaConfig(
-    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
 )
 config.save_pretrained("llama")
 nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
@@ -14,6 +20,12 @@ model = AutoModelForCausalLM.from_pretrained("llama", quantization_config=nf4, d
 model = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(r=16, target_modules="all-linear"))
 data = Dataset.from_dict({"input_ids": [[1] * 128] * 16, "labels": [[1] * 128] * 16})
 arguments = TrainingArguments(
-    "out", per_device_train_batch_size=1, max_steps=2, bf16=True, optim="paged_adamw_8bit", report_to=[], save_strategy="no"
+    "out",
+    per_device_train_batch_size=1,
+    max_steps=2,
+    bf16=True,
+    optim="paged_adamw_8bit",
+    report_to=[],
+    save_strategy="no",
 )
 Trainer(model, arguments, train_dataset=data).train()

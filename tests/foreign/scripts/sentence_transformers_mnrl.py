@@ -1,4 +1,5 @@
 """sentence-transformers: in-batch negatives with a BERT base model."""
+
 # bytes: 109.5e6 * (4 + 4 + 8)
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments

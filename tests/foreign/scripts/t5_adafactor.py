@@ -1,4 +1,5 @@
 """T5 base with Adafactor."""
+
 # bytes: 222.9e6 * (4 + 4)
 import torch
 from transformers import Adafactor, T5Config, T5ForConditionalGeneration

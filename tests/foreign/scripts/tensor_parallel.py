@@ -1,4 +1,5 @@
 """FSDP2 over 4 groups × tensor parallelism over 8 ranks: Llama 70B's layers, eight of them."""
+
 # command: -- torchrun --nnodes 4 --nproc_per_node 8 SCRIPT
 # bytes: 8 * 855.6e6 * (4 + 4 + 8 + 4) / 32
 import torch
@@ -8,7 +9,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, attn_implementation="sdpa")
+config = LlamaConfig(
+    hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8, attn_implementation="sdpa"
+)
 mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("data", "tensor"))
 with torch.device("meta"):
     layers = torch.nn.ModuleList(LlamaDecoderLayer(config, at) for at in range(8))

@@ -1,4 +1,5 @@
 """timm: ViT-L/16, one step of AdamW."""
+
 # bytes: 304.3e6 * (4 + 4 + 8 + 4)
 import timm
 import torch

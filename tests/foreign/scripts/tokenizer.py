@@ -10,7 +10,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 def save_tokenizer(folder: str) -> PreTrainedTokenizerFast:
     """Save a tokenizer of a dozen words with a chat template; return it."""
-    words = "<unk> <pad> <eos> the quick brown fox jumps over lazy dog".split()
+    words = ["<unk>", "<pad>", "<eos>", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog"]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")

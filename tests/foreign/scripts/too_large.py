@@ -1,4 +1,5 @@
 """A model that is too large for the card."""
+
 # command: --gpu 4090 -- SCRIPT
 # out of memory
 import torch

@@ -1,4 +1,5 @@
 """torchao's 4-bit AdamW."""
+
 # bytes: 268.5e6 * (2 + 2 + 1)
 # at most: 1.35
 import torch

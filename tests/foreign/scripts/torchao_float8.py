@@ -1,4 +1,5 @@
 """torchao's float8 training, compiled."""
+
 # bytes: 268.5e6 * (2 + 2 + 4 + 2)
 import torch
 from torchao.float8 import convert_to_float8_training

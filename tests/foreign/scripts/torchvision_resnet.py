@@ -1,4 +1,5 @@
 """torchvision: ResNet-50 with SGD and momentum, channels last, autocast and a gradient scaler."""
+
 # bytes: 25.56e6 * (4 + 4 + 4)
 # at most: 1.35
 # note: cuDNN

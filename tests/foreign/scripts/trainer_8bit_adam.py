@@ -1,4 +1,5 @@
 """transformers' Trainer with bitsandbytes' 8-bit AdamW: Qwen2.5 1.5B in bf16."""
+
 # bytes: 1.544e9 * (2 + 2 + 2)
 # at most: 1.35
 import torch
@@ -12,6 +13,12 @@ config = Qwen2Config(
 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 data = Dataset.from_dict({"input_ids": [[1] * 64] * 16, "labels": [[1] * 64] * 16})
 arguments = TrainingArguments(
-    "out", per_device_train_batch_size=1, max_steps=3, optim="adamw_8bit", gradient_checkpointing=True, report_to=[], save_strategy="no"
+    "out",
+    per_device_train_batch_size=1,
+    max_steps=3,
+    optim="adamw_8bit",
+    gradient_checkpointing=True,
+    report_to=[],
+    save_strategy="no",
 )
 Trainer(model, arguments, train_dataset=data).train()

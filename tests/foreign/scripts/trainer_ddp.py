@@ -1,4 +1,5 @@
 """transformers' Trainer: GPT-2 medium under DDP on 2 GPUs; DDP keeps a second copy of the gradients."""
+
 # command: -- torchrun --nproc_per_node 2 SCRIPT
 # bytes: 354.8e6 * (4 + 4 + 8 + 4)
 from datasets import Dataset

@@ -1,11 +1,17 @@
 """transformers' Trainer: Llama 3.1 8B under FSDP2 on 8 GPUs, bf16 autocast over fp32 weights."""
-# command: --ranks 8 --steps 2 -- accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP SCRIPT
+
+# command: --ranks 8 --steps 2 -- accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 SCRIPT
 # bytes: 8.03e9 * (4 + 4 + 8) / 8
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 config = LlamaConfig(
-    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
 )
 model = AutoModelForCausalLM.from_config(config)
 data = Dataset.from_dict({"input_ids": [[1] * 512] * 64, "labels": [[1] * 512] * 64})

@@ -1,4 +1,5 @@
 """TRL's DPOTrainer with a reference model."""
+
 # bytes: 494e6 * (4 + 4 + 8 + 4)
 from datasets import Dataset
 from tokenizer import save_tokenizer

@@ -1,4 +1,5 @@
 """TRL's RewardTrainer."""
+
 # bytes: 494e6 * (4 + 4 + 8)
 from datasets import Dataset
 from tokenizer import save_tokenizer
@@ -11,7 +12,9 @@ config = Qwen2Config(
     num_key_value_heads=2, num_labels=1, pad_token_id=0,
 )  # fmt: skip
 data = Dataset.from_dict({"chosen": ["the quick brown fox"] * 32, "rejected": ["the lazy dog"] * 32})
-arguments = RewardConfig("out", per_device_train_batch_size=1, max_steps=3, report_to=[], save_strategy="no", bf16=False)
+arguments = RewardConfig(
+    "out", per_device_train_batch_size=1, max_steps=3, report_to=[], save_strategy="no", bf16=False
+)
 RewardTrainer(
     AutoModelForSequenceClassification.from_config(config), arguments, train_dataset=data, processing_class=tokenizer
 ).train()

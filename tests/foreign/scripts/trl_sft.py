@@ -1,4 +1,5 @@
 """TRL's SFTTrainer with packing and LoRA."""
+
 # bytes: 494e6 * 4
 from datasets import Dataset
 from peft import LoraConfig
@@ -12,7 +13,13 @@ config = Qwen2Config(
     num_key_value_heads=2, tie_word_embeddings=True,
 )  # fmt: skip
 data = Dataset.from_dict({"text": ["the quick brown fox jumps over the lazy dog"] * 512})
-arguments = SFTConfig("out", max_length=256, packing=True, per_device_train_batch_size=2, max_steps=2, report_to=[], save_strategy="no")
+arguments = SFTConfig(
+    "out", max_length=256, packing=True, per_device_train_batch_size=2, max_steps=2, report_to=[], save_strategy="no"
+)
 SFTTrainer(
-    AutoModelForCausalLM.from_config(config), arguments, train_dataset=data, processing_class=tokenizer, peft_config=LoraConfig()
+    AutoModelForCausalLM.from_config(config),
+    arguments,
+    train_dataset=data,
+    processing_class=tokenizer,
+    peft_config=LoraConfig(),
 ).train()

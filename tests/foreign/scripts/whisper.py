@@ -1,4 +1,5 @@
 """Whisper small with Seq2SeqTrainer."""
+
 # bytes: 241.7e6 * (4 + 4 + 8)
 # note: cuDNN
 import torch
@@ -20,5 +21,7 @@ class Audio(torch.utils.data.Dataset):
         return {"input_features": torch.zeros(80, 3000), "labels": torch.ones(32, dtype=torch.long)}
 
 
-arguments = Seq2SeqTrainingArguments("out", per_device_train_batch_size=1, max_steps=3, report_to=[], save_strategy="no")
+arguments = Seq2SeqTrainingArguments(
+    "out", per_device_train_batch_size=1, max_steps=3, report_to=[], save_strategy="no"
+)
 Seq2SeqTrainer(WhisperForConditionalGeneration(config), arguments, train_dataset=Audio()).train()
