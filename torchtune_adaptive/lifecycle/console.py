@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
-
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
+from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,9 @@ def progress_bar(
 
     With `at_once` the first state is shown immediately and the last one stays.
     """
+    from tqdm import tqdm  # `tune-adaptive` prints without the extras
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
     in_a_terminal = sys.stderr.isatty()
     options: dict[str, Any] = {"desc": what, "total": total, "initial": done, "unit": f" {unit}", "leave": at_once}
     if not in_a_terminal:
