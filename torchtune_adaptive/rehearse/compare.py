@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
-from torchtune_adaptive.rehearse.start import interrupted_by_signals
+from torchtune_adaptive.rehearse.start import end_with_parent, interrupted_by_signals
 from torchtune_adaptive.rehearse.step_time import StepTime, seconds_text
 
 _RANGE = re.compile(r"\{(\d+):(\d+)\}")
@@ -194,7 +194,7 @@ def _in_parallel(
     workers = min(len(cases), len(os.sched_getaffinity(0)))
     if not cases:
         return
-    with interrupted_by_signals(), ProcessPoolExecutor(workers) as pool:
+    with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=end_with_parent) as pool:
         try:
             waiting = {pool.submit(rehearse, *case): key for key, case in cases.items()}
             for done in as_completed(waiting):

@@ -14,7 +14,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -141,6 +140,11 @@ class RankSettings(NamedTuple):
         return {"usable_bytes": self.memory - overhead, "overhead_bytes": overhead, "ranks": ranks}
 
 
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+
+
 def rehearse(
     command: Sequence[str],
     gpu: Gpu,
@@ -180,7 +184,7 @@ def rehearse(
                 stdout=shown,
                 stderr=subprocess.PIPE,
                 pass_fds=[file.fileno()],
-                preexec_fn=partial(ctypes.CDLL(None).prctl, _END_WITH_PARENT, signal.SIGKILL),
+                preexec_fn=end_with_parent,
                 process_group=0,
             )
             copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
