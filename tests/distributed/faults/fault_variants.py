@@ -22,6 +22,12 @@ class Failing(Protocol):
     @property
     def again(self) -> str: ...
 
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def first_pass(self) -> bool: ...
+
 
 def ways_to_fail(plain: Plain, others: Mapping[str, dict[str, Any]]) -> Iterator[Plain]:
     """Yield variants of a case: other ranks, a second failure, the first pass, and `others` (changes by name)."""

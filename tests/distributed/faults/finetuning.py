@@ -2,29 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.faults.fault_variants import fail_there, operations_of
-from tests.distributed.models import (
-    Gradients,
-    ModelConfig,
-    build,
-    forward_backward_of,
-    frozen,
-    gradients_equal,
-    gradients_of,
-    samples_of,
-)
-from torchtune_adaptive.engine.limits import RowLimit
+from tests.distributed.faults.bench import Bench, ForwardBackward, Parts
+from tests.distributed.models import ModelConfig, build, forward_backward_of, frozen, samples_of
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.testing import FaultInjector
 
 
 @dataclass(frozen=True)
@@ -48,9 +34,10 @@ class Case:
     stride: int = 1
     """Step size of the exhaustive sweep; 1 tries every operation."""
 
-    def bench(self) -> "Bench":
+    def bench(self) -> Bench:
         """Collective: return the bench for this case."""
-        return Bench(self)
+        samples = samples_of(dist.get_rank(), self.samples)
+        return Bench(self, samples, partial(parts_of, self), error=self.error)
 
 
 JOINED = ModelConfig(joined=True, dropout=0.0)
@@ -117,25 +104,17 @@ CASES = (
 )
 
 
-class Step(NamedTuple):
-    """The outcome of a step, compared bit by bit."""
-
-    gradients: Gradients
-    loss_sum: float
-    target_tokens: int
-    grad_norm: Tensor
-    rng: Tensor
-
-    def same_as(self, other: "Step") -> bool:
-        return (
-            gradients_equal(self.gradients, other.gradients)
-            and self[1:3] == other[1:3]
-            and torch.equal(self.grad_norm, other.grad_norm)
-            and torch.equal(self.rng, other.rng)
-        )
+def parts_of(case: Case) -> Parts:
+    """Collective: build the models of a case."""
+    models = [build(case.model)]
+    forward_backward = forward_backward_of(models[0], joined=case.model.joined)
+    if case.with_frozen_model:
+        models.append(frozen(build(replace(case.model, layers=1))))
+        forward_backward = asking(models[1], forward_backward)
+    return models, forward_backward
 
 
-def asking(reference: nn.Module, train: Callable[[Sequence[Tensor]], Totals]) -> Callable[[Sequence[Tensor]], Totals]:
+def asking(reference: nn.Module, train: ForwardBackward) -> ForwardBackward:
     """Add the output of the reference to the loss, as a constant."""
 
     def both(samples: Sequence[Tensor]) -> Totals:
@@ -145,78 +124,3 @@ def asking(reference: nn.Module, train: Callable[[Sequence[Tensor]], Totals]) ->
         return totals._replace(loss_sum=totals.loss_sum + asked)
 
     return both
-
-
-class Bench:
-    """Collective: a model, its samples, and two ways to run a step."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.samples = samples_of(dist.get_rank(), case.samples)
-        self._steps = count()
-        self._renew()
-
-    def _renew(self) -> None:
-        config = self.case.model
-        self.models = [build(config)]
-        self.model, self.forward_backward = self.models[0], forward_backward_of(self.models[0], joined=config.joined)
-        if self.case.with_frozen_model:
-            self.models.append(frozen(build(replace(config, layers=1))))
-            self.forward_backward = asking(self.models[1], self.forward_backward)
-
-    def undisturbed(self, rows: int) -> Step:
-        """Collective: run plain FSDP2 in microbatches of `rows`, without our code."""
-        self._start()
-        loss_sum, target_tokens = torch.zeros(()), 0
-        for start in range(0, self.case.samples, rows):
-            # reduce over replicas once per step, as recommended for loops with replicas
-            if isinstance(self.model, FSDPModule):
-                self.model.set_requires_all_reduce(start + rows >= self.case.samples)
-            totals = self.forward_backward(self.samples[start : start + rows])
-            loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
-        over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)
-        dist.all_reduce(over_ranks)
-        loss, tokens = over_ranks.tolist()
-        return self._outcome(Totals(torch.tensor(loss), int(tokens)))
-
-    def operations(self) -> list[str]:
-        """Collective: list the operations of the first failing rank in a step."""
-        self._start()
-        runner = self.new_runner()
-        names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
-        runner.close()
-        return names
-
-    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Step, int]:
-        """Collective: run a step that runs out of memory at `place`; return outcome and failures on this rank."""
-        self._start()
-        runner.load_state_dict(self.fresh)
-        step = next(self._steps)
-        with FaultInjector(runner, error=self.case.error) as faults:
-            if place is not None:
-                fail_there(faults, self.case, step, place)
-            result = runner.run(self.samples, step=step)
-        return self._outcome(Totals(result.loss_sum, result.target_tokens)), faults.fired
-
-    def new_runner(self) -> StepRunner[Tensor]:
-        """Collective: return a new runner, with a new model if the case fails in the first pass."""
-        if self.case.first_pass:
-            self._renew()
-        runner = StepRunner(
-            self.model,
-            self.forward_backward,
-            limit=RowLimit(self.case.rows),
-            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-            recovery=Recovery(*self.models),
-        )
-        self.fresh = runner.state_dict()
-        return runner
-
-    def _start(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        torch.manual_seed(7 + dist.get_rank())
-
-    def _outcome(self, totals: Totals) -> Step:
-        gradients, rng = gradients_of(self.model), torch.get_rng_state()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
-        return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import count
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,11 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
-from tests.distributed.faults.fault_variants import fail_there, operations_of
-from tests.distributed.models import VOCABULARY, Gradients, gradients_equal, gradients_of, runner_of
+from tests.distributed.faults.bench import Bench, Parts
+from tests.distributed.models import VOCABULARY
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.testing import FaultInjector
 
 LENGTH, SAMPLES = 8, 4
 EXPERTS, PER_TOKEN, DIM = 6, 2, 16
@@ -53,9 +50,11 @@ class MeshCase:
     first_pass: bool = False
     stride: int = 1
 
-    def bench(self) -> "MeshBench":
-        """Collective."""
-        return MeshBench(self)
+    def bench(self) -> Bench:
+        """Collective: return the bench for this case. Norms over several meshes are not computed."""
+        generator = torch.Generator().manual_seed(dist.get_rank() // self.shared_by)
+        samples = [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(SAMPLES)]
+        return Bench(self, samples, partial(parts_of, self), clips=False)
 
 
 def mesh_of(case: MeshCase) -> DeviceMesh:
@@ -184,38 +183,15 @@ MESH_CASES = (
 )
 
 
-class MeshStep(NamedTuple):
-    """The outcome of a step, compared bitwise."""
+def parts_of(case: MeshCase) -> Parts:
+    """Collective: build the model of a case."""
+    torch.manual_seed(0)
+    model = case.build(case)
 
-    gradients: Gradients
-    loss_sum: float
-    rng: Tensor
-
-    def same_as(self, other: "MeshStep") -> bool:
-        return (
-            gradients_equal(self.gradients, other.gradients)
-            and self.loss_sum == other.loss_sum
-            and torch.equal(self.rng, other.rng)
-        )
-
-
-class MeshBench:
-    """Collective: a model, its samples, and steps with and without failures."""
-
-    def __init__(self, case: MeshCase) -> None:
-        self.case, self._steps = case, count()
-        generator = torch.Generator().manual_seed(dist.get_rank() // case.shared_by)
-        self.samples = [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(SAMPLES)]
-        self._renew()
-
-    def _renew(self) -> None:
-        torch.manual_seed(0)
-        self.model = self.case.build(self.case)
-
-    def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = torch.stack([*samples])
         labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
-        logits = self.model(tokens)
+        logits = model(tokens)
         with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
             mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
             loss = mean * (target_tokens := int((labels != -100).sum()))
@@ -223,48 +199,4 @@ class MeshBench:
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return Totals(loss.detach(), target_tokens)
 
-    def undisturbed(self, rows: int) -> MeshStep:
-        """Collective: run plain microbatches of `rows`, without this package."""
-        self._start()
-        loss_sum = torch.zeros(())
-        for start in range(0, SAMPLES, rows):
-            if isinstance(self.model, FSDPModule):
-                self.model.set_requires_all_reduce(start + rows >= SAMPLES)
-            loss_sum += self.forward_backward(self.samples[start : start + rows]).loss_sum
-        total = loss_sum.double()
-        dist.all_reduce(total)
-        return self._outcome(total.float().item())
-
-    def operations(self) -> list[str]:
-        """Collective: return the operations of the first failing rank in a step."""
-        self._start()
-        runner = self.new_runner()
-        names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
-        runner.close()
-        return names
-
-    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[MeshStep, int]:
-        """Collective: fail at this operation; return the outcome and the number of errors on this rank."""
-        self._start()
-        runner.load_state_dict(self.fresh)
-        step = next(self._steps)
-        with FaultInjector(runner) as faults:
-            if place is not None:
-                fail_there(faults, self.case, step, place)
-            result = runner.run(self.samples, step=step)
-        return self._outcome(result.loss_sum.item()), faults.fired
-
-    def new_runner(self) -> StepRunner[Tensor]:
-        """Collective: return a runner, of a model that has never run if the case requires it."""
-        if self.case.first_pass:
-            self._renew()
-        runner = runner_of(self.model, self.case.rows, self.forward_backward)
-        self.fresh = runner.state_dict()
-        return runner
-
-    def _start(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        torch.manual_seed(7 + dist.get_rank())
-
-    def _outcome(self, loss_sum: float) -> MeshStep:
-        return MeshStep(gradients_of(self.model), loss_sum, torch.get_rng_state())
+    return [model], forward_backward

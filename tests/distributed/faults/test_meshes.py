@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tests.distributed.faults.meshes import MESH_CASES, MeshBench
+from tests.distributed.faults.meshes import MESH_CASES
 from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import gradients_equal, gradients_of, runner_of
 from tests.ranks import RankFailed, run_on_ranks
@@ -265,7 +265,7 @@ def test_context_parallel_ranks_recover():
 
 def peaks() -> tuple[int, int]:
     """Collective: return the peaks of the ghost pass and of a microbatch, in a step whose last operation fails."""
-    bench = MeshBench(replace(CASES["tensor parallel"], rows=4))
+    bench = replace(CASES["tensor parallel"], rows=4).bench()
     bench.samples = [torch.arange(64)] * 4
     ghost._SMALL = 64  # elements: scaled down with the model
     runner, drained = bench.new_runner(), []

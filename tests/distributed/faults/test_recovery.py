@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.captured_logs import captured_log
 from tests.distributed.faults.fault_variants import as_dtensor_does
-from tests.distributed.faults.finetuning import CASES, Bench, Case
+from tests.distributed.faults.finetuning import CASES, Case
 from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import (
     ModelConfig,
@@ -199,7 +199,7 @@ def test_recovery_is_one_log_line_on_rank_0(failing: tuple[int, ...], who: str):
 
 
 def operations_that_copy() -> tuple[int, int]:
-    plain, offloaded = (Bench(Case("", ModelConfig(dropout=0.0, offload=offload))) for offload in (False, True))
+    plain, offloaded = (Case("", ModelConfig(dropout=0.0, offload=offload)).bench() for offload in (False, True))
     return tuple(sum(name.startswith("aten.clone") for name in bench.operations()) for bench in (plain, offloaded))
 
 

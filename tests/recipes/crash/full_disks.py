@@ -64,14 +64,14 @@ class DiskRun:
     def files_too_large(self) -> None:
         start = self._start("files")
         self._fails(start, 0, ["could not be saved"], file_bytes=SMALL_FILES_BYTES)
-        self._goes_on(start, 1)
+        self._resumes(start, 1)
 
     def disk_full(self) -> None:
         start = self._start("full")
         with mounted(start.folder / "out", SMALL[self._variant]):
             self._fails(start, 0, ["no space left", "free", "step_4"])
             _call("mount", "-o", f"remount,size={LARGE}", str(start.folder / "out"))
-            self._goes_on(start, 1)
+            self._resumes(start, 1)
 
     def killed_on_a_small_disk(self) -> None:
         """With space for two checkpoints: leftovers of a kill must not use it up."""
@@ -92,7 +92,7 @@ class DiskRun:
             _call("mount", "-o", "remount,ro", out)
             self._fails(start, 1, ["Read-only file system"])
             _call("mount", "-o", "remount,rw", out)
-            self._goes_on(start, 2)
+            self._resumes(start, 2)
 
     def _start(self, name: str, *overrides: str) -> Start:
         folder = self._folder / name
@@ -115,7 +115,7 @@ class DiskRun:
         if gone:
             self._tally.fault(f"{how}: gone are {gone}")
 
-    def _goes_on(self, start: Start, number: int) -> None:
+    def _resumes(self, start: Start, number: int) -> None:
         """Check that the run finishes like the undisturbed one after the disk is repaired."""
         life = live(start, number, None, STEPS)
         how = f"{self._variant} disk {start.folder.name}, afterwards"

@@ -23,22 +23,22 @@ def faults_of_a_stop(point: Point, life: Life, trained: int | None, saved: int) 
     if not message and point.stage == TIME and trained is None:
         return
     if trained is not None and saved != trained:
-        yield f"step {trained} was trained, and last checkpoint: step {saved}"
+        yield f"step {trained} was trained, but the newest checkpoint is of step {saved}"
     if len(message) != 1:
-        yield f"it says {len(message)} times what is saved"
+        yield f"the last checkpoint was printed {len(message)} times"
         return
     [(name, on_rank, where, what, command)] = message
     if not point.launcher and (name, on_rank) != (f"SIG{point.blow}", f" on rank {point.rank}" * (point.rank > 0)):
-        yield f"it says that it was {name}{on_rank}"
+        yield f"printed signal: {name}{on_rank}"
     named = AFTER_STEP.search(where)
     if named and int(named[1]) != trained:
-        yield f"it says {where!r}, and the last step was {trained}"
+        yield f"printed {where!r}, but the last step was {trained}"
     if not named and trained is not None:
-        yield f"it says {where!r} after step {trained}"
+        yield f"printed {where!r} after step {trained}"
     if (what == "nothing is saved") != (saved == 0):
-        yield f"it says {what!r}, and the newest checkpoint is of step {saved}"
+        yield f"printed {what!r}, but the newest checkpoint is of step {saved}"
     if "resume_from_checkpoint=auto" not in command:
-        yield f"it says to go on with {command!r}"
+        yield f"printed command: {command!r}"
     if AT_ONCE in life.output:
         yield "one signal was taken for two"
     if not life.cleanly and not point.launcher:

@@ -76,9 +76,9 @@ class Chain:
             return
         resumed_from = steps[0] - 1
         if resumed_from < newest:
-            self.tally.lose(f"{how}: went on after step {resumed_from}, a checkpoint of step {newest} was there")
+            self.tally.lose(f"{how}: resumed after step {resumed_from}, but a checkpoint of step {newest} existed")
         elif resumed_from > newest:
-            self.tally.fault(f"{how}: went on after step {resumed_from}, the checkpoint is of step {newest}")
+            self.tally.fault(f"{how}: resumed after step {resumed_from}, but the checkpoint is of step {newest}")
         if steps != list(range(steps[0], steps[-1] + 1)):
             self.tally.fault(f"{how}: logged steps {steps}")
         if logged:

@@ -101,4 +101,4 @@ def test_every_rank_ends_with_path_cause_and_last_good_checkpoint(tmp_path: Path
             assert word.format(out=tmp_path / "run" / "out", rank=rank) in message
         # if another run may have started, a checkpoint of this name may belong to it
         assert (good in message) == (CASES[name].text != IS_GONE)
-        assert complete == [good, "step_2"], "nothing is made anew or pushed out"
+        assert complete == [good, "step_2"], "complete checkpoints are kept"

@@ -33,7 +33,7 @@ def test_weights_with_other_names_or_contents_are_another_run() -> None:
     )
 
 
-def test_missing_data_file_is_left_to_the_dataset() -> None:
+def test_missing_data_file_is_reported_by_the_dataset() -> None:
     assert difference({}, {"content of rows.jsonl": "2 bytes"}) is None
     assert difference({"content of rows.jsonl": "3 bytes"}, {"content of rows.jsonl": "2 bytes"}) is not None
 

@@ -1,0 +1,112 @@
+"""Run a step of a model with and without an out-of-memory error, for a bitwise comparison."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed.faults.fault_variants import Failing, fail_there, operations_of
+from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.testing import FaultInjector
+
+ForwardBackward: TypeAlias = Callable[[Sequence[Tensor]], Totals]
+Parts: TypeAlias = tuple[list[nn.Module], ForwardBackward]
+"""The trained model, other models whose collectives count, and the pass over a microbatch."""
+
+
+class Step(NamedTuple):
+    """The outcome of a step, compared bit by bit."""
+
+    gradients: Gradients
+    loss_sum: float
+    target_tokens: int
+    grad_norm: Tensor
+    rng: Tensor
+
+    def same_as(self, other: "Step") -> bool:
+        return (
+            gradients_equal(self.gradients, other.gradients)
+            and self[1:3] == other[1:3]
+            and torch.equal(self.grad_norm, other.grad_norm)
+            and torch.equal(self.rng, other.rng)
+        )
+
+
+class Bench:
+    """Collective: a model, its samples, and two ways to run a step."""
+
+    def __init__(
+        self,
+        case: Failing,
+        samples: list[Tensor],
+        build: Callable[[], Parts],
+        *,
+        clips: bool = True,
+        error: Callable[[str], Exception] = torch.OutOfMemoryError,
+    ) -> None:
+        self.case, self.samples = case, samples
+        self._build, self._clips, self._error = build, clips, error
+        self._steps = count()
+        self.models, self.forward_backward = build()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
+
+    def undisturbed(self, rows: int) -> Step:
+        """Collective: run plain microbatches of `rows`, without this package."""
+        self._start()
+        loss_sum, target_tokens = torch.zeros(()), 0
+        for start in range(0, len(self.samples), rows):
+            # reduce over replicas once per step, as recommended for loops with replicas
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_all_reduce(start + rows >= len(self.samples))
+            totals = self.forward_backward(self.samples[start : start + rows])
+            loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
+        over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)
+        dist.all_reduce(over_ranks)
+        loss, tokens = over_ranks.tolist()
+        return self._outcome(Totals(torch.tensor(loss), int(tokens)))
+
+    def operations(self) -> list[str]:
+        """Collective: list the operations of the first failing rank in a step."""
+        self._start()
+        runner = self.new_runner()
+        names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
+        runner.close()
+        return names
+
+    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Step, int]:
+        """Collective: run a step that runs out of memory at `place`; return outcome and failures on this rank."""
+        self._start()
+        runner.load_state_dict(self.fresh)
+        step = next(self._steps)
+        with FaultInjector(runner, error=self._error) as faults:
+            if place is not None:
+                fail_there(faults, self.case, step, place)
+            result = runner.run(self.samples, step=step)
+        return self._outcome(Totals(result.loss_sum, result.target_tokens)), faults.fired
+
+    def new_runner(self) -> StepRunner[Tensor]:
+        """Collective: return a new runner, with a new model if the case fails in the first pass."""
+        if self.case.first_pass:
+            self.models, self.forward_backward = self._build()
+        runner = runner_of(self.model, self.case.rows, self.forward_backward, Recovery(*self.models))
+        self.fresh = runner.state_dict()
+        return runner
+
+    def _start(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(7 + dist.get_rank())
+
+    def _outcome(self, totals: Totals) -> Step:
+        gradients, rng, norm = gradients_of(self.model), torch.get_rng_state(), torch.zeros(())
+        if self._clips:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
+        return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
