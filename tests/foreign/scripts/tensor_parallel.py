@@ -2,6 +2,7 @@
 
 # command: -- torchrun --nnodes 4 --nproc_per_node 8 SCRIPT
 # bytes: 8 * 855.6e6 * (4 + 4 + 8 + 4) / 32
+# at most: 1.75
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

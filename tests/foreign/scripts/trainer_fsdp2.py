@@ -2,6 +2,7 @@
 
 # command: --ranks 8 --steps 2 -- accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 SCRIPT
 # bytes: 8.03e9 * (4 + 4 + 8) / 8
+# at most: 3
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
