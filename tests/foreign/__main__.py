@@ -7,6 +7,8 @@ A script states in its comments how it is rehearsed and what must come out:
     # at most: 2                               and at most this multiple (default: 1.25)
     # refused: text, or: out of memory         the expected error instead
 
+A script with several commands is rehearsed once with each, and each has its own bytes.
+
 `python -m tests.foreign [name ...]` exits with 1 if a script gives another answer.
 """
 
@@ -54,10 +56,28 @@ def declared(text: str, key: str, default: str = "") -> str:
     return found[1] if found else default
 
 
-def rehearse(script: Path) -> Found:
-    """Rehearse one script in an empty folder, as a user would."""
+class Case(NamedTuple):
+    """A script, and the comments about one of its commands."""
+
+    script: Path
+    about: str
+    argument: str
+    """The last word of the command if there are several, else empty."""
+
+
+def cases_of(script: Path) -> list[Case]:
+    """Return a case for each command of a script."""
     text = script.read_text()
-    words = [str(script) if word == "SCRIPT" else word for word in declared(text, "command", "-- SCRIPT").split()]
+    several = re.split(r"(?=^# command:)", text, flags=re.MULTILINE)[1:]
+    if len(several) < 2:
+        return [Case(script, text, "")]
+    return [Case(script, about, declared(about, "command").split()[-1]) for about in several]
+
+
+def rehearse(case: Case) -> Found:
+    """Rehearse a script in an empty folder, as a user would."""
+    command = declared(case.about, "command", "-- SCRIPT").split()
+    words = [str(case.script) if word == "SCRIPT" else word for word in command]
     program = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--steps", "3", "--format", "json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
@@ -73,30 +93,33 @@ def rehearse(script: Path) -> Found:
             errors += f"\nno answer within {LIMIT_S} s"
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return judge(script.stem, text, printed, errors, round(cpu_s, 1))
+    return judge(case, printed, errors, round(cpu_s, 1))
 
 
-def judge(script: str, text: str, printed: str, errors: str, cpu_s: float) -> Found:
+def judge(case: Case, printed: str, errors: str, cpu_s: float) -> Found:
     """Compare the answer with what the script's comments expect."""
     answer = json.loads(printed) if printed.startswith("{") else {}
     verdict = answer.get("verdict") or (errors.strip().splitlines() or ["no answer"])[-1]
+    verdict = re.sub(r"/[^ ,]*/(site-packages|scripts|torchtune_adaptive)/", r"\1/", verdict)
     steps = [*answer.get("steps", ()), answer.get("after_last_step")]
     peak = max((step["allocated_bytes"] for step in steps if step), default=0)
-    least = eval(declared(text, "bytes", "0"))
-    most = float(declared(text, "at most", "1.25"))
-    refused = declared(text, "refused")
+    least = eval(declared(case.about, "bytes", "0"))
+    most = float(declared(case.about, "at most", "1.25"))
+    refused = declared(case.about, "refused")
     wrong = ""
     if refused:
         if answer.get("fits") is not None or refused not in verdict + errors:
             wrong = f"not refused with {refused!r}"
-    elif re.search("^# out of memory", text, re.MULTILINE):
+    elif re.search("^# out of memory", case.about, re.MULTILINE):
         if not answer.get("out_of_memory"):
             wrong = "no out-of-memory error"
     elif not answer.get("fits"):
         wrong = "no answer" if not answer.get("out_of_memory") else "does not fit"
     elif not least <= peak <= most * least:
         wrong = f"the peak is {peak / least:.2f} times the expected bytes, not 1 to {most}"
-    return Found(script, text.split('"""')[1], verdict, least / GIB, peak / GIB, cpu_s, wrong)
+    what = case.script.read_text().split('"""')[1].strip().rstrip(".")
+    name, what = (f"{text} {case.argument}".rstrip() for text in (case.script.stem, what))
+    return Found(name, what, verdict, least / GIB, peak / GIB, cpu_s, wrong)
 
 
 def versions() -> dict[str, str]:
@@ -112,14 +135,15 @@ def table(results: list[Found]) -> str:
         outcome = f"{each.peak_gib:.2f} GiB" if each.verdict.startswith("fits") else each.verdict.split(": ", 1)[0]
         if "sizes may depend" in each.verdict:
             outcome += ", with a note"
-        lines.append(f"| {each.what.strip().rstrip('.')} | {arithmetic} | {outcome} | {each.cpu_s:.0f} |")
+        lines.append(f"| {each.what} | {arithmetic} | {outcome} | {each.cpu_s:.0f} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Rehearse the named scripts, or all and write the table."""
-    every = sorted(path for path in (HERE / "scripts").glob("*.py") if path.stem != "tokenizer")
-    chosen = [path for path in every if not sys.argv[1:] or path.stem in sys.argv[1:]]
+    scripts = sorted(path for path in (HERE / "scripts").glob("*.py") if path.stem != "models")
+    every = [case for script in scripts for case in cases_of(script)]
+    chosen = [case for case in every if not sys.argv[1:] or case.script.stem in sys.argv[1:]]
     results = []
     with ProcessPoolExecutor(int(os.environ.get("WORKERS", "2"))) as pool:
         for found in pool.map(rehearse, chosen):

@@ -673,11 +673,11 @@ CHILDREN = """
 
     def train(rank):
         torch.zeros(1024, device="cuda")
-        subprocess.run(["sleep", "100"])
+        subprocess.run(["sleep", "100"], timeout=200)
 
     if __name__ == "__main__":
         if sys.argv[1:] == ["launcher"]:
-            subprocess.run([sys.executable, "-u", "train.py", "worker"])
+            subprocess.run([sys.executable, "-u", "train.py", "worker"], timeout=200)
         elif sys.argv[1:] == ["worker"]:
             train(0)
         else:

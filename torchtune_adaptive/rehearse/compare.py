@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
 from torchtune_adaptive.rehearse.start import end_with_parent, interrupted_by_signals
-from torchtune_adaptive.rehearse.step_time import StepTime, seconds_text
+from torchtune_adaptive.rehearse.step_time import UNCERTAINTY, StepTime, seconds_text
 
 _RANGE = re.compile(r"\{(\d+):(\d+)\}")
 Rehearse = Callable[[Sequence[str], Gpu, int | None], RehearsalResult]
@@ -120,7 +120,7 @@ def as_table(rows: Sequence[Option]) -> str:
             + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
         )
     lines = [line.rstrip() for line in lines]
-    lines += ["", "Times are estimated, not calibrated: a step may take 0.85 to 1.25 times as long."]
+    lines += ["", "Times are estimated, not calibrated: a step may take {} to {} times as long.".format(*UNCERTAINTY)]
     for verdict in dict.fromkeys(row.found.verdict() for row in rows if row.fits is None):
         lines.append(verdict)
     return "\n".join(lines)

@@ -3,14 +3,11 @@
 # bytes: 1.236e9 * (2 + 2 + 4 + 2)
 import torch
 from liger_kernel.transformers import apply_liger_kernel_to_llama
-from transformers import AutoModelForCausalLM, LlamaConfig
+from models import llama_1b
+from transformers import AutoModelForCausalLM
 
 apply_liger_kernel_to_llama()
-config = LlamaConfig(
-    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-    num_key_value_heads=8,
-    tie_word_embeddings=True, max_position_embeddings=8192,
-)  # fmt: skip
+config = llama_1b()
 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
 model.gradient_checkpointing_enable()
 optimizer = torch.optim.AdamW(model.parameters())

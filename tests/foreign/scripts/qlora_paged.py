@@ -3,17 +3,11 @@
 # bytes: 6.98e9 * (0.5 + 4 / 64) + 1.05e9 * 4
 import torch
 from datasets import Dataset
+from models import llama_8b
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
-config = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-)
+config = llama_8b()
 config.save_pretrained("llama")
 nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 model = AutoModelForCausalLM.from_pretrained("llama", quantization_config=nf4, dtype=torch.bfloat16, device_map={"": 0})

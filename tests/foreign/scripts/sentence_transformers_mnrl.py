@@ -2,10 +2,10 @@
 
 # bytes: 109.5e6 * (4 + 4 + 8)
 from datasets import Dataset
+from models import save_tokenizer
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from sentence_transformers.models import Pooling, Transformer
-from tokenizer import save_tokenizer
 from transformers import AutoModel, BertConfig
 
 save_tokenizer("bert")

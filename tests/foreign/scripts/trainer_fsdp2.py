@@ -4,16 +4,10 @@
 # bytes: 8.03e9 * (4 + 4 + 8) / 8
 # at most: 3
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from models import llama_8b
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-config = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-)
+config = llama_8b()
 model = AutoModelForCausalLM.from_config(config)
 data = Dataset.from_dict({"input_ids": [[1] * 512] * 64, "labels": [[1] * 512] * 64})
 arguments = TrainingArguments("out", per_device_train_batch_size=1, bf16=True, report_to=[], save_strategy="no")

@@ -2,15 +2,12 @@
 
 # bytes: 494e6 * (4 + 4 + 8)
 from datasets import Dataset
-from tokenizer import save_tokenizer
-from transformers import AutoModelForCausalLM, Qwen2Config
+from models import qwen2_half_billion, save_tokenizer
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 tokenizer = save_tokenizer("tokenizer")
-config = Qwen2Config(
-    vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-    num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
+config = qwen2_half_billion()
 data = Dataset.from_dict({"prompt": ["the quick brown fox"] * 32})
 arguments = GRPOConfig(
     "out", per_device_train_batch_size=4, num_generations=4, max_completion_length=32, max_steps=2, report_to=[],

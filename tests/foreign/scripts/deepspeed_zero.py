@@ -1,20 +1,26 @@
-"""DeepSpeed with ZeRO 1: Qwen2.5 0.5B in bf16 on 8 GPUs."""
+"""Qwen2.5 0.5B in bf16 on 8 GPUs with DeepSpeed's ZeRO."""
 
-# command: -- torchrun --nproc_per_node 8 SCRIPT
+# command: -- torchrun --nproc_per_node 8 SCRIPT 1
 # bytes: 494e6 * (2 + 2 + 12 / 8) + 5e8 * 2
 # at most: 1.35
+# command: -- torchrun --nproc_per_node 8 SCRIPT 2
+# bytes: 494e6 * (2 + 12 / 8 + 2 / 8) + 5e8 * 2
+# at most: 1.35
+# command: -- torchrun --nproc_per_node 8 SCRIPT 3
+# bytes: 494e6 * (2 + 2 + 12) / 8 + 5e8 * 2 + 2 * 136e6 * 2
+# at most: 1.4
+import sys
+
 import deepspeed
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from models import qwen2_half_billion
+from transformers import AutoModelForCausalLM
 
-config = Qwen2Config(
-    vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-    num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
+config = qwen2_half_billion()
 settings = {
     "train_micro_batch_size_per_gpu": 1,
     "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 1},
+    "zero_optimization": {"stage": int(sys.argv[1])},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
     "gradient_clipping": 1.0,
 }
