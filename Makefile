@@ -87,8 +87,8 @@ $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 test-null: $(READY)
 	$(BIN)/python -m pytest tests/null tests/rehearse tests/forecast
 
-# rehearsals of scripts that use other libraries, in an environment of 9 GB without torchtune; writes the table of
-# docs/rehearsing.md. Ten minutes on two idle cores
+# rehearsals of scripts that use other libraries, in an environment of 7 GB without torchtune; writes the table of
+# docs/rehearsing.md. Twelve minutes on two idle cores, five of them for installation
 test-foreign: $(VENV)/foreign/ready
 	$(VENV)/foreign/bin/python -m tests.foreign
 
