@@ -438,7 +438,7 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({}, ("--rank", "1"), "--rank is 1, but the last of 1 is 0"),
         ({}, ("--memory", "1GB"), "the GPU has 0.931 GiB, of which 1 GiB are not for tensors"),
         ({}, ("--memory", "80"), "80 is not an amount of memory; examples are 80GB and 24GiB"),
-        ({}, ("--ranks", "0"), "--ranks is 0; the minimum is 1"),
+        ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
         ({}, ("--steps", "-1"), "--steps is -1; the minimum is 0"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
         ({}, ("--picture", "plan.exe"), "--picture is plan.exe"),
