@@ -39,7 +39,7 @@ def no_memory_to(function: str) -> Callable[..., Any]:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    return lambda *_: mock.patch(f"torchtune_adaptive.checkpoints.manager.{function}", full)
+    return lambda *_: mock.patch(f"torchtune_adaptive.checkpoints.{function}", full)
 
 
 def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:
@@ -57,10 +57,10 @@ class Case(NamedTuple):
 CASES = {
     "full-gone": Case(take_the_folder_away, IS_GONE),
     "full-gone-background-save": Case(take_it_away_between_saves, IS_GONE, ASYNC),
-    "full-no-memory": Case(no_memory_to("gather_weights"), OUT_OF_MEMORY),
-    "full-no-memory-background-save": Case(no_memory_to("copied_to_host"), OUT_OF_MEMORY, ASYNC),
+    "full-no-memory": Case(no_memory_to("manager.gather_weights"), OUT_OF_MEMORY),
+    "full-no-memory-background-save": Case(no_memory_to("manager.copied_to_host"), OUT_OF_MEMORY, ASYNC),
     "lora-no-memory-on-rank-0": Case(
-        no_memory_to("peft.get_merged_lora_ckpt"), ("step_6 could not be saved", "out of memory"), kind="lora"
+        no_memory_to("contents.peft.get_merged_lora_ckpt"), ("step_6 could not be saved", "out of memory"), kind="lora"
     ),
     "full-nan": Case(a_weight_of_rank_1_is_nan, ()),
 }
