@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components, keys
 from torchtune_adaptive.config.checks import SECTIONS
@@ -24,13 +23,9 @@ from torchtune_adaptive.formatting import did_you_mean, format_bytes, parse_amou
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.start import overhead_of
 from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
-from torchtune_adaptive.tune import samples
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
-from torchtune_adaptive.tune.data import build_dataset
 from torchtune_adaptive.tune.preference import build_preference_loss
 
-Overrides = tuple[str, ...]
-"""Changes of a config, as on a command line."""
 STEPS, STEPS_WITH_LENGTHS = 2, 200
 """Steps to rehearse: at least two, because the first backward runs without optimizer state in memory."""
 DRAWN_LENGTHS = 4099
@@ -59,14 +54,11 @@ class PlanSettings:
     """tokens of a row, or several lengths to compare, such as `[2048,8192]`. null: `adaptive.sequence_length`, else
     `tokenizer.max_seq_len`, else the smaller of 4096 and the model's maximum"""
     lengths: str | None = option(TEXT | NULL, None)
-    """rehearse samples of varying lengths instead of the longest only: a median and a maximum (`512:4096`), a file with
-    one number per line, or `dataset` for the lengths of the config's dataset"""
+    """rehearse samples of varying lengths instead of the longest only: a median and a maximum (`512:4096`)"""
     steps: int | None = option(COUNT | NULL, None)
     """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
     format: str = option(one_of("table", "json"), "table")
-    """output format. `json` has every figure, including settings that were tried and memory over the steps"""
-    advise: bool | None = option(keys.BOOL | NULL, None)
-    """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
+    """output format. `json` has every figure, including memory over the steps"""
 
     @property
     def rank_counts(self) -> tuple[int, ...]:
@@ -144,36 +136,18 @@ class PlanRequest:
             for length in lengths if isinstance(lengths, tuple) else (lengths,):
                 yield replace(self, plan=replace(self.plan, world_size=ranks, sequence_length=length))
 
-    def with_ranks(self, ranks: int) -> PlanRequest:
-        """Return this request for another number of ranks."""
-        return replace(self, plan=replace(self.plan, world_size=ranks))
-
-    def with_overrides(self, overrides: Overrides) -> PlanRequest:
-        """Return this request with more overrides."""
-        return replace(self, cfg=override(self.cfg, overrides), overrides=[*self.overrides, *overrides])
-
     @cached_property
     def lengths(self) -> list[int]:
         """The lengths of the samples; empty if all samples have the same length."""
-        source = self.plan.lengths
-        if source is None:
+        if self.plan.lengths is None:
             return []
-        if source == "dataset":
-            return _lengths_of_dataset(self.cfg)
-        median, _, longest = source.partition(":")
+        median, _, longest = self.plan.lengths.partition(":")
         try:
-            if longest:
-                return _log_normal(int(median), int(longest))
-            lengths = [int(word) for word in Path(source).read_text().split()]
-        except (OSError, ValueError) as error:
+            return _log_normal(int(median), int(longest))
+        except ValueError as error:
             raise ConfigError(
-                f"lengths is {source!r} ({error}): set it to a median and a maximum, such as 512:4096, to a file "
-                "with a number per line, or to dataset"
+                f"lengths is {self.plan.lengths!r} ({error}): set it to a median and a maximum, such as 512:4096"
             ) from error
-        if min(lengths, default=0) < 1:
-            raise ConfigError(f"lengths: {source} is empty or has a length below 1: give a number of tokens per line")
-        random.Random(0).shuffle(lengths)
-        return lengths
 
     @property
     def length(self) -> int:
@@ -274,25 +248,6 @@ def _check_memory_and_length(request: PlanRequest) -> None:
         )
     if tokens < 2:
         raise ConfigError(f"{key} is {tokens}: a sample needs at least 2 tokens, one of which is predicted")
-
-
-def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:
-    """Return a copy of the config with these overrides, as torchtune's parser applies them."""
-    copy = cfg.copy()
-    for removed in (each[1:] for each in overrides if each.startswith("~")):
-        section, _, key = removed.rpartition(".")
-        (OmegaConf.select(copy, section) if section else copy).pop(key, None)
-    merged = OmegaConf.merge(copy, OmegaConf.from_dotlist([each for each in overrides if not each.startswith("~")]))
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def _lengths_of_dataset(cfg: DictConfig) -> list[int]:
-    """Return the lengths of randomly drawn samples of the config's dataset."""
-    dataset: Any = build_dataset(cfg, components.build("tokenizer", cfg))[0]
-    drawn = random.Random(0).sample(range(len(dataset)), min(len(dataset), DRAWN_LENGTHS))
-    kind = samples.PAIR if trains_on_pairs(cfg) else samples.TEXT
-    return [max(kind.lengths_of(dataset[index])) for index in drawn]
 
 
 def _log_normal(median: int, longest: int) -> list[int]:
