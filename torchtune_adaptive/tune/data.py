@@ -7,17 +7,14 @@ last step is dropped.
 
 from __future__ import annotations
 
-import glob
 import inspect
 import json
-import os
 import pkgutil
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
@@ -28,15 +25,14 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.data import padded_collate_packed, padded_collate_sft
-from torchtune.datasets import ConcatDataset, TextCompletionDataset
+from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
@@ -73,45 +69,10 @@ class Data:
         """Return the kind of the samples."""
         return self.dataset.kind
 
-    @property
-    def cut_at(self) -> int | None:
-        """The length of samples that the tokenizer has cut; None if it cuts none, or if that is not seen in a pack."""
-        if self.max_seq_len is None or self.packed:
-            return None
-        parts = getattr(self.dataset.dataset, "_datasets", [self.dataset.dataset])  # of a ConcatDataset
-        return self.max_seq_len - any(isinstance(part, TextCompletionDataset) for part in parts)
-
     def remove_padding(self) -> None:
         """Concatenate the samples of a microbatch from now on."""
         self.dataset.kind = replace(self.kind, padded=False)
         self.collate = partial(concatenated, ignored=self.kind.ignored_label)
-
-
-class CutSamples:
-    """Counts the samples of an epoch that are as long as the tokenizer allows. Those that were cut are among them."""
-
-    def __init__(self, data: Data, ranks_per_sample: int) -> None:
-        self._data, self._ranks_per_sample = data, ranks_per_sample
-        self._samples = self._longest = 0
-
-    def count(self, samples: Sequence[Sample]) -> None:
-        """Counts the samples of a step on this rank."""
-        if (cut_at := self._data.cut_at) is not None:
-            self._samples += len(samples)
-            self._longest += sum(max(self._data.kind.lengths_of(sample)) >= cut_at for sample in samples)
-
-    def announce(self, epoch: int) -> None:
-        """Collective: logs the count of all ranks as an epoch ends, if there is any."""
-        if (cut_at := self._data.cut_at) is None:
-            return
-        counts = Agreement(2).gather((self._samples, self._longest))
-        samples, longest = (int(sum(count)) // self._ranks_per_sample for count in zip(*counts, strict=True))
-        if longest:
-            say(
-                f"epoch {epoch}: {longest} of {samples} samples have {cut_at} tokens, the most that "
-                "tokenizer.max_seq_len allows; longer samples were cut to this length"
-            )
-        self._samples = self._longest = 0
 
 
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
@@ -173,42 +134,20 @@ def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
     try:
         return components.build_section(key, section, tokenizer)
     except ConfigError as error:
-        if isinstance(section, DictConfig) and (flaw := _flaw_of_files(section.get("data_files"))):
+        path = section.get("data_files") if isinstance(section, DictConfig) else None
+        if isinstance(path, str) and path.endswith(".jsonl") and (flaw := _flaw_of_lines(path)):
             raise ConfigError(f"{key}.data_files: {flaw}") from error
-        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if isinstance(section, DictConfig) and unexpected and unexpected[1] in section:
-            raise ConfigError(f"{error}; remove it, on a command line by '~{key}.{unexpected[1]}'") from error
         raise
 
 
-def _flaw_of_files(data_files: Any) -> str | None:
-    """Describe the first missing or empty file, or the first invalid line of a JSONL file; None if all are valid.
-
-    The reader's own errors name neither file nor line.
-    """
-    files = [data_files] if isinstance(data_files, str) else data_files if isinstance(data_files, ListConfig) else []
-    for path in (Path(str(file)) for file in files):
-        if not os.path.isfile(path):  # False for a name that is too long
-            if not os.path.exists(path) and "://" not in str(path) and not glob.has_magic(str(path)):
-                return f"{path} does not exist: correct the path"
-            continue
-        if path.stat().st_size == 0:
-            return f"{path} is empty"
-        if path.suffix not in (".jsonl", ".json"):
-            continue
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if number == 1 and line.lstrip().startswith("["):
-                    break  # one array instead of one object per line
-                if not line.strip():
-                    continue
-                try:
-                    sample = json.loads(line)
-                    json.dumps(sample, ensure_ascii=False).encode()  # fails for half of a surrogate pair
-                except ValueError as error:
-                    return f"{path}, line {number}, is not JSON ({error}): fix it or remove it"
-                if not isinstance(sample, dict):
-                    return f"{path}, line {number}, is not a JSON object, {{...}}: fix it or remove it"
+def _flaw_of_lines(path: str) -> str | None:
+    """Name the first line of a JSONL file that is not JSON; the reader's own error names no line."""
+    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line if line.strip() else "{}")
+            except ValueError as error:
+                return f"{path}, line {number}, is not JSON ({error}): fix it or remove it"
     return None
 
 
