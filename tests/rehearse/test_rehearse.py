@@ -952,7 +952,7 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
     assert "have different peaks, and later ones were not run: --steps 0 runs" in first.as_text()
     assert not RehearsalResult(**about, status=0, steps=steps, rest={**end, "stopped": False}).rises
     alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, rest=end)
-    assert alike.as_text().endswith("such as saving, is not rehearsed: --steps 0 runs the script to its end")
+    assert alike.as_text().endswith("such as saving, was not run: --steps 0 runs the script to its end")
     failed = RehearsalResult(**about, status=1, rest={**end, "error": "KeyError: 'LOCAL_RANK'"})
     assert failed.verdict().endswith("put torchrun before the script)")
     assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises

@@ -55,6 +55,12 @@ def test_matmul_takes_the_time_of_its_flops_at_the_rate_of_its_type() -> None:
     assert in_fp32.seconds / estimate(work(MATMUL), H100).seconds == pytest.approx(989 / 67)
 
 
+def test_calibrated_kernel_takes_the_time_of_the_rate_measured_at_its_size() -> None:
+    rates = H100._replace(curves={BF16: [(1e9, 100), (1e11, 300)]})
+    seconds = [estimate(work(Operation(BF16, flops, 0)), rates).seconds for flops in (1e9, 1e10, 1e11, 1e13)]
+    assert seconds == pytest.approx([1e-5, 1e10 / 200e12, 1e11 / 300e12, 1e13 / 300e12])
+
+
 def test_time_is_never_below_the_lower_bound() -> None:
     for card in GPUS.values():
         assert card.rates

@@ -11,12 +11,11 @@ import os
 import re
 from typing import Any
 
-from torchtune_adaptive.null_cuda.build import NullCudaError, build
+from torchtune_adaptive.null_cuda.build import NullCudaError, build, cache_folder
 
 __all__ = [
-    "MAX_DEVICES", "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory", "used_convolutions",
-    "used_flops",
-    "used_memory",
+    "MAX_DEVICES", "NullCudaError", "build", "bytes_of", "cache_folder", "environment", "set_card", "set_memory",
+    "used_convolutions", "used_flops", "used_memory",
 ]  # fmt: skip
 
 MAX_DEVICES = 16
@@ -79,12 +78,18 @@ def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False)
 
 def used_convolutions() -> bool:
     """Return whether the process ran a convolution of cuDNN, whose workspaces are not counted."""
-    return ctypes.c_int.in_dll(ctypes.CDLL(None), "null_cuda_convolutions").value > 0
+    return _counter(ctypes.c_int, "null_cuda_convolutions") > 0
 
 
 def used_flops() -> float:
     """Return the FLOPs of all matrix multiplications that cuBLAS was asked for."""
-    return ctypes.c_double.in_dll(ctypes.CDLL(None), "null_cuda_flops").value
+    return _counter(ctypes.c_double, "null_cuda_flops")
+
+
+def _counter(kind: type[ctypes.c_int] | type[ctypes.c_double], name: str) -> float:
+    """Return a counter; 0 if the process has no null device."""
+    library = ctypes.CDLL(None)
+    return kind.in_dll(library, name).value if hasattr(library, name) else 0
 
 
 def _function(name: str) -> Any:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +22,8 @@ from typing import Any
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.compare import as_json as rows_as_json
 from torchtune_adaptive.rehearse.compare import as_table, compare, largest, range_in
-from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, known_gpus, local_gpu
+from torchtune_adaptive.rehearse.real import both_as_json, run_real, side_by_side
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import check, rehearse
 
@@ -41,10 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         type=_cards,
-        default=[GPUS[GPU]],
         metavar="NAME",
-        help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}",
+        help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}, or a calibrated one",
     )
+    parser.add_argument(
+        "--real", action="store_true", help="run the command on the GPUs of this machine, with the same report"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="run the command on the GPUs of this machine, rehearse it, and compare"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true",
+        help="measure the rates of this machine's GPU in a minute; later rehearsals use them",
+    )  # fmt: skip
     parser.add_argument(
         "--price", type=_prices, action="extend", default=[], metavar="NAME=PRICE",
         help="price of a GPU for an hour, for example h100=2.49; adds the cost of a million tokens",
@@ -71,16 +82,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rehearse the command, print the result, and return the exit status."""
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if options.calibrate:
+        if command:
+            options.refuse("--calibrate measures the GPU without a script: leave out the command")
+        return subprocess.call([sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.calibrate"])
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
     for name, least in {"rank": 0, "steps": 0, "devices": 1}.items():
         if (number := getattr(options, name)) is not None and number < least:
             options.refuse(f"--{name} is {number}; the minimum is {least}")
-    cards, prices = options.gpu, dict(options.price)
+    prices = dict(options.price)
+    on_gpus = options.real or options.compare
     try:
         check(command)
         searched = range_in(command)
-    except (OSError, ValueError) as error:
+        cards: list[Gpu] = options.gpu or _cards(GPU)
+    except (OSError, ValueError, argparse.ArgumentTypeError) as error:
         options.refuse(str(error))
     if options.devices is not None and options.devices > MAX_DEVICES:
         options.refuse(f"--devices is {options.devices}; the maximum is {MAX_DEVICES}")
@@ -91,15 +108,31 @@ def run(options: argparse.Namespace) -> int:
     if options.memory is not None:
         cards = [card._replace(memory=options.memory) for card in cards]
     several = len(cards) * len(options.ranks) > 1 or bool(prices)
-    if (several or searched) and options.picture is not None:
-        options.refuse("--picture draws a single rehearsal: give one --gpu, one --ranks, no --price and no range")
+    simulated = options.gpu, options.memory, options.ranks[0], options.devices
+    if on_gpus and (several or searched or any(each is not None for each in simulated)):
+        options.refuse(
+            "--real and --compare run the command as it is, on the GPUs of this machine: leave out --gpu, --memory, "
+            "--ranks, --devices, --price and ranges (for several ranks, put torchrun before the script)"
+        )
+    if (several or searched or options.compare) and options.picture is not None:
+        options.refuse(
+            "--picture draws a single rehearsal: give one --gpu, one --ranks, no --price, no range and no --compare"
+        )
     if several and searched:
         options.refuse("a range is searched on a single GPU: give one --gpu, one --ranks and no --price")
-    settings = {
+    settings: dict[str, Any] = {
         "rank": options.rank, "overhead_bytes": options.memory_overhead, "steps": options.steps,
         "devices": options.devices,
     }  # fmt: skip
     try:
+        if on_gpus:
+            found = run_real(command, options.steps)
+            if options.compare and found.gpu is not None:
+                settings |= {"rank": found.rank, "devices": found.visible_devices}
+                rehearsed = rehearse(command, local_gpu(found.gpu), ranks=found.ranks, **settings)
+                print(both_as_json(rehearsed, found) if options.format == "json" else side_by_side(rehearsed, found))
+                return _status(found)
+            return _report(options, found)
         if several:
             rows = compare(partial(_quietly, settings), command, cards, options.ranks, prices)
             print(rows_as_json(rows) if options.format == "json" else as_table(rows))
@@ -110,11 +143,19 @@ def run(options: argparse.Namespace) -> int:
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    return _report(options, found)
+
+
+def _report(options: argparse.Namespace, found: RehearsalResult) -> int:
     if options.picture is not None and (found.steps or found.errors):
         from torchtune_adaptive.rehearse.result import draw
 
         draw(found, options.picture)
     print(found.as_json() if options.format == "json" else found.as_text())
+    return _status(found)
+
+
+def _status(found: RehearsalResult) -> int:
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else FAILED
 
 
@@ -156,10 +197,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def _cards(text: str) -> list[Gpu]:
+    try:
+        known = known_gpus()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     names = dict.fromkeys(text.lower().split(","))
-    if unknown := [name for name in names if name not in GPUS]:
-        raise argparse.ArgumentTypeError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(GPUS))}")
-    return [GPUS[name] for name in names]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+    return [known[name] for name in names]
 
 
 def _prices(text: str) -> list[tuple[str, float]]:

@@ -93,7 +93,7 @@ def compare(
 
 
 def _row(found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, float]) -> Option:
-    reserved = max((each["reserved_bytes"] for each in (*found.all_peaks, *found.errors)), default=0)
+    reserved = found.run_peaks["reserved_bytes"]
     fits = found.fits and max(reserved, found.next_bytes) <= usable
     answered = fits or found.out_of_memory is not None or (found.fits and reserved > usable)
     return Option(card, found.ranks, found, fits if answered else None, reserved, usable, prices.get(card.name))
@@ -120,7 +120,9 @@ def as_table(rows: Sequence[Option]) -> str:
             + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
         )
     lines = [line.rstrip() for line in lines]
-    lines += ["", "Times are estimated, not calibrated: a step may take {} to {} times as long.".format(*UNCERTAINTY)]
+    low, high = UNCERTAINTY[not (uncalibrated := {row.gpu.name for row in rows if not row.gpu.is_calibrated})]
+    how = f"not calibrated ({', '.join(sorted(uncalibrated))})" if uncalibrated else "calibrated"
+    lines += ["", f"Times are estimated, {how}: a step may take {low} to {high} times as long."]
     for verdict in dict.fromkeys(row.found.verdict() for row in rows if row.fits is None):
         lines.append(verdict)
     return "\n".join(lines)

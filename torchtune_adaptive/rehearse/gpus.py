@@ -1,12 +1,26 @@
-"""GPUs by name: memory as torch reports it, compute capability, and peak rates (sources: docs/rehearsing.md)."""
+"""GPUs by name: memory as torch reports it, compute capability, and peak rates (sources: docs/rehearsing.md).
+
+A file of the user contains rates that `tune-adaptive rehearse --calibrate` measured.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtune_adaptive.null_cuda import cache_folder
+
+Curve = Sequence[tuple[float, float]]
+"""Pairs of a kernel's FLOPs and the TFLOP/s that it reached, in ascending order of FLOPs."""
 
 
 class Rates(NamedTuple):
-    """Peak rates of a GPU: dense TFLOP/s by type, then GB/s."""
+    """Peak rates of a GPU: dense TFLOP/s by type, then GB/s. Then shares of them and times that kernels reach."""
 
     bf16: float
     fp8: float
@@ -21,6 +35,32 @@ class Rates(NamedTuple):
     """To other machines, each GPU's share in one direction."""
     matmul_efficiency: float
     """Share of the peak that matrix multiplications reach."""
+    memory_efficiency: float = 0.9
+    kernel_s: float = 2e-6
+    """The shortest kernel."""
+    launch_s: float = 8e-6
+    """The host's time to launch a kernel from Python."""
+    curves: Mapping[str, Curve] = {}
+    """Measured rates by kind of kernel; empty if the GPU was not calibrated."""
+
+    def peak(self, kind: str) -> float:
+        """Return the FLOP/s of a kind of kernel at most."""
+        return float(getattr(self, {"fp16": "bf16", "attention": "bf16"}.get(kind, kind))) * 1e12
+
+    def seconds(self, kind: str, flops: float) -> float:
+        """Return the time that a kernel computes."""
+        curve = self.curves.get(kind)
+        return flops / (_rate(curve, flops) * 1e12 if curve else self.peak(kind) * self.matmul_efficiency)
+
+
+def _rate(curve: Curve, flops: float) -> float:
+    """Interpolate between the measured sizes, on a logarithmic axis."""
+    if flops <= curve[0][0]:
+        return curve[0][1]
+    for (low, slow), (high, fast) in pairwise(curve):
+        if flops <= high:
+            return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)
+    return curve[-1][1]
 
 
 class Gpu(NamedTuple):
@@ -31,6 +71,11 @@ class Gpu(NamedTuple):
     capability: str
     name: str = ""
     rates: Rates | None = None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether the rates were measured."""
+        return self.rates is not None and bool(self.rates.curves)
 
 
 H100 = Rates(989, 1979, 495, 67, 3350, 450, 64, 50, 0.45)
@@ -58,3 +103,47 @@ _CARDS = {
     "5090": _gpu(31.3, "12.0", Rates(210, 419, 105, 105, 1792, 64, 64, 1.6, 0.65)),
 }
 GPUS = {name: card._replace(name=name) for name, card in _CARDS.items()}
+
+
+def local_gpu(found: Gpu) -> Gpu:
+    """Return a GPU whose name is torch's, with the name and the rates of the table if it contains the model."""
+    words = re.split(r"[ -]", found.name.lower())
+    names = [name for name, card in GPUS.items() if name.partition("-")[0] in words]
+    nearest = min(names, key=lambda name: abs(GPUS[name].memory - found.memory), default="")
+    name = nearest or "-".join(word for word in words if word not in ("nvidia", "geforce", ""))
+    return known_gpus().get(name, found)._replace(name=name, memory=found.memory, capability=found.capability)
+
+
+def calibration_file() -> Path:
+    """Return the path of the user's measured rates."""
+    return cache_folder() / "gpus.json"
+
+
+def known_gpus() -> dict[str, Gpu]:
+    """Return the GPUs of the table and those that were calibrated, with their measured rates. Raises ValueError."""
+    try:
+        measured = json.loads(calibration_file().read_text())
+        return GPUS | {name: _calibrated(name, **figures) for name, figures in measured.items()}
+    except FileNotFoundError:
+        return GPUS
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{calibration_file()} is not a valid calibration: remove it, and run --calibrate again"
+        ) from error
+
+
+def _calibrated(
+    name: str, memory: int, capability: str, bandwidth: float, kernel_s: float, launch_s: float,
+    curves: Mapping[str, Curve], **_: Any,
+) -> Gpu:  # fmt: skip
+    """Return a GPU with measured rates. A GPU that the table lacks gets PCIe and an Ethernet of 100 Gb/s."""
+    best = {kind: max(rate for _, rate in curve) for kind, curve in curves.items()}
+    unknown = Rates(best["bf16"], 2 * best["bf16"], best["tf32"], best["fp32"], bandwidth, 32, 32, 1.6, 1)
+    known = GPUS.get(name, Gpu(memory, capability, name))
+    rates = known.rates or unknown
+    return known._replace(
+        rates=rates._replace(
+            matmul_efficiency=best["bf16"] / rates.bf16, memory_efficiency=bandwidth / rates.memory, kernel_s=kernel_s,
+            launch_s=launch_s, curves=curves,
+        )
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torchtune_adaptive.rehearse.gpus import Gpu
@@ -34,7 +35,9 @@ _NOTES = {
     RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
     "needs less memory",
 }
-KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message")
+KINDS = (
+    "step", "first", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message", "seconds", "card",
+)  # fmt: skip
 """Kinds of lines in a record."""
 _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
@@ -78,6 +81,14 @@ class RehearsalResult:
     traced: dict[str, Any] = field(default_factory=dict)
     """The step whose work was recorded, and its work."""
     gpu: Gpu | None = None
+    real: bool = False
+    """True if the script ran on a real GPU."""
+    visible_devices: int | None = None
+    """GPUs that the process could use."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Measured on a real GPU, by step. The first has no start."""
+    rank_peaks: list[dict[str, Any]] = field(default_factory=list)
+    """Peaks of each rank on real GPUs: rank, allocated_bytes, reserved_bytes."""
     searches: list[dict[str, Any]] = field(default_factory=list)
     """Results of a recipe's searches: stage, result."""
     message: str = ""
@@ -94,6 +105,8 @@ class RehearsalResult:
         if not found["end"]:
             found["step"] = found["step"] or found["first"]
         about |= dict(*found["share"][-1:])
+        if found["card"]:
+            about["gpu"] = Gpu(**found["card"][-1])
         return cls(
             **about,
             steps=found["step"],
@@ -102,6 +115,7 @@ class RehearsalResult:
             guesses=found["guess"],
             child="".join(each["command"] for each in found["child"][:1]),
             traced=dict(*found["work"][-1:]),
+            seconds={each["step"]: each["seconds"] for each in found["seconds"]},
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),
         )
@@ -146,6 +160,12 @@ class RehearsalResult:
     def all_peaks(self) -> list[dict[str, Any]]:
         """The peaks of each step and after the last one."""
         return [*self.steps, *([{**self.rest, "step": None}] if self.rest else [])]
+
+    @property
+    def run_peaks(self) -> dict[str, int]:
+        """The peaks of the whole run, including those at out-of-memory errors."""
+        every = *self.all_peaks, *self.errors
+        return {name: max((each[name] for each in every), default=0) for name in ("allocated_bytes", "reserved_bytes")}
 
     @property
     def rises(self) -> bool:
@@ -193,9 +213,10 @@ class RehearsalResult:
                 why = self.last_error
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
-            by_zero = " (a rehearsal reads numbers of the GPU as 0)" if _ERROR_OF_ZERO.match(why) else ""
+            zero = not self.real and _ERROR_OF_ZERO.match(why)
+            by_zero = " (a rehearsal reads numbers of the GPU as 0)" if zero else ""
             alone = " (torchrun sets it: put torchrun before the script)" if _ERROR_WITHOUT_LAUNCHER.match(why) else ""
-            devices = OTHER_DEVICES if _ERROR_OF_DEVICE.search(why) else ""
+            devices = OTHER_DEVICES if not self.real and _ERROR_OF_DEVICE.search(why) else ""
             memory = "; it ran out of memory before (see below)" if self.unfinished else ""
             hints = f"{by_zero}{alone}{devices}{memory}{guessed}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
@@ -260,7 +281,14 @@ class RehearsalResult:
         """Estimate the recorded step."""
         return self.step_time(self.steps[self.traced["step"] - 1], gpu) if self.traced else None
 
+    def seconds_of(self, step: dict[str, Any]) -> float | None:
+        """Return the measured seconds of a step, or else the estimate."""
+        estimated = self.step_time(step)
+        return estimated.seconds if estimated else self.seconds.get(step["step"])
+
     def _time_as_dict(self) -> dict[str, Any] | None:
+        if self.seconds and self.gpu:
+            return {"gpu": self.gpu.name, "seconds": median(self.seconds.values()), "measured": True}
         time, work = self.usual_time(), self.work
         if time is None or work is None or self.gpu is None:
             return None
@@ -270,7 +298,7 @@ class RehearsalResult:
         """Return the verdict, the steps, and what holds the memory after an out-of-memory error."""
         lines = [self.verdict()]
         if self.steps:
-            times = [f"{seconds_text(time.seconds):>10}" if time else "" for time in map(self.step_time, self._shown())]
+            times = [f"{seconds_text(time):>10}" if time else "" for time in map(self.seconds_of, self._shown())]
             heading = f"{'time':>10}" * any(times)
             lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes{heading}   (peaks, GiB)"]
             lines += [
@@ -282,12 +310,15 @@ class RehearsalResult:
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
             if (time := self.usual_time()) and self.work and self.gpu:
                 lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
-        if len(self.devices) > 1:
-            lines += ["", f"{'device':>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)"]
-            lines += [
-                f"{each['device']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}"
-                for each in self.devices
-            ]
+            if self.seconds:
+                lines += ["", f"time per step  {seconds_text(median(self.seconds.values()))} (measured; the median)"]
+        for name, peaks in ("device", self.devices), ("rank", self.rank_peaks):
+            if len(peaks) > 1:
+                lines += ["", f"{name:>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)"]
+                lines += [
+                    f"{each[name]:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}"
+                    for each in peaks
+                ]
         if (error := self.unfinished) is not None and not self.fits:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
@@ -302,18 +333,23 @@ class RehearsalResult:
                 f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
             ]
         if self.fits or self.steps or self.errors or self.guesses:
+            memory = f"of {_size(self.usable_bytes + self.overhead_bytes)} of GPU memory, {_size(self.overhead_bytes)}"
             lines += [
                 "",
-                f"rank {self.rank} of {self.ranks}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU memory, "
-                f"{_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
-                "kernels did not run: every loss is 0, and branches on values may differ in training",
+                f"rank {self.rank} of {self.ranks}, run on {self.gpu.name if self.gpu else 'a GPU'}; {memory} were "
+                "used outside torch's allocator: CUDA context, NCCL, libraries and other processes"
+                if self.real
+                else f"rank {self.rank} of {self.ranks}; {memory} are for the CUDA context, NCCL and libraries "
+                "(--memory-overhead)",
+                *["kernels did not run: every loss is 0, and branches on values may differ in training"]
+                * (not self.real),
                 *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             ]
         if self.rest.get("stopped"):
             why = (
                 "these steps have different peaks, and later ones were not run"
                 if self.rises
-                else ("stopped here, so the rest of the script, such as saving, is not rehearsed")
+                else "stopped here, so the rest of the script, such as saving, was not run"
             )
             lines.append(f"{why}: --steps 0 runs the script to its end")
         if (idle := self.rest.get("idle_bytes")) and self.fits:
@@ -358,9 +394,9 @@ class RehearsalResult:
             "ranks": self.ranks,
             "usable_bytes": self.usable_bytes,
             "overhead_bytes": self.overhead_bytes,
-            "steps": [
-                {**each, "seconds": time.seconds if (time := self.step_time(each)) else None} for each in self.steps
-            ],
+            "real": self.real,
+            "steps": [{**each, "seconds": self.seconds_of(each)} for each in self.steps],
+            "rank_peaks": self.rank_peaks,
             "time": self._time_as_dict(),
             "out_of_memory": self.out_of_memory,
             "caught": self.caught,

@@ -80,10 +80,15 @@ def main(record: str, settings_json: str, *command: str) -> None:
     values = DeviceValues(recorder.guessed)
     values.install()
     threading.Thread(target=_report_waiting, args=(recorder, values), daemon=True).start()
+    run_recorded(recorder, lambda: run(command))
+
+
+def run_recorded(recorder: StepRecorder, run_command: Callable[[], None]) -> None:
+    """Run a command while its steps are recorded, and end this process with its exit status."""
     status = 0
     try:
         with recorder:
-            run(command)
+            run_command()
     except (CannotRehearse, KeyboardInterrupt, torch.OutOfMemoryError):  # the verdict has the message
         status = 1
     except SystemExit as exit:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from torchtune_adaptive.null_cuda import NullCudaError, environment
 from torchtune_adaptive.rehearse.gpus import Gpu
@@ -167,38 +167,45 @@ def rehearse(
     share = settings.share(likely)
     device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the execution trace prints warnings when it starts and stops
-    environ = _checked({**quiet, **os.environ, **device, **(variables or {})})
+    environ = checked({**quiet, **os.environ, **device, **(variables or {})})
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # keep the record off closed standard streams
         pass
     os.close(descriptor)
-    printed, shown = bytearray(), output.fileno() if output else 2
     with tempfile.TemporaryFile() as file:
         record = Path(f"/proc/self/fd/{file.fileno()}")
-        # -P: put the script's folder on the path instead of this one
-        runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
-        with interrupted_by_signals():
-            script = subprocess.Popen(
-                [*runner, str(record), json.dumps(settings._asdict()), *command],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=shown,
-                stderr=subprocess.PIPE,
-                pass_fds=[file.fileno()],
-                preexec_fn=end_with_parent,
-                process_group=0,
-            )
-            copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
-            copying.start()
-            try:
-                status, interrupted = _wait(script)
-            finally:
-                _signal(script, signal.SIGKILL)
-                script.wait()
-                copying.join(1)
-        last_error = _last_error(printed.decode(errors="replace"))
-        return RehearsalResult.read(
-            record, **share, rank=rank, status=status, interrupted=interrupted, last_error=last_error, gpu=gpu
+        words = ["run_script", str(record), json.dumps(settings._asdict()), *command]
+        ending = execute(words, environ, output, pass_fds=[file.fileno()])
+        return RehearsalResult.read(record, **share, rank=rank, gpu=gpu, **ending)
+
+
+def execute(
+    words: Sequence[str], environ: Mapping[str, str], output: IO[str] | None = None, pass_fds: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Run a module of this folder until it ends; return its exit status, last error, and whether Ctrl-C ended it."""
+    printed, shown = bytearray(), output.fileno() if output else 2
+    with interrupted_by_signals():
+        script = subprocess.Popen(
+            # -P: put the script's folder on the path instead of this one
+            [sys.executable, "-P", "-m", f"torchtune_adaptive.rehearse.{words[0]}", *words[1:]],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=shown,
+            stderr=subprocess.PIPE,
+            pass_fds=pass_fds,
+            preexec_fn=end_with_parent,
+            process_group=0,
         )
+        copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
+        copying.start()
+        try:
+            status, interrupted = _wait(script)
+        finally:
+            _signal(script, signal.SIGKILL)
+            script.wait()
+            copying.join(1)
+    return {
+        "status": status, "interrupted": interrupted, "last_error": _last_error(printed.decode(errors="replace")),
+    }  # fmt: skip
 
 
 def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
@@ -216,7 +223,7 @@ def _last_error(printed: str) -> str:
     return next((line for line in reversed(lines) if _ERROR_LINE.search(line)), "".join(lines[-1:]))
 
 
-def _checked(variables: Mapping[str, str]) -> dict[str, str]:
+def checked(variables: Mapping[str, str], keep: str = "") -> dict[str, str]:
     """Return the variables without those of an earlier launch; raise CannotRehearse for another allocator."""
     settings = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables or "cudaMallocAsync" in settings:
@@ -224,7 +231,7 @@ def _checked(variables: Mapping[str, str]) -> dict[str, str]:
             "only torch's own caching allocator can be rehearsed: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and take "
             "backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
         )
-    return {name: value for name, value in variables.items() if not _OF_OTHER_LAUNCH.fullmatch(name)}
+    return {name: value for name, value in variables.items() if name == keep or not _OF_OTHER_LAUNCH.fullmatch(name)}
 
 
 def _wait(script: subprocess.Popen[bytes]) -> tuple[int, bool]:

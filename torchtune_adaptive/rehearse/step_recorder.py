@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -44,7 +45,8 @@ class StepRecorder:
     all optimizers of the first step have stepped.
     """
 
-    def __init__(self, path: Path, *, most_steps: int) -> None:
+    def __init__(self, path: Path, *, most_steps: int, real: bool = False) -> None:
+        """Record in a file. On a real GPU, steps are timed, and their operations are not recorded."""
         self._file = path.open("w", buffering=1)
         self._process = os.getpid()
         self._most_steps = most_steps
@@ -66,9 +68,14 @@ class StepRecorder:
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
-        self._traced: int | None = None
+        self._traced: int | None = 0 if real else None
         """The step whose operations are recorded."""
         self._graphs = 0
+        self._real = real
+        self._updated: torch.cuda.Event | None = None
+        """The end of the last update."""
+        self._ends: list[torch.cuda.Event | None] = []
+        """The end of each step."""
 
     def __enter__(self) -> None:
         # do not initialize CUDA before the script: this would change the device of a DeviceMesh, and forbid forks
@@ -105,6 +112,8 @@ class StepRecorder:
 
     def _write_end(self, after_last_step: Usages, error: BaseException | None = None, *, stopped: bool = False) -> None:
         _add(self._run, after_last_step)
+        if self._real and torch.cuda.is_initialized():
+            self._write_real()
         weights = [
             weight for each in self._idle().values() for group in each.param_groups for weight in group["params"]
         ]
@@ -122,10 +131,39 @@ class StepRecorder:
             "state_bytes": sum(self._state_bytes.values()),
             "next_bytes": max(next_bytes.values(), default=0),
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
-            "managed_bytes": used_memory(managed=True),
+            "managed_bytes": 0 if self._real else used_memory(managed=True),
             "notes": [*self.notes, *([CONVOLVED] if used_convolutions() else [])],
         }
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
+
+    def _write_real(self) -> None:
+        """Write the seconds of the steps, and what the process finds on its GPU."""
+        with suppress(RuntimeError):  # a failed kernel makes every call fail
+            torch.cuda.synchronize()  # peers may wait for this rank's collectives
+            self._write_card(max(range(torch.cuda.device_count()), key=torch.cuda.memory_reserved))
+            for step, (start, end) in enumerate(pairwise(self._ends), 2):
+                if start and end:
+                    self.write("seconds", {"step": step, "seconds": start.elapsed_time(end) / 1000})
+
+    def _write_card(self, device: int) -> None:
+        """Write the GPU's name and memory, and the part of the memory that is outside of torch's allocator."""
+        about, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
+        usable = free + torch.cuda.memory_reserved(device)
+        capability = f"{about.major}.{about.minor}"
+        self.write("card", {"name": about.name, "memory": total, "capability": capability})
+        self.write(
+            "share",
+            {
+                "usable_bytes": usable, "overhead_bytes": total - usable, "visible_devices": torch.cuda.device_count(),
+                "rank": int(os.environ.get("RANK", 0)), "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+            },
+        )  # fmt: skip
+
+    def _mark_update(self) -> None:
+        """Record the time on the GPU."""
+        if self._real and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            self._updated = torch.cuda.Event(enable_timing=True)
+            self._updated.record()
 
     def _exclude_probes(self, probes: Any) -> None:
         """Exclude the steps of a search by this package's engine."""
@@ -167,6 +205,7 @@ class StepRecorder:
             self._all = None if gone else self._stepped
             self._end_step()
         _add(self._reading, usage)
+        self._mark_update()
         self._stepped = self._stepped | {parameter}
         if self._all is None and not self.steps:  # in case the script is killed in the second step
             self.write("first", {"step": 1, **asdict(_fullest(self._reading))})
@@ -191,6 +230,7 @@ class StepRecorder:
         if self.steps == self._traced:
             self.write("work", {"step": self.steps, "work": RECORDER.stop()})
             self._traced = self.steps if _compiled_graphs() == self._graphs else None
+        self._ends.append(self._updated)
         _add(self._run, self._reading)
         self._reading, self._stepped = {}, set()
         if self.steps == self._most_steps:
@@ -204,6 +244,8 @@ class StepRecorder:
         node = torch._C._current_autograd_node()
         place = _outside_torch(frames)
         stats = torch.cuda.memory_stats(device)
+        if self._real:
+            self._write_card(device)
         self.write(
             "out_of_memory",
             {

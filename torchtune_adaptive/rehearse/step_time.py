@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torchtune_adaptive.rehearse.gpus import Rates
 
-BF16, FP8, TF32, FP32, MEMORY, HOST = "bf16", "fp8", "tf32", "fp32", "memory", "host"
+BF16, FP16, FP8, TF32, FP32, ATTENTION = "bf16", "fp16", "fp8", "tf32", "fp32", "attention"
+MEMORY, HOST = "memory", "host"
 
 
 class Operation(NamedTuple):
@@ -71,12 +72,10 @@ class Work(NamedTuple):
         }
 
 
-MEMORY_EFFICIENCY, LINK_EFFICIENCY = 0.9, 0.7
-"""Shares of the peak rates that kernels and collectives reach. Fitted, as is `Rates.matmul_efficiency`."""
-KERNEL_S, LAUNCH_S, COLLECTIVE_S = 2e-6, 8e-6, 20e-6
-"""The shortest kernel; the host's time to launch one from Python; the latency of a collective."""
-UNCERTAINTY = 0.85, 1.25
-"""Range of measured times, as shares of the estimate."""
+LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 20e-6
+"""Share of the bandwidth that collectives reach, and their latency."""
+UNCERTAINTY = {False: (0.85, 1.25), True: (0.9, 1.15)}
+"""Range of measured times, as shares of the estimate: of GPUs that were not calibrated, and of those that were."""
 
 
 class StepTime(NamedTuple):
@@ -88,15 +87,18 @@ class StepTime(NamedTuple):
     limit: str
     least_seconds: float
     """At the GPU's peak rates, without communication and launches."""
+    calibrated: bool
+    """Whether the rates were measured on a GPU of this model."""
 
     @property
     def range(self) -> tuple[float, float]:
         """Return the limits between which a measured time is expected."""
-        return self.seconds * UNCERTAINTY[0], self.seconds * UNCERTAINTY[1]
+        low, high = UNCERTAINTY[self.calibrated]
+        return self.seconds * low, self.seconds * high
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate for JSON."""
-        return {**self._asdict(), "range": self.range, "calibrated": False}
+        return {**self._asdict(), "range": self.range}
 
 
 COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES = (
@@ -110,14 +112,15 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
     least = hidden = 0.0
     for operation, times in work.operations:
         count = times if operation.update else times * scale
-        parts[LAUNCHES] += times * LAUNCH_S
+        parts[LAUNCHES] += times * rates.launch_s
         if operation.kind == HOST:
-            parts[COPIES] += count * (operation.bytes / (rates.pcie * 1e9 * LINK_EFFICIENCY) + KERNEL_S)
+            parts[COPIES] += count * (operation.bytes / (rates.pcie * 1e9 * LINK_EFFICIENCY) + rates.kernel_s)
             continue
-        computing = operation.flops / (getattr(rates, operation.kind) * 1e12) if operation.flops else 0.0
+        computing = operation.flops / rates.peak(operation.kind) if operation.flops else 0.0
         moving = operation.bytes / (rates.memory * 1e9)
         least += count * max(computing, moving)
-        computing, moving = computing / rates.matmul_efficiency, max(moving / MEMORY_EFFICIENCY, KERNEL_S)
+        computing = rates.seconds(operation.kind, operation.flops) if operation.flops else 0.0
+        moving = max(moving / rates.memory_efficiency, rates.kernel_s)
         parts[COMPUTE if computing > moving else BANDWIDTH] += count * max(computing, moving)
     for collective, times in work.collectives:
         seconds = times * _communicates(collective, rates)
@@ -130,13 +133,14 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
         most if alternatives[most] > busy else max((COMPUTE, BANDWIDTH, COMMUNICATION), key=lambda name: parts[name])
     )
     parts[COMMUNICATION] += hidden
-    return StepTime(max(busy, alternatives[most]), parts, limit, least)
+    return StepTime(max(busy, alternatives[most]), parts, limit, least, calibrated=bool(rates.curves))
 
 
 def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
     """Return the part of a report about time."""
     low, high = map(seconds_text, time.range)
-    lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} (estimated, not calibrated: {low} to {high})"}
+    how = "calibrated" if time.calibrated else "not calibrated"
+    lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} (estimated, {how}: {low} to {high})"}
     unit, count = ("tokens", work.tokens) if work.tokens else ("samples", work.samples)
     if count:
         each = count / work.ranks_per_sample / time.seconds

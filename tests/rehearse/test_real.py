@@ -1,0 +1,135 @@
+"""`--real`, `--compare` and `--calibrate` on a null device in place of the GPU, whose events are always 1 s apart."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rehearse.conftest import Rehearse
+from torchtune_adaptive.null_cuda import environment
+
+GIB = 2**30
+TRAINS = """
+    import os, sys, torch
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    rank = int(os.environ.get("RANK", 0))
+    for rows in map(int, sys.argv[1 + rank].split(",")):
+        model(torch.randn(rows, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+WEIGHTS = 4 * 1024 * 1024 * 4
+
+
+def gpu() -> dict[str, str]:
+    """Return the environment of a process with a GPU."""
+    return environment(memory="4GiB")
+
+
+@pytest.mark.smoke
+def test_real_run_reports_the_peaks_of_a_rehearsal_and_measured_times(rehearse: Rehearse) -> None:
+    command = ("train.py", "100,50000,200")
+    real = rehearse(TRAINS, "--real", command=command, variables=gpu())
+    rehearsed = rehearse(TRAINS, "--memory", "4GiB", command=command)
+    peaks = [[(step["allocated_bytes"], step["reserved_bytes"]) for step in each.found["steps"]]
+             for each in (real, rehearsed)]  # fmt: skip
+    assert (real.status, peaks[0]) == (0, peaks[1])
+    assert [step["seconds"] for step in real.found["steps"]] == [None, 1.0, 1.0]
+    assert real.found["usable_bytes"] + real.found["overhead_bytes"] == 4 * GIB
+    printed = rehearse(TRAINS, "--real", command=command, variables=gpu(), json_format=False).found
+    assert "1.00 s (measured" in printed
+    assert "kernels did not run" not in printed
+
+
+def test_real_oom_is_reported_with_its_place_and_the_contents_of_memory(rehearse: Rehearse) -> None:
+    answer = rehearse(TRAINS, "--real", command=("train.py", "100,500000"), variables=gpu())
+    error = answer.found["out_of_memory"]
+    assert (answer.status, answer.found["fits"], error["step"]) == (1, False, 2)
+    assert error["source"].startswith("model(torch.randn")
+    assert (error["held_bytes"]["parameters"], error["held_bytes"]["optimizer"]) == (WEIGHTS, 2 * WEIGHTS)
+    assert error["free_bytes"] + error["reserved_bytes"] <= 4 * GIB
+
+
+def test_rank_that_runs_out_of_memory_is_reported(rehearse: Rehearse) -> None:
+    command = ("torchrun", "--standalone", "--nproc_per_node", "2", "train.py", "100,100", "100,500000")
+    answer = rehearse(TRAINS, "--real", command=command, variables=gpu())
+    assert (answer.status, answer.found["rank"], answer.found["ranks"]) == (1, 1, 2)
+    assert [each["rank"] for each in answer.found["rank_peaks"]] == [0, 1]
+
+
+def test_ranks_stop_after_the_requested_steps(rehearse: Rehearse) -> None:
+    command = ("torchrun", "--standalone", "--nproc_per_node", "2", "train.py", "100,100,100", "100,100,100")
+    answer = rehearse(TRAINS, "--real", "--steps", "2", command=command, variables=gpu())
+    assert (answer.status, answer.found["fits"], len(answer.found["steps"])) == (0, True, 2)
+
+
+def test_comparison_has_both_results_and_the_differences_of_each_step(rehearse: Rehearse) -> None:
+    command = ("train.py", "100,50000,200")
+    answer = rehearse(TRAINS, "--compare", command=command, variables=gpu())
+    assert (answer.status, answer.found["rehearsed"]["real"], answer.found["real"]["real"]) == (0, False, True)
+    assert [row["reserved_bytes"]["difference"] for row in answer.found["differences"]] == [0.0] * 3
+    printed = rehearse(TRAINS, "--compare", command=command, variables=gpu(), json_format=False).found
+    assert [line.split()[:1] for line in printed.splitlines()[5:8]] == [["1"], ["2"], ["3"]]
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_real_run_without_a_gpu_is_refused(rehearse: Rehearse) -> None:
+    without = {"CUDA_VISIBLE_DEVICES": ""}
+    for option in "--real", "--compare":
+        answer = rehearse(TRAINS, option, command=("train.py", "100"), json_format=False, variables=without)
+        assert answer.status == 2
+        assert answer.found.startswith("no answer: torch finds no GPU on this machine")
+
+
+@pytest.mark.parametrize("options", [("--gpu", "h100"), ("--ranks", "2"), ("--memory", "4GiB")])
+def test_options_that_describe_other_gpus_are_refused_with_real(options: tuple[str, ...], rehearse: Rehearse) -> None:
+    answer = rehearse(TRAINS, "--real", *options, json_format=False)
+    assert answer.status == 2
+    assert "leave out" in answer.printed
+
+
+def calibrate(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    words = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--calibrate"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=200, env=variables)
+
+
+def test_calibrated_rates_are_used_by_later_rehearsals(
+    rehearse: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = environment(name="NVIDIA H100 80GB HBM3")  # built before the cache is another folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = rehearse(TRAINS, command=("train.py", "100,100")).found["time"]
+    with monkeypatch.context() as on_gpu:
+        for name, value in card.items():
+            on_gpu.setenv(name, value)
+        ended = calibrate({**os.environ})
+    assert ended.returncode == 0, ended.stderr
+    assert "--gpu h100" in ended.stdout
+    time = rehearse(TRAINS, "--gpu", "h100", command=("train.py", "100,100")).found["time"]
+    assert (before["calibrated"], time["calibrated"]) == (False, True)
+    assert time["seconds"] > before["seconds"]  # a null device calibrates as a slow one
+    assert (time["range"][1] - time["range"][0]) / time["seconds"] < (before["range"][1] - before["range"][0]) / before[
+        "seconds"
+    ]
+    measured = json.loads((tmp_path / "cache/torchtune_adaptive/gpus.json").read_text())["h100"]
+    assert set(measured["curves"]) == {"bf16", "fp16", "tf32", "fp32", "attention"}
+
+
+def test_damaged_calibration_is_refused_with_its_path(rehearse: Rehearse, tmp_path: Path) -> None:
+    file = tmp_path / "torchtune_adaptive/gpus.json"
+    file.parent.mkdir()
+    file.write_text('{"h100": {}}')
+    answer = rehearse(TRAINS, json_format=False, variables={"XDG_CACHE_HOME": str(tmp_path)})
+    assert answer.status == 2
+    assert f"{file} is not a valid calibration: remove it" in answer.printed
+
+
+def test_calibration_without_a_gpu_is_refused() -> None:
+    ended = calibrate({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert ended.returncode != 0
+    assert "torch finds no GPU" in ended.stderr
