@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.13.0 2.14.1
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-hf test-null published lint faults versions soak crash bench bench-gpu docs dist clean
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -138,9 +138,9 @@ bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
 	$(BIN)/python -m tools.measured
 
-# the same for one GPU, in less than 8 minutes
-bench-gpu: $(READY)
-	$(BIN)/python -W ignore -m benchmarks.gpu
+# everything that only a GPU can tell, in less than 12 minutes; ONLY="recovery rehearsals" runs these parts
+gpu-day: $(READY)
+	$(BIN)/python -W ignore -m benchmarks.gpu_day $(if $(ONLY),--only $(ONLY))
 
 # the pages as a site in build/site, links checked, with the library's docstrings
 docs: $(SITE)

@@ -101,14 +101,15 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
     }
 
 
-def time_both(case: Case, folder: Path, pairs: int) -> list[tuple[Moment, Moment]]:
+def time_both(case: Case, folder: Path, pairs: int, device: str = "cpu") -> list[tuple[Moment, Moment]]:
     """Collective: what a step of stock and of ours takes, a pair for every two neighbouring epochs."""
     began = time.monotonic()
     ours = load_ours(case.recipe)(case.config(folder / "ours"))
     with sharding_always() if case.sharded else nullcontext():
         ours.setup()
     ours.run.checkpoints.save = lambda *_: None
-    with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"):
+    on_device = stock_on_cpu() if device == "cpu" else nullcontext()
+    with on_device, mock.patch("torch.distributed.init_process_group"):
         config = case.config(folder / "stock")
         stock = load_stock(case.recipe)(config)
         stock.setup(config)

@@ -53,9 +53,10 @@ class Lengths:
     spread: float
     samples_per_step: int
     """Samples of one rank; fewer where they are longer."""
+    longest: int = LONGEST
 
     def draw_length(self, draw: random.Random) -> int:
-        return max(SHORTEST, min(LONGEST, math.ceil(draw.lognormvariate(math.log(self.median), self.spread))))
+        return max(SHORTEST, min(self.longest, math.ceil(draw.lognormvariate(math.log(self.median), self.spread))))
 
 
 INSTRUCTIONS = Lengths("instructions", LONGEST // 10, 1.0, 64)
@@ -63,7 +64,13 @@ INSTRUCTIONS = Lengths("instructions", LONGEST // 10, 1.0, 64)
 DIALOGUES = Lengths("dialogues", LONGEST // 3, 0.6, 32)
 DOCUMENTS = Lengths("documents", LONGEST, 0.5, 16)
 """Half of them are cut at the longest: there is little padding to save."""
-DISTRIBUTIONS = {lengths.name: lengths for lengths in (INSTRUCTIONS, DIALOGUES, DOCUMENTS)}
+ON_CPU = (INSTRUCTIONS, DIALOGUES, DOCUMENTS)
+LONGEST_ON_GPU = 2048
+ON_GPU = (
+    Lengths("long instructions", LONGEST_ON_GPU // 10, 1.0, 512, LONGEST_ON_GPU),
+    Lengths("long documents", LONGEST_ON_GPU, 0.5, 128, LONGEST_ON_GPU),
+)
+DISTRIBUTIONS = {lengths.name: lengths for lengths in (*ON_CPU, *ON_GPU)}
 
 COMMON = (
     "adaptive.memory_limit=120MiB",  # room for 8 of the longest
@@ -81,7 +88,7 @@ PACKS = (*ROWS, "dataset.packed=True")
 
 
 def run(pairs: int) -> Result:
-    rows = [measure(lengths, ranks, pairs) for lengths in DISTRIBUTIONS.values() for ranks in RANKS]
+    rows = [measure(lengths, ranks, pairs) for lengths in ON_CPU for ranks in RANKS]
     note = (
         "target tokens per second of all ranks. stock: batches of rows; budget: adaptive.token_budget: auto, without "
         "padding; padded: the same with it; packs: torchtune's packed: True. ratio: budget over stock, by wall time "
@@ -126,8 +133,9 @@ def random_tokens(
     tokenizer: Any, *, lengths: str, samples: int, seed: int = 0, packed: bool = False
 ) -> RandomTokens | PackedDataset:
     """Component for a config's `dataset:`."""
-    dataset = RandomTokens(DISTRIBUTIONS[lengths], samples, seed)
-    return PackedDataset(dataset, max_seq_len=LONGEST) if packed else dataset
+    drawn = DISTRIBUTIONS[lengths]
+    dataset = RandomTokens(drawn, samples, seed)
+    return PackedDataset(dataset, max_seq_len=drawn.longest) if packed else dataset
 
 
 class Figures:

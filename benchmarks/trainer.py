@@ -50,7 +50,9 @@ def measure(placement: str, ranks: int, microbatches: int, pairs: int) -> dict[s
     }
 
 
-def time_both(placement: str, microbatches: int, folder: Path, pairs: int) -> list[tuple[Moment, Moment]]:
+def time_both(
+    placement: str, microbatches: int, folder: Path, pairs: int, **options: Any
+) -> list[tuple[Moment, Moment]]:
     """Collective: what a step of stock and of ours takes. Who goes first alternates; the first pair warms up."""
     from transformers import Trainer
 
@@ -62,12 +64,12 @@ def time_both(placement: str, microbatches: int, folder: Path, pairs: int) -> li
     times = []
     for pair in range(pairs + 1):
         order = (Trainer, AdaptiveTrainer) if pair % 2 else (AdaptiveTrainer, Trainer)
-        taken = {kind: time_of_a_step(kind, microbatches, folder) for kind in order}
+        taken = {kind: time_of_a_step(kind, microbatches, folder, **options) for kind in order}
         times.append((taken[Trainer], taken[AdaptiveTrainer]))
     return times[1:]
 
 
-def time_of_a_step(kind: type, microbatches: int, folder: Path) -> Moment:
+def time_of_a_step(kind: type, microbatches: int, folder: Path, **changes: Any) -> Moment:
     """Collective."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
     from transformers.utils.logging import set_verbosity_error
@@ -82,10 +84,15 @@ def time_of_a_step(kind: type, microbatches: int, folder: Path) -> Moment:
     set_verbosity_error()
     set_seed(7)
     rows = [[1 + (start + step) % 1000 for step in range(TOKENS)] for start in range(STEPS * microbatches * 4)]
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": microbatches, "max_steps": STEPS}
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": microbatches,
+        "max_steps": STEPS,
+        **changes,
+    }
     kind(
         model=LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)),
-        args=arguments(folder, **options),
+        args=arguments(folder, **{**options, **changes}),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[Clock()],
     ).train()

@@ -63,6 +63,8 @@ class Judged(NamedTuple):
     """By rows, for powers of two that trained without an out-of-memory error. None on a null device."""
     retries: dict[int, int]
     """Retries of the allocator during that measurement."""
+    seconds: dict[str, float]
+    """Duration of each search."""
 
     @property
     def best(self) -> int:
@@ -87,13 +89,17 @@ def search_and_judge(name: str) -> Judged:
         before = None if ON_NULL else state_of(step)
         limit(memory, live_bytes(memory) + ROOM_BYTES[name])
         search_step = step.to_search(tokens)
-        linear = find_max_batch_size(search_step, memory=memory, round_to="none")
-        binary = find_max_batch_size(search_step, memory=memory, round_to="none", strategy="binary")
+        found, seconds = {}, {}
+        for strategy in ("linear", "binary"):
+            began = perf_counter()
+            found[strategy] = find_max_batch_size(search_step, memory=memory, round_to="none", strategy=strategy)
+            seconds[strategy] = perf_counter() - began
+        linear = found["linear"]
         left_no_trace = None if before is None else same_state(before, state_of(step))
         around = brute_force(step, memory, linear, tokens)
         speeds, retries = ({}, {}) if ON_NULL else speeds_around(step, memory, linear.rows, tokens)
     search_step.runner.close()
-    return Judged(linear, binary, left_no_trace, around, speeds, retries)
+    return Judged(linear, found["binary"], left_no_trace, around, speeds, retries, seconds)
 
 
 def brute_force(step: RealStep, memory: Memory, found: SearchResult, tokens: int) -> dict[int, Measured]:

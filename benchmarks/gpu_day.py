@@ -1,0 +1,128 @@
+"""Everything that only a GPU can tell, in order of value, for a few minutes on a GPU without a network.
+
+    python -m benchmarks.gpu_day [--only recovery rehearsals ...] [--into FOLDER]
+
+Each part runs in its own processes, with a time limit. Its result is saved to gpu_PART.json at once, with card, driver
+and versions, whether it succeeds or fails. On a null device all parts run, but times and losses mean nothing:
+
+    python -m torchtune_adaptive.null_cuda --memory 80GB -- python -m benchmarks.gpu_day --into /tmp/null
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import RESULTS, machine, table
+
+LIMITS_S = {
+    "recovery": 120,
+    "rehearsals": 120,
+    "overhead": 120,
+    "unpadded": 60,
+    "token_budgets": 180,
+    "searches": 120,
+    "fragmentation": 120,
+    "recipes": 150,
+}
+"""Time limit of every part, in order of value."""
+SHOWN_LINES = 30
+
+
+def card() -> dict[str, Any]:
+    """Describe the GPU, its driver and the libraries that torch uses."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("error: benchmarks.gpu_day needs a GPU, and torch finds none")
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu memory": properties.total_memory,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def run(part: str, limit_s: float) -> dict[str, Any]:
+    """Run a part; return its status, duration and rows, or the end of its output if it failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+", encoding="utf-8") as log:
+        rows = Path(folder) / "rows.json"
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_parts", part, str(rows)]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = "done" if process.wait(limit_s) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {limit_s:.0f} s"
+        finally:
+            _end(process)
+        found = json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else []
+        log.seek(0)
+        output = log.read().splitlines()
+    seconds = round(time.monotonic() - began, 1)
+    result = {"part": part, "status": status, "seconds": seconds, "rows": found}
+    return result if status == "done" and found else {**result, "output": output[-200:]}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the part's processes; they share its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main() -> None:
+    """Run the parts and print their tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = list(LIMITS_S)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, metavar="PART", help=", ".join(parts))
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results are saved")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor on the time limits")
+    options = parser.parse_args()
+    about = {**machine(), **card()}
+    options.into.mkdir(parents=True, exist_ok=True)
+    print(json.dumps(about), flush=True)
+    summary = []
+    for part in options.only:
+        result = run(part, options.patience * LIMITS_S[part])
+        path = options.into / f"gpu_{part}.json"
+        path.write_text(json.dumps({"machine": about, **result}, indent=2) + "\n", encoding="utf-8")
+        print(f"\n{part}: {result['status']}, {result['seconds']} s (saved to {path})", flush=True)
+        if result["rows"]:
+            print(table(_aligned(result["rows"])), flush=True)
+        for line in result.get("output", [])[-SHOWN_LINES:]:
+            print("  |", line, flush=True)
+        summary.append({name: result[name] for name in ("part", "status", "seconds")})
+    print(f"\n{table(summary)}")
+    if any(each["status"] != "done" for each in summary):
+        raise SystemExit(1)
+
+
+def _aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give all rows the same columns."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Measurements of `benchmarks.gpu_day`, one part per process: python -m benchmarks.gpu_parts PART FILE
+
+A part returns rows for a table and for JSON. On a null device (`ON_NULL`) every part runs in full, but nothing is
+computed, so its times and losses mean nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import overhead, packing, trainer
+from benchmarks.clock import Moment
+from benchmarks.results import compared
+from tests.gpu import one_card, test_search
+from tests.gpu.real_steps import (
+    GIB,
+    ON_NULL,
+    build,
+    demo,
+    fresh_processes,
+    limit,
+    live_bytes,
+    metered,
+    samples_of,
+    use,
+)
+from tests.ranks import run_on_ranks
+from torchtune_adaptive import find_max_batch_size
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.oom import release
+
+ROOT = Path(__file__).parents[1]
+TUNE_ADAPTIVE = Path(sys.executable).with_name("tune-adaptive")
+TURNS = "TORCHTUNE_ADAPTIVE_TURNS"
+"""A file that is locked by the process whose turn it is to use the card."""
+CASE_S = 60 * (4 if ON_NULL else 1)
+"""Time limit of a script that is compared with its rehearsal."""
+Row = dict[str, Any]
+
+SMALL = {"num_layers": 2, "embed_dim": 256, "intermediate_dim": 512, "vocab_size": 8192}
+"""For null devices: the demo writes its weights to disk."""
+MEDIUM = {"num_layers": 16, "num_heads": 16, "num_kv_heads": 8, "embed_dim": 1024, "intermediate_dim": 4096}
+WIDE = {"num_layers": 4, "num_heads": 32, "num_kv_heads": 8, "embed_dim": 2048, "intermediate_dim": 8192}
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Wait until no other process uses the card; processes start and import in parallel."""
+    with open(os.environ[TURNS], "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def in_turns(cases: Sequence[tuple[Any, ...]], *, in_group: bool = False) -> list[Any]:
+    """Run every case, a function and its arguments, in its own process; return the results."""
+
+    def run(case: tuple[Any, ...]) -> Any:
+        return run_on_ranks(1, *case, timeout_s=300, in_group=in_group)[0]
+
+    workers = len(cases) if (os.cpu_count() or 1) >= 8 else 2
+    with (
+        tempfile.NamedTemporaryFile() as file,
+        mock.patch.dict(os.environ, {TURNS: file.name}),  # which the processes inherit
+        ThreadPoolExecutor(workers) as pool,
+    ):
+        return list(pool.map(run, cases))
+
+
+def sized(sizes: dict[str, int]) -> tuple[str, ...]:
+    sizes = SMALL if ON_NULL else {**sizes, "vocab_size": 32_768}
+    return tuple(f"{where}.{name}={size}" for name, size in sizes.items() for where in ("model", "checkpointer.sizes"))
+
+
+ON_CARD = ("device=cuda", "dtype=bf16", "log_peak_memory_stats=True", "optimizer.fused=True")
+
+
+def tests(*files: str) -> list[Row]:
+    """Run tests; return the outcome of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", *(["-m", "not real_gpu"] * ON_NULL)]
+        subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    return [
+        {
+            "test": case.attrib["name"],
+            "outcome": next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"),
+            "seconds": float(case.attrib["time"]),
+            "message": next((child.attrib.get("message", "")[:300] for child in case), ""),
+        }
+        for case in cases
+    ]
+
+
+def rehearsals() -> list[Row]:
+    """Run scripts on the card and rehearse them; return memory and seconds of every step, side by side."""
+    memory = f"{torch.cuda.get_device_properties(0).total_memory // 2**20}MiB"
+    with ThreadPoolExecutor(1 if ON_NULL else len(one_card.CASES)) as pool:
+        rehearsed = {case: pool.submit(rehearse, case, memory) for case in one_card.CASES}
+        real = {case: outputs(sys.executable, "-m", "tests.gpu.one_card", case) for case in one_card.CASES}
+    return [row for case in one_card.CASES for row in steps_of(case, real[case], *rehearsed[case].result())]
+
+
+def rehearse(case: str, memory: str) -> tuple[tuple[str, str], list[float | None]]:
+    """Return the output of the rehearsed script, and the estimated seconds of every step."""
+    gpu = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
+    options = ["--gpu", gpu, "--memory", memory, "--format", "json"]
+    script = ["-m", "tests.gpu.one_card", case]
+    result, output = outputs(str(TUNE_ADAPTIVE), "rehearse", *options, "--", *script)
+    steps = json.loads(result)["steps"] if result.startswith("{") else []
+    return (output, output), [step.get("seconds") for step in steps]
+
+
+def outputs(*command: str) -> tuple[str, str]:
+    """Return what a command printed; its standard error is shown, too."""
+    rehearsal = "rehearse" in command  # which brings its own null device
+    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" or not rehearsal}
+    try:
+        ended = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=CASE_S, check=False, env=variables
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"stopped after {CASE_S} s"
+    if ended.returncode:
+        print(f"{' '.join(command)} ended with status {ended.returncode}:\n{ended.stdout[-1500:]}")
+        print(ended.stderr[-3000:])
+    return ended.stdout, ended.stderr
+
+
+def steps_of(case: str, real: tuple[str, str], rehearsed: tuple[str, str], estimates: list[float | None]) -> list[Row]:
+    peaks, found = printed("peak", real[0]), printed("peak", rehearsed[0])
+    seconds = printed("seconds", real[0])
+    if not peaks:
+        return [{"case": case, "step": None, "result": "did not run: " + (real[1].strip().splitlines() or ["?"])[-1]}]
+    rows = []
+    for step, (allocated, reserved) in enumerate(peaks):
+        expected = found[step] if step < len(found) else (None, None)
+        rows.append(
+            {
+                "case": case,
+                "step": step + 1,
+                "result": "same" if list(expected) == [allocated, reserved] else "different",
+                "allocated": allocated,
+                "rehearsed": expected[0],
+                "reserved": reserved,
+                "rehearsed reserved": expected[1],
+                "seconds": seconds[step],
+                "estimated": estimates[step] if step < len(estimates) else None,
+            }
+        )
+    return rows
+
+
+def printed(name: str, output: str) -> list[Any]:
+    return [json.loads(line.removeprefix(name)) for line in output.splitlines() if line.startswith(f"{name} ")]
+
+
+def step_overhead() -> list[Row]:
+    """Compare the duration of steps with stock torchtune and transformers' Trainer, same batch, no failures."""
+    pairs = 2 if ON_NULL else 5
+    recipes = [overhead.Case("full", 1, overhead.WHOLE, overhead.WHOLE), overhead.Case("lora", 1, "sharded", "sharded")]
+    models = {"small": ("embed_dim", 256), "medium": ("embed_dim", 1024)}
+    cases: list[tuple[Any, ...]] = [
+        (pairs_of_a_recipe, case, size, pairs) for case in recipes for size in (SMALL, MEDIUM)
+    ]
+    names = [f"{case.recipe}, {name} model" for case in recipes for name in models]
+    if not ON_NULL:  # a null device computes no losses, which AdaptiveTrainer compares
+        cases.append((pairs_of_trainer, pairs))
+        names.append("Trainer")
+    return [duration(name, times) for name, times in zip(names, in_turns(cases), strict=True)]
+
+
+def duration(name: str, times: list[tuple[Moment, Moment]]) -> Row:
+    wall = compared([(stock.wall_s, ours.wall_s) for stock, ours in times])
+    cpu = compared([(stock.cpu_s, ours.cpu_s) for stock, ours in times])
+    return {
+        "step": name,
+        "stock ms": 1e3 * statistics.median(stock.wall_s for stock, _ in times),
+        "ours ms": 1e3 * statistics.median(ours.wall_s for _, ours in times),
+        **wall,
+        "CPU ratio": cpu["ratio"],
+    }
+
+
+def pairs_of_a_recipe(case: overhead.Case, sizes: dict[str, int], pairs: int) -> list[tuple[Moment, Moment]]:
+    use("cuda")
+    tokens = 256 if sizes is SMALL or sizes == SMALL else 1024
+    changes = (*sized(sizes), *ON_CARD, "batch_size=4", f"tokenizer.max_seq_len={tokens}", "dataset.samples=160")
+    merged = mock.patch.object(overhead, "MODEL", (*overhead.MODEL, *changes))
+    with tempfile.TemporaryDirectory() as folder, merged, turn():
+        return overhead.time_both(case, Path(folder), pairs, device="cuda")
+
+
+def pairs_of_trainer(pairs: int) -> list[tuple[Moment, Moment]]:
+    use("cuda")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # one process, without a process group
+        del os.environ[name]
+    with tempfile.TemporaryDirectory() as folder, turn():
+        return trainer.time_both("one process", 2, Path(folder), pairs, use_cpu=False, bf16=True)
+
+
+WAYS = {"rows": packing.ROWS, "budget": packing.TOKENS, "padded budget": packing.PADDED, "packs": packing.PACKS}
+LIMIT = "20GiB"
+
+
+def token_budgets() -> list[Row]:
+    """Train the same samples by rows, by token budgets, and by torchtune's packs, with the same memory limit."""
+    cases = [(train_epochs, lengths.name, way) for lengths in packing.ON_GPU for way in WAYS]
+    return in_turns(cases)
+
+
+def train_epochs(lengths: str, way: str) -> Row:
+    """Train a first epoch that warms up, then three; return the median speed."""
+    use("cuda")
+    drawn = packing.DISTRIBUTIONS[lengths]
+    epochs, samples = 4, drawn.samples_per_step * packing.EPOCH_STEPS
+    batch_size = drawn.samples_per_step
+    if way == "packs":
+        batch_size = (
+            len(packing.random_tokens(None, lengths=lengths, samples=samples, packed=True)) // packing.EPOCH_STEPS
+        )
+    changes = (*sized(MEDIUM), *ON_CARD, f"adaptive.memory_limit={LIMIT}", f"tokenizer.max_seq_len={drawn.longest}")
+    data = (f"epochs={epochs}", f"dataset.samples={samples}", f"dataset.lengths={lengths}", f"batch_size={batch_size}")
+    with tempfile.TemporaryDirectory() as folder, turn():
+        began = time.perf_counter()
+        contender = packing.Contender(Path(folder) / "run", *WAYS[way], *data, *changes)
+        set_up = time.perf_counter() - began
+        first = contender.epoch(limited=True)
+        timed = [contender.epoch(limited=True) for _ in range(epochs - 1)]
+        runner = contender.recipe.runner
+        row = {
+            "lengths": lengths,
+            "way": way,
+            "target tokens/s": statistics.median(epoch.tokens_per_second for epoch in timed),
+            "microbatches": timed[0].mean("microbatches"),
+            "padding": timed[0].mean("padding_fraction"),
+            "limit": str(runner.limit),
+            "peak GiB": max(float(step["peak_memory_alloc"]) for epoch in (first, *timed) for step in epoch.steps),
+            "memory limit": LIMIT,
+            "recoveries": runner.recoveries,
+            "set-up s": set_up,
+        }
+        contender.recipe.cleanup()
+    return row
+
+
+def searches() -> list[Row]:
+    """Search a model of 1.2 billion parameters; compare the found size with brute force and with sizes around it."""
+    judged = run_on_ranks(1, test_search.search_and_judge, "cuda", timeout_s=240)[0]
+    best = max(judged.tokens_per_second.values(), default=math.nan)
+    rows = [
+        {
+            "search": result.strategy,
+            "rows": result.rows,
+            "before rounding": result.fits_rows,
+            "brute force": judged.best,
+            "probes": len(result.probes),
+            "out of memory": result.out_of_memory_count,
+            "flushes": sum(probe.peak.retries for probe in result.probes),
+            "seconds": judged.seconds[result.strategy],
+        }
+        for result in (judged.linear, judged.binary)
+    ]
+    speeds = [
+        {"search": "speed", "rows": size, "tokens/s": round(speed), "of the best": speed / best}
+        for size, speed in judged.tokens_per_second.items()
+    ]
+    return [*rows, *speeds]
+
+
+MARGINS = (0.0, 0.05, 0.1)
+ROOM_GIB = 10
+"""Memory above what is resident, for the search and as a limit."""
+TOKENS = 1024
+"""Tokens of the longest sample; few enough for a margin to be worth some rows."""
+
+
+def fragmentation() -> list[Row]:
+    """Train steps of mixed lengths with the rows that a search finds for different margins, first without a limit.
+
+    Without a margin the allocator flushes its cache. Rows then also show what the governor decided, and the speed.
+    """
+    runs = [(0.0, False), *((margin, True) for margin in MARGINS)]
+    return in_turns([(train_mixed, *run, 8 if ON_NULL else 60) for run in runs], in_group=True)
+
+
+def train_mixed(margin: float, limited: bool, steps: int) -> Row:
+    use("cuda")
+    with turn(), mock.patch("torchtune_adaptive.engine.memory.FRAGMENTATION", margin):
+        sizes = {**(SMALL if ON_NULL else WIDE), "vocab_size": 8192 if ON_NULL else 128_256}
+        step = build(demo("full", "cuda", "dtype=bf16", **sizes), torch.device("cuda", 0))
+        with metered(step) as memory:
+            step.train(1, TOKENS)
+            release()
+            limit(memory, live_bytes(memory) + ROOM_GIB * GIB)
+            to_search = step.to_search(TOKENS)
+            rows = find_max_batch_size(to_search, memory=memory, round_to="none", max_rows=64).rows
+            to_search.runner.close()
+            if not limited:
+                limit(memory, math.inf)
+            release()
+            memory.reset_peak()
+            retries, changes = memory.retries, list[Change]()
+            runner = step.runner(rows, changes.append)
+            tokens, seconds = [], []
+            for number in range(steps):
+                began = time.perf_counter()
+                result = runner.run(samples_of(number, 2 * rows, TOKENS, mixed=True), step=number)
+                step.optimization.update(result.target_tokens)
+                step.synchronize()
+                tokens.append(result.target_tokens)
+                seconds.append(time.perf_counter() - began)
+            return {
+                "limit": f"{ROOM_GIB} GiB above resident" if limited else "none",
+                "margin": margin,
+                "rows": rows,
+                "rows at the end": runner.limit.rows,
+                "peak GiB": memory.peak_bytes / GIB,
+                "reserved/peak": torch.cuda.max_memory_reserved() / memory.peak_bytes,
+                "flushes": memory.retries - retries,
+                "out of memory": runner.recoveries,
+                "tokens/s": round(sum(tokens[1:]) / sum(seconds[1:])),
+                "first 10 steps": round(sum(tokens[1:11]) / sum(seconds[1:11])),
+                "last 10 steps": round(sum(tokens[-10:]) / sum(seconds[-10:])),
+                "decisions": "; ".join(
+                    f"step {change.step}: {change.kind} {change.before}->{change.after}" for change in changes
+                ),
+            }
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    "recovery": lambda: tests("tests/gpu/test_allocator.py", "tests/gpu/test_recovery.py"),
+    "rehearsals": rehearsals,
+    "overhead": step_overhead,
+    "unpadded": lambda: tests("tests/gpu/test_unpadded.py"),
+    "token_budgets": token_budgets,
+    "searches": searches,
+    "fragmentation": fragmentation,
+    "recipes": lambda: tests("tests/gpu/test_recipes.py"),
+}
+
+
+def main() -> None:
+    part, path = sys.argv[1:]
+    with fresh_processes():
+        rows = PARTS[part]()
+    Path(path).write_text(json.dumps(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
