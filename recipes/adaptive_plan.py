@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import output
+from torchtune_adaptive.forecast.alternatives import try_alternatives
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
 from torchtune_adaptive.forecast.request import PLAN_KEYS, read_request
 from torchtune_adaptive.formatting import count_of
@@ -36,17 +37,27 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
             f"world_size={started}"
         )
     request = read_request(cfg, name_of(path), overrides)
-    forecasts, as_table = [], request.plan.format == "table"
-    for variant in request.variants():
-        steps = f"{variant.steps} steps of {variant.length} tokens at most, {count_of(variant.ranks, 'rank')}"
-        print(f"rehearsing {steps}", file=sys.stderr, flush=True)
+    variants, forecasts, tried = [*request.variants()], [], []
+    as_table, advise = request.plan.format == "table", request.plan.advise
+    for variant in variants:
+        if len(variants) > 1 or variant.lengths:
+            steps = f"{variant.steps} steps of {variant.length} tokens at most, {count_of(variant.ranks, 'rank')}"
+            print(f"rehearsing {steps}", file=sys.stderr, flush=True)
         forecasts.append(rehearse_recipe(variant))
         if as_table:
             print(output.as_text(forecasts[-1]), flush=True)
+    fits = any(forecast.fits for forecast in forecasts)
+    for variant in variants if advise or (advise is None and not fits) else ():
+        alternatives = list(try_alternatives(variant))
+        tried += alternatives
+        if as_table:
+            print(output.alternatives_as_text(alternatives), flush=True)
     if not as_table:
-        print(output.as_json(forecasts))
-    if not any(forecast.fits for forecast in forecasts):
-        raise AdaptiveError(f"the config does not fit; {output.REMEDY}")
+        print(output.as_json(forecasts, tried))
+    if not fits:
+        others_fit = any(each.forecast.fits for each in tried)
+        remedy = "the settings above fit" if others_fit else "advise=True tries every other setting"
+        raise AdaptiveError(f"the config does not fit; {remedy}")
 
 
 if __name__ == "__main__":

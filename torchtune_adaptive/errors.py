@@ -110,6 +110,10 @@ class NotLearningError(AdaptiveError):
     """The run continues without learning, for example because every update is skipped."""
 
 
+class EarlyExitError(AdaptiveError):
+    """Code in the run called `sys.exit(0)` before training was finished."""
+
+
 class RecoveryUnsupportedError(AdaptiveError):
     """A step that ran out of memory cannot be repeated: recovery is off, or does not support how the model
     communicates or updates its weights."""

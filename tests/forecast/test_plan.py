@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 from tests.forecast.two_ranks import errors_and_flushes, plan_request, trained
 from tests.null.processes import skip_without_null_device
 from torchtune_adaptive.config.command_line import locate, read_config
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.rehearse_recipe import Forecast, rehearse_recipe
-from torchtune_adaptive.forecast.request import read_request
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.forecast import alternatives
+from torchtune_adaptive.forecast.output import training_command
+from torchtune_adaptive.forecast.rehearse_recipe import ERASE, Forecast, progress, rehearse_recipe
+from torchtune_adaptive.forecast.request import PlanRequest, read_request
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
 GIB = 2**30
@@ -41,6 +45,22 @@ def answer(config: str, *words: str, cwd: Path) -> Any:
     ended = run_plan(config, *words, "format=json", cwd=cwd)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    log, stderr = tmp_path / "log.txt", StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    log.write_text("first line\nprobe of 8 rows\x1b[31m\nhalf a li")
+    deadline = time.monotonic() + 30
+    with progress(log, every_s=0.01):
+        while is_terminal and "s · probe of 8 rows[31m" not in stderr.getvalue():
+            assert time.monotonic() < deadline, stderr.getvalue()
+            time.sleep(0.01)
+    assert stderr.getvalue().endswith(ERASE) if is_terminal else stderr.getvalue() == ""
 
 
 @pytest.mark.smoke
@@ -67,13 +87,14 @@ def test_each_number_of_ranks_has_a_prediction_and_more_ranks_need_less(tmp_path
     assert first["allocated_bytes"] > second["allocated_bytes"]
 
 
-def test_config_that_does_not_fit_ends_with_the_settings_that_save_memory(tmp_path: Path) -> None:
+def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_path: Path) -> None:
     sizes = ("model.num_layers=8", "memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=1")
     ended = run_plan(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
     assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "error: the config does not fit; the settings above fit"
     assert "does not fit: out of memory in step 1" in ended.stdout
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith("error: the config does not fit; set enable_activation_checkpointing=True")
+    assert "enable_activation_checkpointing=True" in ended.stdout
+    assert "train the first with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -108,6 +129,37 @@ def test_config_of_an_unknown_recipe_is_refused(config: str) -> None:
         read_request(read_config(locate(config), ["memory_limit=h100"]), config, ())
 
 
+def test_smaller_batches_are_tried_before_other_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nothing_fits(candidate: PlanRequest) -> Forecast:
+        raise AdaptiveError(f"{candidate.batch_size} rows do not fit")
+
+    monkeypatch.setattr(alternatives, "rehearse_recipe", nothing_fits)
+    words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
+    cfg = read_config(locate("adaptive/demo/full"), words)
+    assert list(alternatives.try_alternatives(read_request(cfg, "", words))) == []
+    message = capsys.readouterr().err.splitlines()
+    fewer = "use_maximum_batch_size=True"
+    assert message[:2] == [f"trying {fewer} (1 rank, 256 tokens)", f"{fewer}: None rows do not fit"]
+    assert sum("64 rows" in line for line in message) == len(message) // 2 - 1
+
+
+def test_no_other_setting_is_tried_if_fewer_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits(candidate: PlanRequest) -> Forecast:
+        rehearsal = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
+                              steps=[{"allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}],
+                              searches=[{"stage": "", "result": {"rows": 8}}])  # fmt: skip
+        return Forecast(candidate, rehearsal)
+
+    monkeypatch.setattr(alternatives, "rehearse_recipe", fits)
+    words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
+    asked = read_request(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
+    (tried,) = alternatives.try_alternatives(asked)
+    # the same samples per step
+    assert " batch_size=64 use_maximum_batch_size=True " in training_command(tried.forecast)
+
+
 def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     lines = [
@@ -116,21 +168,19 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
     ]
     record.write_text("\n".join(map(json.dumps, lines)))
     rehearsal = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
-    request = plan_request(2, alike=True)
-    request.cfg.use_maximum_batch_size = True
-    forecast = Forecast(request, rehearsal)
+    forecast = Forecast(plan_request(2, alike=True).with_overrides(("use_maximum_batch_size=True",)), rehearsal)
     assert forecast.searches == {"": {"rows": 8}}
     assert forecast.why_not == "does not fit: no room: lower adaptive.memory_limit"
 
 
-def test_signal_ends_the_rehearsal() -> None:
+def test_signal_ends_all_rehearsals() -> None:
     def end_this() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     soon = threading.Timer(2, end_this)
     soon.start()
     with pytest.raises(KeyboardInterrupt):
-        rehearse_recipe(plan_request(200, alike=True))
+        list(alternatives.try_alternatives(plan_request(12, alike=True)))
     soon.join()
 
 

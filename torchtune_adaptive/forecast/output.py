@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import value_at
+from torchtune_adaptive.forecast.alternatives import Alternative
 from torchtune_adaptive.forecast.rehearse_recipe import Forecast
 from torchtune_adaptive.forecast.request import PlanRequest, is_lora, trains_on_pairs, trains_on_rollouts
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
@@ -17,10 +18,6 @@ from torchtune_adaptive.rehearse.result import FRAGMENTED
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 
-REMEDY = (
-    "set enable_activation_checkpointing=True, loss._component_=torchtune.modules.loss.CEWithChunkedOutputLoss or "
-    "optimizer._component_=torchao.optim.AdamW8bit, lower batch_size or sequence_length, or raise world_size"
-)
 Row = dict[str, Any]
 
 
@@ -48,12 +45,36 @@ def as_text(forecast: Forecast) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in notes(forecast))])
 
 
-def as_json(forecasts: Sequence[Forecast]) -> str:
+def alternatives_as_text(tried: Sequence[Alternative]) -> str:
+    """Return a table of other settings, and the command for the first that fits."""
+    if not tried:
+        return "no other setting fits, not even on 8 times the ranks: lower sequence_length, or use a larger card"
+    lines: list[tuple[str, ...]] = [("with", "", "reserved")]
+    for overrides, forecast in tried:
+        rows = f" {count_of(forecast.rows, 'row')}" if forecast.rows else ""
+        fits = f"fits{rows}" if forecast.fits else "does not fit"
+        lines.append((" ".join(overrides), fits, format_bytes(forecast.most["reserved_bytes"])))
+    commands = [training_command(each.forecast) for each in tried if each.forecast.fits]
+    return "\n".join([in_columns(lines), *(f"train the first with: {command}" for command in commands[:1])])
+
+
+def as_json(forecasts: Sequence[Forecast], tried: Sequence[Alternative] = ()) -> str:
     """Return every figure as JSON."""
     failed = [f"{_heading(each.request)}: {each.why_not}" for each in forecasts if not each.fits]
     result = {
         "predictions": [row for forecast in forecasts for row in rows_of(forecast)],
         "commands": [training_command(forecast) for forecast in forecasts if forecast.fits],
+        "alternatives": [
+            {
+                "overrides": " ".join(overrides),
+                "ranks": forecast.request.ranks,
+                "tokens": forecast.request.length,
+                "rows": forecast.rows,
+                "fits": forecast.fits,
+                "reserved_bytes": forecast.most["reserved_bytes"],
+            }
+            for overrides, forecast in tried
+        ],
         "over_time": [
             {
                 "ranks": forecast.request.ranks,

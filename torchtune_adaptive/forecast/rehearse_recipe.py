@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,8 @@ from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import rehearse
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
+ERASE = "\r\x1b[K"
+"""Escape sequence that erases a terminal's line."""
 SAMPLES = 4096
 """Samples of a rank: more than fit on any card."""
 
@@ -72,7 +79,7 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
         folder = Path(name)
         config, log = folder / "config.yaml", folder / "log.txt"
         OmegaConf.save(rehearsed_config(request, folder), config)
-        with log.open("w") as output:
+        with log.open("w") as output, progress(log):
             try:
                 rehearsal = rehearse(
                     ["-m", request.recipe, "--config", str(config)],
@@ -93,6 +100,30 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
             *_, last = "", *printed.splitlines()
             raise AdaptiveError(forecast.recipe_error or f"{rehearsal.verdict()} ({last})\n{printed[-2000:]}")
         return forecast
+
+
+@contextmanager
+def progress(log: Path, every_s: float = 1.0) -> Iterator[None]:
+    """On a terminal, show the elapsed seconds and the log's last line on stderr; erase them at the end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done, began = threading.Event(), time.monotonic()
+
+    def show() -> None:
+        while not done.wait(every_s):
+            *_, last = "", *log.read_text(errors="replace").split("\n")[:-1]
+            line = f"rehearsing · {time.monotonic() - began:.0f} s · {''.join(filter(str.isprintable, last))}"
+            print(f"{ERASE}{line[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+        print(ERASE, end="", file=sys.stderr, flush=True)
+
+    shown = threading.Thread(target=show, daemon=True)
+    shown.start()
+    try:
+        yield
+    finally:
+        done.set()
+        shown.join()
 
 
 def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import components, keys
 from torchtune_adaptive.config.checks import SECTIONS
@@ -26,6 +26,8 @@ from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.preference import build_preference_loss
 
+Overrides = tuple[str, ...]
+"""Changes of a config, as on a command line."""
 STEPS, STEPS_WITH_LENGTHS = 2, 200
 """Steps to rehearse: at least two, because the first backward runs without optimizer state in memory."""
 DRAWN_LENGTHS = 4099
@@ -58,7 +60,9 @@ class PlanSettings:
     steps: int | None = option(COUNT | NULL, None)
     """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
     format: str = option(one_of("table", "json"), "table")
-    """output format. `json` has every figure, including memory over the steps"""
+    """output format. `json` has every figure, including settings that were tried and memory over the steps"""
+    advise: bool | None = option(keys.BOOL | NULL, None)
+    """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
 
     @property
     def rank_counts(self) -> tuple[int, ...]:
@@ -135,6 +139,14 @@ class PlanRequest:
         for ranks in self.plan.rank_counts:
             for length in lengths if isinstance(lengths, tuple) else (lengths,):
                 yield replace(self, plan=replace(self.plan, world_size=ranks, sequence_length=length))
+
+    def with_ranks(self, ranks: int) -> PlanRequest:
+        """Return this request for another number of ranks."""
+        return replace(self, plan=replace(self.plan, world_size=ranks))
+
+    def with_overrides(self, overrides: Overrides) -> PlanRequest:
+        """Return this request with more overrides."""
+        return replace(self, cfg=override(self.cfg, overrides), overrides=[*self.overrides, *overrides])
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -248,6 +260,17 @@ def _check_memory_and_length(request: PlanRequest) -> None:
         )
     if tokens < 2:
         raise ConfigError(f"{key} is {tokens}: a sample needs at least 2 tokens, one of which is predicted")
+
+
+def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:
+    """Return a copy of the config with these overrides, as torchtune's parser applies them."""
+    copy = cfg.copy()
+    for removed in (each[1:] for each in overrides if each.startswith("~")):
+        section, _, key = removed.rpartition(".")
+        (OmegaConf.select(copy, section) if section else copy).pop(key, None)
+    merged = OmegaConf.merge(copy, OmegaConf.from_dotlist([each for each in overrides if not each.startswith("~")]))
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _log_normal(median: int, longest: int) -> list[int]:

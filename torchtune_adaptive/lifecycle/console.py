@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
@@ -39,6 +40,37 @@ def say(line: str) -> None:
 
     if dist.get_rank() == 0:
         logger.info("%s", line)
+
+
+class LossyStream(io.FileIO):
+    """A stream that never raises: failed writes are dropped, with one warning."""
+
+    _failed = False
+
+    def write(self, data: Any, /) -> Any:
+        """Write, or drop the data if that fails."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("cannot write to stdout (%s): its output is lost", reason(error))
+            return len(data)
+
+
+def tolerate_closed_stdout() -> None:
+    """Keep a run alive if stdout is a closed pipe (`| head`) or a file on a full disk; components may print to it."""
+    before = sys.stdout
+    if before is not sys.__stdout__ or not isinstance(before, io.TextIOWrapper):  # replaced or closed by the user
+        return
+    before.flush()
+    # Wrap below the buffers: they would keep failed output and fail again at exit.
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(LossyStream(before.fileno(), "w", closefd=False)),
+        encoding=before.encoding,
+        errors="backslashreplace",
+        line_buffering=before.line_buffering or before.write_through,
+    )
 
 
 class _LogLines(io.TextIOBase):

@@ -62,7 +62,8 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
 def _draw(figure: Figure, timeline: Timeline) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    limits, has_memory = _limits(timeline), bool(timeline.series("peak_bytes", "budget_bytes")[0])
+    has_memory = bool(timeline.series("peak_bytes", "budget_bytes")[0])
+    limits = {name: changes for name, changes in _limits(timeline).items() if _changes(changes) or not has_memory}
     panels = max(1, len(limits) + has_memory)
     end = max(record["step"] for record in (*timeline.steps, *timeline.events[-1:])) + BETWEEN
     figure.set_size_inches(7.2, 1.4 + 2 * panels)
@@ -110,6 +111,11 @@ def _limits(timeline: Timeline) -> dict[str, list[Record]]:
             what = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
             found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(event)
     return found
+
+
+def _changes(limit: Sequence[Record]) -> bool:
+    """Return True if a plot would show more than a horizontal line."""
+    return len({event["after"] for event in limit}) > 1 or any(event["kind"] in MARKS for event in limit)
 
 
 def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) -> None:

@@ -25,14 +25,15 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.data import padded_collate_packed, padded_collate_sft
-from torchtune.datasets import ConcatDataset
+from torchtune.datasets import ConcatDataset, TextCompletionDataset
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
@@ -69,10 +70,45 @@ class Data:
         """Return the kind of the samples."""
         return self.dataset.kind
 
+    @property
+    def cut_at(self) -> int | None:
+        """The length of samples that the tokenizer has cut; None if it cuts none, or if that is not seen in a pack."""
+        if self.max_seq_len is None or self.packed:
+            return None
+        parts = getattr(self.dataset.dataset, "_datasets", [self.dataset.dataset])  # of a ConcatDataset
+        return self.max_seq_len - any(isinstance(part, TextCompletionDataset) for part in parts)
+
     def remove_padding(self) -> None:
         """Concatenate the samples of a microbatch from now on."""
         self.dataset.kind = replace(self.kind, padded=False)
         self.collate = partial(concatenated, ignored=self.kind.ignored_label)
+
+
+class CutSamples:
+    """Counts the samples of an epoch that are as long as the tokenizer allows. Those that were cut are among them."""
+
+    def __init__(self, data: Data, ranks_per_sample: int) -> None:
+        self._data, self._ranks_per_sample = data, ranks_per_sample
+        self._samples = self._longest = 0
+
+    def count(self, samples: Sequence[Sample]) -> None:
+        """Counts the samples of a step on this rank."""
+        if (cut_at := self._data.cut_at) is not None:
+            self._samples += len(samples)
+            self._longest += sum(max(self._data.kind.lengths_of(sample)) >= cut_at for sample in samples)
+
+    def announce(self, epoch: int) -> None:
+        """Collective: logs the count of all ranks as an epoch ends, if there is any."""
+        if (cut_at := self._data.cut_at) is None:
+            return
+        counts = Agreement(2).gather((self._samples, self._longest))
+        samples, longest = (int(sum(count)) // self._ranks_per_sample for count in zip(*counts, strict=True))
+        if longest:
+            say(
+                f"epoch {epoch}: {longest} of {samples} samples have {cut_at} tokens, the most that "
+                "tokenizer.max_seq_len allows; longer samples were cut to this length"
+            )
+        self._samples = self._longest = 0
 
 
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
@@ -141,13 +177,16 @@ def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
 
 
 def _flaw_of_lines(path: str) -> str | None:
-    """Name the first line of a JSONL file that is not JSON; the reader's own error names no line."""
+    """Name the first invalid line of a JSONL file; the reader's own errors name neither file nor line."""
+    number = 0
     with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                json.loads(line if line.strip() else "{}")
+                if not isinstance(json.loads(line if line.strip() else "{}"), dict):
+                    return f"{path}, line {number}, is not a JSON object, {{...}}: fix it or remove it"
             except ValueError as error:
                 return f"{path}, line {number}, is not JSON ({error}): fix it or remove it"
+        return None if number else f"{path} is empty"
     return None
 
 

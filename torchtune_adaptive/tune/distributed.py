@@ -6,10 +6,14 @@ import gc
 import logging
 import os
 import re
+import sys
 import time
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +44,7 @@ OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
 A_PATH = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
 """Keys of paths. Values of other keys are paths if they begin like one."""
 MOST_NAMED = 3
+COMMENT_LINE = re.compile(rb"^\s*#.*\n", re.MULTILINE)
 
 
 class Place(NamedTuple):
@@ -58,6 +63,7 @@ def join(settings: Settings) -> Place:
     """Collective: join the process group, compare the configs of all ranks, and create the meshes."""
     device = device_of(settings)
     join_on(device)
+    check_same_code()
     check_same_config(settings.config)
     return Place(device, mesh_of(device, settings))
 
@@ -117,10 +123,33 @@ def _greeted(store: Any, world_size: int) -> str:
     return name
 
 
+def check_same_code() -> None:
+    """Collective: raise a ConfigError if ranks have different versions of libraries, or another recipe or package."""
+    first, *others = from_all_ranks(_code())
+    for rank, theirs in enumerate(others, start=1):
+        if other := [name for name in first if theirs.get(name, first[name]) != first[name]]:
+            values = f" ({theirs[other[0]]}, not {first[other[0]]})" if "." in first[other[0]] else ""
+            raise ConfigError(
+                f"{other[0]} on rank {rank} differs from that on rank 0{values}: install the same code on all nodes"
+            )
+
+
+def _code() -> dict[str, str]:
+    """Return versions of libraries, and checksums without comments of the modules that are loaded."""
+    code = {name: version(name) for name in ("torch", "torchtune", "torchao")}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and (name == "__main__" or name.startswith("torchtune_adaptive.")):
+            with suppress(OSError):
+                code["the recipe" if name == "__main__" else name] = str(
+                    zlib.crc32(COMMENT_LINE.sub(b"", Path(file).read_bytes()))
+                )
+    return code
+
+
 def check_same_config(cfg: DictConfig) -> None:
-    """Collective: raise a ConfigError if ranks have different configs or versions of libraries; paths may differ."""
-    versions = {f"the version of {name}": version(name) for name in ("torch", "torchtune", "torchao")}
-    first, *others = from_all_ranks({**versions, **dict(_values("", OmegaConf.to_container(cfg)))})
+    """Collective: raise a ConfigError if ranks have different configs; paths may differ."""
+    first, *others = from_all_ranks(dict(_values("", OmegaConf.to_container(cfg))))
     other = next((rank for rank, theirs in enumerate(others, start=1) if theirs != first), None)
     if other is None:
         return
@@ -131,7 +160,7 @@ def check_same_config(cfg: DictConfig) -> None:
         for key in differing[:MOST_NAMED]
     ]
     more = f" (and {len(differing) - MOST_NAMED} more)" if len(differing) > MOST_NAMED else ""
-    raise ConfigError(f"{'; '.join(named)}{more}: start all nodes with the same software, config and overrides")
+    raise ConfigError(f"{'; '.join(named)}{more}: start all nodes with the same config and overrides")
 
 
 def _values(key: str, value: object) -> Iterator[tuple[str, str]]:

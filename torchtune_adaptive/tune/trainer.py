@@ -28,7 +28,7 @@ from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
-from torchtune_adaptive.tune.data import Data, StepLoader
+from torchtune_adaptive.tune.data import CutSamples, Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, prepare
 from torchtune_adaptive.tune.fingerprint import check_same_data
@@ -148,6 +148,7 @@ class Trainer:
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
+        self._cut = CutSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
@@ -181,8 +182,10 @@ class Trainer:
             with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
+                self._cut.count(samples)
                 yield Step(run.progress.step + 1, samples, upcoming)
             log_left_out(sizes, run.settings, run.progress, self.data.loader)
+            self._cut.announce(sizes.epoch)
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import (
+    AdaptiveError,
     LimitExhaustedError,
     RanksPartedError,
     RecoveryUnsupportedError,
@@ -72,6 +74,34 @@ def test_other_errors_are_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, entry_point.explain_out_of_memory(False):
         raise error
     assert caught.value is error
+
+
+def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end() -> None:
+        with entry_point.ignore_out_of_memory_once_saved():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.LAST_SAVE)
+    with pytest.raises(torch.OutOfMemoryError):
+        end()
+    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.SAVED)
+    end()
+    assert caplog.messages == [
+        "out of memory on rank 0 after the last checkpoint was saved (OutOfMemoryError: CUDA out of memory): the run "
+        "is finished, but its log or picture may be incomplete"
+    ]
+
+
+def test_refused_thread_is_reported_with_the_limits() -> None:
+    before = threading.stack_size(2**46)  # larger than any address space
+    try:
+        shown = r"cannot start another thread .*can't start new thread.*ulimit -v.*ulimit -u"
+        with pytest.raises(AdaptiveError, match=shown), entry_point.explain_thread_errors():
+            threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Plots show the recorded data; a failed plot never ends a run."""
 
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 from tests.saved_figures import is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.report.test_tables import GIB
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
-from torchtune_adaptive.report.journal import EPOCH, Event, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import (
     MARKS,
     REPORT_FILE,
@@ -167,3 +169,35 @@ def test_missing_matplotlib_gives_one_line_with_the_install_command(
     with caplog.at_level("INFO"):
         assert draw_a_run(tmp_path) is None
     assert caplog.messages == [f"{REPORT_FILE} is not drawn: pip install matplotlib"]
+
+
+def test_a_limit_that_never_changed_has_no_panel(tmp_path: Path, drawn: list[Any]) -> None:
+    journal = started(tmp_path)
+    for step in (0, 2):  # two epochs
+        set_to(journal, 8, step)
+    for step in (1, 2, 3, 4):
+        journal.step(step, {"peak_bytes": GIB, "budget_bytes": GIB})
+    figure = drawn_run(tmp_path, drawn)
+    assert titles(figure) == [MEMORY]
+    assert figure.get_suptitle() == "4 steps, none out of memory"
+
+
+def test_folder_without_a_run_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torchtune_adaptive.report", run_name="__main__")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"cannot draw a picture: {tmp_path} contains no run\n"
+
+
+def test_command_plots_readable_lines_and_reports_skipped_ones(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    with (tmp_path / STEPS_FILE).open("ab") as file:
+        file.write(b'null\n{"step": 31, "los\xff')
+    command = [sys.executable, "-m", "torchtune_adaptive.report", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{tmp_path / STEPS_FILE}: 2 of 32 lines cannot be read and are skipped" in ended.stderr
+    assert is_drawn(tmp_path / REPORT_FILE)

@@ -51,18 +51,25 @@ def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch
         load(12, 2)
 
 
-def test_invalid_line_of_a_data_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ('{"a": 1}\n\n{"a": \n{"a": 3}\n', r"data\.jsonl, line 3, is not JSON \(.*\): fix it or remove it$"),
+        ('{"a": 1}\n[1, 2]\n', r"data\.jsonl, line 2, is not a JSON object, {\.\.\.}: fix it or remove it$"),
+        ("", r"data\.jsonl is empty$"),
+    ],
+    ids=["broken line", "not an object", "empty file"],
+)
+def test_unreadable_file_is_named_with_its_line(content: str, part: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text('{"a": 1}\n\n{"a": \n{"a": 3}\n')
+    path.write_text(content)
     section = {
         "_component_": "torchtune.datasets.instruct_dataset",
         "source": "json",
         "data_files": str(path),
         "split": "train",
     }
-    with pytest.raises(
-        ConfigError, match=r"^dataset\.data_files: .*data\.jsonl, line 3, is not JSON \(.*\): fix it or remove it$"
-    ):
+    with pytest.raises(ConfigError, match=rf"^dataset\.data_files: .*{part}"):
         build_dataset(OmegaConf.create({"dataset": section}), SimpleNamespace(pad_id=0))
 
 
