@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from typing import Any
 
@@ -17,10 +18,7 @@ LONGEST_REASON = 500
 
 def require(cfg: DictConfig, key: str) -> DictConfig:
     """Return the section `key` of the config."""
-    section = require_parts(cfg, key)
-    if not isinstance(section, DictConfig):
-        raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
-    return section
+    return checked_section(key, require_parts(cfg, key))
 
 
 def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
@@ -28,7 +26,12 @@ def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
     section = cfg.get(key)
     if section is None:
         raise ConfigError(f"{key} is missing: add a section with a _component_")
-    if not isinstance(section, DictConfig | ListConfig):
+    return section if isinstance(section, ListConfig) else checked_section(key, section)
+
+
+def checked_section(key: str, section: object) -> DictConfig:
+    """Raise a ConfigError if the value of `key` is not a section."""
+    if not isinstance(section, DictConfig):
         raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
     return section
 
@@ -60,12 +63,18 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
 
 def path_of(key: str, section: object) -> str:
     """Return the `_component_` of a section."""
-    if not isinstance(section, DictConfig):
-        raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
-    path = section.get(COMPONENT)
+    path = checked_section(key, section).get(COMPONENT)
     if not isinstance(path, str):
         raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
     return path
+
+
+def imported(key: str, path: str) -> Any:
+    """Return the object at the dotted path that is the value of `key`."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key} is {path!r}, which cannot be imported: {in_a_line(error)}") from error
 
 
 def in_a_line(error: BaseException) -> str:

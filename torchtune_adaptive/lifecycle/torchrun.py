@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import threading
@@ -45,10 +44,6 @@ def exit_with_launcher() -> None:
 
 
 def _end_without(launcher: int) -> None:
-    with suppress(OSError, AttributeError):  # already gone, or no pidfd on this system
-        poll = select.poll()
-        poll.register(os.pidfd_open(launcher), select.POLLIN)
-        poll.poll()
     while os.getppid() == launcher:
         time.sleep(LOOK_FOR_THE_LAUNCHER_S)
     os.kill(os.getpid(), signal.SIGKILL)

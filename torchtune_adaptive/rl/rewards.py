@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torchtune.config._utils import _get_component_from_path
 
-from torchtune_adaptive.config.components import in_a_line, path_of
+from torchtune_adaptive.config.components import imported, in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import count_of, in_columns, nearest, shown
 from torchtune_adaptive.lifecycle.console import say
@@ -124,10 +123,7 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
     weight = options.pop("weight", 1.0)
     if not REWARD.accepts(weight):
         raise ConfigError(f"{key}.weight is {shown(weight)}: allowed is {REWARD.allowed}")
-    try:
-        component = _get_component_from_path(path)
-    except Exception as error:
-        raise ConfigError(f"{key}._component_ is {path}, which cannot be imported: {in_a_line(error)}") from error
+    component = imported(f"{key}._component_", path)
     if inspect.isclass(component):
         try:
             component, options = component(**options), {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -203,10 +202,7 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
     path = settings.collate_fn
     if "left_pad_sequence" in path:
         raise ConfigError(f"collate_fn is {path!r}, which is for inference only")
-    try:
-        function = pkgutil.resolve_name(path)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(f"collate_fn is {path!r}, which cannot be imported: {error}") from error
+    function = components.imported("collate_fn", path)
     try:
         inspect.signature(function).bind([], padding_idx=0, ignore_idx=0)
     except TypeError as error:

@@ -7,7 +7,6 @@ simulated before training starts, so the learning-rate schedule knows the number
 from __future__ import annotations
 
 import math
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -62,16 +61,7 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     section = cfg.get(KEY)
     if section is None:
         return None
-    if not isinstance(section, str):
-        function: Any = components.build(KEY, cfg)
-    else:
-        try:
-            function = pkgutil.resolve_name(section)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"{KEY} is {section!r}, which cannot be imported ({error}): give the dotted path of a function "
-                "(epoch, batch_size) -> int, or a section with a _component_"
-            ) from error
+    function: Any = components.imported(KEY, section) if isinstance(section, str) else components.build(KEY, cfg)
     if not callable(function):
         raise ConfigError(f"{KEY} is {section!r}; it must be a callable (epoch, batch_size) -> int")
     return function  # type: ignore[no-any-return]

@@ -111,7 +111,7 @@ def test_failure_names_the_function_and_the_sample(name: str, options: dict[str,
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"_component_": "nowhere.at_all"}, "0._component_ is nowhere.at_all, which cannot be imported"),
+        ({"_component_": "nowhere.at_all"}, "0._component_ is 'nowhere.at_all', which cannot be imported"),
         ({"weight": 1}, "0._component_ is null"),
         ("exact", "0 is 'exact': allowed is a section with a _component_"),
         ({"_component_": f"{HERE}.exact", "weight": "much"}, "0.weight is .*much.*: allowed is a number from -1e"),
