@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_day [--only recovery rehearsals ...] [--into FOLDER]
 
 Each part runs in its own processes, with a time limit. Its result is saved to gpu_PART.json at once, with card, driver
-and versions, whether it succeeds or fails. On a null device all parts run, but times and losses mean nothing:
+and versions, whether it succeeds or fails. A part that is stopped keeps the rows that it has. On a null device all
+parts run, but times and losses mean nothing:
 
     python -m torchtune_adaptive.null_cuda --memory 80GB -- python -m benchmarks.gpu_day --into /tmp/null
 """
@@ -25,14 +26,14 @@ from typing import Any
 from benchmarks.results import RESULTS, machine, table
 
 LIMITS_S = {
-    "recovery": 120,
-    "rehearsals": 120,
-    "overhead": 120,
-    "unpadded": 60,
+    "recovery": 180,
+    "rehearsals": 180,
+    "overhead": 150,
     "token_budgets": 180,
-    "searches": 120,
-    "fragmentation": 120,
-    "recipes": 150,
+    "unpadded": 150,
+    "searches": 150,
+    "fragmentation": 150,
+    "recipes": 240,
 }
 """Time limit of every part, in order of value."""
 SHOWN_LINES = 30
@@ -44,13 +45,19 @@ def card() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise SystemExit("error: benchmarks.gpu_day needs a GPU, and torch finds none")
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError as error:  # older than the one that torch was built with
+        print(f"cuDNN's attention is disabled: {error}")
+        os.environ["PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK"] = "1"
+        cudnn = torch._C._cudnn.getVersionInt()
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
         "gpu memory": properties.total_memory,
         "driver": _driver(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": cudnn,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
     }
 
@@ -67,7 +74,7 @@ def run(part: str, limit_s: float) -> dict[str, Any]:
     """Run a part; return its status, duration and rows, or the end of its output if it failed."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+", encoding="utf-8") as log:
-        rows = Path(folder) / "rows.json"
+        rows = Path(folder) / "rows.jsonl"
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_parts", part, str(rows)]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -76,7 +83,8 @@ def run(part: str, limit_s: float) -> dict[str, Any]:
             status = f"stopped after {limit_s:.0f} s"
         finally:
             _end(process)
-        found = json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else []
+        written = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+        found = [json.loads(line) for line in written if line.endswith("}")]
         log.seek(0)
         output = log.read().splitlines()
     seconds = round(time.monotonic() - began, 1)

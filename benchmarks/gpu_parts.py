@@ -1,7 +1,7 @@
 """Measurements of `benchmarks.gpu_day`, one part per process: python -m benchmarks.gpu_parts PART FILE
 
-A part returns rows for a table and for JSON. On a null device (`ON_NULL`) every part runs in full, but nothing is
-computed, so its times and losses mean nothing.
+A part yields rows, which are written to FILE at once, so that a part that is stopped has some. On a null device
+(`ON_NULL`) every part runs in full, but nothing is computed, so its times and losses mean nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ def turn() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def in_turns(cases: Sequence[tuple[Any, ...]], *, in_group: bool = False) -> list[Any]:
-    """Run every case, a function and its arguments, in its own process; return the results."""
+def in_turns(cases: Sequence[tuple[Any, ...]], *, in_group: bool = False) -> Iterator[tuple[int, Any]]:
+    """Run every case, a function and its arguments, in its own process; yield position and result as they arrive."""
 
     def run(case: tuple[Any, ...]) -> Any:
         return run_on_ranks(1, *case, timeout_s=300, in_group=in_group)[0]
@@ -82,7 +82,9 @@ def in_turns(cases: Sequence[tuple[Any, ...]], *, in_group: bool = False) -> lis
         mock.patch.dict(os.environ, {TURNS: file.name}),  # which the processes inherit
         ThreadPoolExecutor(workers) as pool,
     ):
-        return list(pool.map(run, cases))
+        running = {pool.submit(run, case): position for position, case in enumerate(cases)}
+        for done in as_completed(running):
+            yield running[done], done.result()
 
 
 def sized(sizes: dict[str, int]) -> tuple[str, ...]:
@@ -93,31 +95,32 @@ def sized(sizes: dict[str, int]) -> tuple[str, ...]:
 ON_CARD = ("device=cuda", "dtype=bf16", "log_peak_memory_stats=True", "optimizer.fused=True")
 
 
-def tests(*files: str) -> list[Row]:
-    """Run tests; return the outcome of each."""
+def tests(*files: str) -> Iterator[Row]:
+    """Run tests; yield the outcome of each. The log has them, too, in case the part is stopped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", *(["-m", "not real_gpu"] * ON_NULL)]
+        options = ["-v", "-p", "no:cacheprovider", f"--junitxml={report}", *(["-m", "not real_gpu"] * ON_NULL)]
         subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
-    return [
-        {
+    for case in cases:
+        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+        message = next((child.attrib.get("message", "")[:300] for child in case), "")
+        yield {
             "test": case.attrib["name"],
-            "outcome": next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"),
+            "outcome": outcome,
             "seconds": float(case.attrib["time"]),
-            "message": next((child.attrib.get("message", "")[:300] for child in case), ""),
+            "message": message,
         }
-        for case in cases
-    ]
 
 
-def rehearsals() -> list[Row]:
-    """Run scripts on the card and rehearse them; return memory and seconds of every step, side by side."""
+def rehearsals() -> Iterator[Row]:
+    """Run scripts on the card and rehearse them; yield memory and seconds of every step, side by side."""
     memory = f"{torch.cuda.get_device_properties(0).total_memory // 2**20}MiB"
     with ThreadPoolExecutor(1 if ON_NULL else len(one_card.CASES)) as pool:
         rehearsed = {case: pool.submit(rehearse, case, memory) for case in one_card.CASES}
-        real = {case: outputs(sys.executable, "-m", "tests.gpu.one_card", case) for case in one_card.CASES}
-    return [row for case in one_card.CASES for row in steps_of(case, real[case], *rehearsed[case].result())]
+        for case in one_card.CASES:
+            real = outputs(sys.executable, "-m", "tests.gpu.one_card", case)
+            yield from steps_of(case, real, *rehearsed[case].result())
 
 
 def rehearse(case: str, memory: str) -> tuple[tuple[str, str], list[float | None]]:
@@ -174,9 +177,9 @@ def printed(name: str, output: str) -> list[Any]:
     return [json.loads(line.removeprefix(name)) for line in output.splitlines() if line.startswith(f"{name} ")]
 
 
-def step_overhead() -> list[Row]:
+def step_overhead() -> Iterator[Row]:
     """Compare the duration of steps with stock torchtune and transformers' Trainer, same batch, no failures."""
-    pairs = 2 if ON_NULL else 5
+    pairs = 2 if ON_NULL else 3
     recipes = [overhead.Case("full", 1, overhead.WHOLE, overhead.WHOLE), overhead.Case("lora", 1, "sharded", "sharded")]
     models = {"small": ("embed_dim", 256), "medium": ("embed_dim", 1024)}
     cases: list[tuple[Any, ...]] = [
@@ -186,7 +189,8 @@ def step_overhead() -> list[Row]:
     if not ON_NULL:  # a null device computes no losses, which AdaptiveTrainer compares
         cases.append((pairs_of_trainer, pairs))
         names.append("Trainer")
-    return [duration(name, times) for name, times in zip(names, in_turns(cases), strict=True)]
+    for position, times in in_turns(cases):
+        yield duration(names[position], times)
 
 
 def duration(name: str, times: list[tuple[Moment, Moment]]) -> Row:
@@ -204,7 +208,7 @@ def duration(name: str, times: list[tuple[Moment, Moment]]) -> Row:
 def pairs_of_a_recipe(case: overhead.Case, sizes: dict[str, int], pairs: int) -> list[tuple[Moment, Moment]]:
     use("cuda")
     tokens = 256 if sizes is SMALL or sizes == SMALL else 1024
-    changes = (*sized(sizes), *ON_CARD, "batch_size=4", f"tokenizer.max_seq_len={tokens}", "dataset.samples=160")
+    changes = (*sized(sizes), *ON_CARD, "batch_size=4", f"tokenizer.max_seq_len={tokens}", "dataset.samples=96")
     merged = mock.patch.object(overhead, "MODEL", (*overhead.MODEL, *changes))
     with tempfile.TemporaryDirectory() as folder, merged, turn():
         return overhead.time_both(case, Path(folder), pairs, device="cuda")
@@ -222,17 +226,17 @@ WAYS = {"rows": packing.ROWS, "budget": packing.TOKENS, "padded budget": packing
 LIMIT = "20GiB"
 
 
-def token_budgets() -> list[Row]:
+def token_budgets() -> Iterator[Row]:
     """Train the same samples by rows, by token budgets, and by torchtune's packs, with the same memory limit."""
     cases = [(train_epochs, lengths.name, way) for lengths in packing.ON_GPU for way in WAYS]
-    return in_turns(cases)
+    return (row for _, row in in_turns(cases))
 
 
 def train_epochs(lengths: str, way: str) -> Row:
-    """Train a first epoch that warms up, then three; return the median speed."""
+    """Train a first epoch that warms up, then two; return their median speed."""
     use("cuda")
     drawn = packing.DISTRIBUTIONS[lengths]
-    epochs, samples = 4, drawn.samples_per_step * packing.EPOCH_STEPS
+    epochs, samples = 3, drawn.samples_per_step * packing.EPOCH_STEPS
     batch_size = drawn.samples_per_step
     if way == "packs":
         batch_size = (
@@ -263,7 +267,7 @@ def train_epochs(lengths: str, way: str) -> Row:
     return row
 
 
-def searches() -> list[Row]:
+def searches() -> Iterator[Row]:
     """Search a model of 1.2 billion parameters; compare the found size with brute force and with sizes around it."""
     judged = run_on_ranks(1, test_search.search_and_judge, "cuda", timeout_s=240)[0]
     best = max(judged.tokens_per_second.values(), default=math.nan)
@@ -284,7 +288,7 @@ def searches() -> list[Row]:
         {"search": "speed", "rows": size, "tokens/s": round(speed), "of the best": speed / best}
         for size, speed in judged.tokens_per_second.items()
     ]
-    return [*rows, *speeds]
+    yield from (*rows, *speeds)
 
 
 MARGINS = (0.0, 0.05, 0.1)
@@ -294,13 +298,14 @@ TOKENS = 1024
 """Tokens of the longest sample; few enough for a margin to be worth some rows."""
 
 
-def fragmentation() -> list[Row]:
+def fragmentation() -> Iterator[Row]:
     """Train steps of mixed lengths with the rows that a search finds for different margins, first without a limit.
 
     Without a margin the allocator flushes its cache. Rows then also show what the governor decided, and the speed.
     """
     runs = [(0.0, False), *((margin, True) for margin in MARGINS)]
-    return in_turns([(train_mixed, *run, 8 if ON_NULL else 60) for run in runs], in_group=True)
+    cases = [(train_mixed, *run, 8 if ON_NULL else 60) for run in runs]
+    return (row for _, row in in_turns(cases, in_group=True))
 
 
 def train_mixed(margin: float, limited: bool, steps: int) -> Row:
@@ -347,7 +352,7 @@ def train_mixed(margin: float, limited: bool, steps: int) -> Row:
             }
 
 
-PARTS: dict[str, Callable[[], list[Row]]] = {
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "recovery": lambda: tests("tests/gpu/test_allocator.py", "tests/gpu/test_recovery.py"),
     "rehearsals": rehearsals,
     "overhead": step_overhead,
@@ -361,9 +366,9 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
 
 def main() -> None:
     part, path = sys.argv[1:]
-    with fresh_processes():
-        rows = PARTS[part]()
-    Path(path).write_text(json.dumps(rows), encoding="utf-8")
+    with fresh_processes(), open(path, "w", encoding="utf-8", buffering=1) as file:
+        for row in PARTS[part]():
+            print(json.dumps(row), file=file)
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ DOCUMENTS = Lengths("documents", LONGEST, 0.5, 16)
 ON_CPU = (INSTRUCTIONS, DIALOGUES, DOCUMENTS)
 LONGEST_ON_GPU = 2048
 ON_GPU = (
-    Lengths("long instructions", LONGEST_ON_GPU // 10, 1.0, 512, LONGEST_ON_GPU),
-    Lengths("long documents", LONGEST_ON_GPU, 0.5, 128, LONGEST_ON_GPU),
+    Lengths("long instructions", LONGEST_ON_GPU // 10, 1.0, 128, LONGEST_ON_GPU),
+    Lengths("long documents", LONGEST_ON_GPU, 0.5, 32, LONGEST_ON_GPU),
 )
 DISTRIBUTIONS = {lengths.name: lengths for lengths in (*ON_CPU, *ON_GPU)}
 

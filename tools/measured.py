@@ -175,11 +175,82 @@ def glance(folder: Path = RESULTS) -> str:
     return head + "".join(f"| {what} | {result} | {version} |\n" for (_, what, result), version in rows)
 
 
+def gpu_recovery(rows: list[Row]) -> str:
+    ran = [row for row in rows if row["outcome"] != "skipped"]
+    failed = [row["test"] for row in ran if row["outcome"] != "passed"]
+    return f"{len(ran) - len(failed)} of {len(ran)} tests passed" + (f"; failed: {', '.join(failed)}" if failed else "")
+
+
+def gpu_rehearsals(rows: list[Row]) -> str:
+    cells = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        steps = [row for row in rows if row["case"] == case]
+        same = sum(row["result"] == "same" for row in steps)
+        cells.append(f"{case}: {same} of {len(steps)} steps" if steps[0]["step"] else f"{case} did not run")
+    return ", ".join(cells)
+
+
+def gpu_overhead(rows: list[Row]) -> str:
+    return ", ".join(f"{row['ratio']:.2f} {row['step']} ({row['lowest']:.2f} to {row['highest']:.2f})" for row in rows)
+
+
+def gpu_token_budgets(rows: list[Row]) -> str:
+    cells = []
+    for lengths in dict.fromkeys(row["lengths"] for row in rows):
+        speed = {row["way"]: row["target tokens/s"] for row in rows if row["lengths"] == lengths}
+        ours = [
+            f"{speed['budget'] / speed[way]:.1f} × {way}" for way in ("rows", "packs") if {way, "budget"} <= {*speed}
+        ]
+        cells.append(f"{lengths}: {', '.join(ours)}")
+    return "; ".join(cells)
+
+
+def gpu_searches(rows: list[Row]) -> str:
+    found = [row for row in rows if row["search"] != "speed"]
+    return ", ".join(
+        f"{row['search']}: {row['rows']} of {row['brute force']} rows, {row['probes']} probes, "
+        f"{row['flushes']} flushes, {row['seconds']:.0f} s"
+        for row in found
+    )
+
+
+def gpu_fragmentation(rows: list[Row]) -> str:
+    return ", ".join(
+        f"margin {row['margin']:.0%}: {row['flushes']} flushes, {row['tokens/s']} tokens/s" for row in rows
+    )
+
+
+GPU_PARTS = {
+    gpu_recovery: "recovery on 1, 2 and 3 ranks that share the card; limits of the allocator",
+    gpu_rehearsals: "steps whose allocated and reserved peaks equal the rehearsed ones, to the byte",
+    gpu_overhead: "step time relative to torchtune's or Trainer's, same batch, no failures (median, and single pairs)",
+    gpu_token_budgets: "target tokens per second of `token_budget: auto`, same memory limit, relative to",
+    gpu_searches: "search of a model with 1.2 billion parameters, compared with brute force",
+    gpu_fragmentation: "60 steps of mixed lengths at the found size, by margin for fragmentation",
+}
+"""What `make gpu-day` measures; each function is named after its file of results."""
+
+
+def on_a_gpu(folder: Path = RESULTS) -> str:
+    """Return the table of a GPU's measurements; parts without a result are marked."""
+    shown = ["| measurement | result | GPU | torch | date |", "|---|---|---|---|---|"]
+    for part, what in GPU_PARTS.items():
+        path = folder / f"{part.__name__}.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+        if not found["rows"]:
+            shown.append(f"| {what} | not measured yet | | | |")
+            continue
+        about = found["machine"]
+        result = part(found["rows"]) + ("" if found["status"] == "done" else f" ({found['status']})")
+        shown.append(f"| {what} | {result} | {about['gpu']} | {about['torch']} | {about['date']} |")
+    return "\n".join(shown) + "\n"
+
+
 def begin(name: str) -> str:
     return f"<!-- {name}: made by tools/measured.py -->\n"
 
 
-TABLES = {"measured at a glance": glance, "measured": table}
+TABLES = {"measured at a glance": glance, "measured": table, "measured on a GPU": on_a_gpu}
 
 
 def renewed(text: str) -> str:

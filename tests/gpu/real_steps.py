@@ -86,6 +86,9 @@ def use(name: str) -> torch.device:
         return torch.device(name)
     device = torch.device(name, 0)
     torch.cuda.set_device(device)
+    if os.environ.get("PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK") == "1":
+        # with a cuDNN that is older than the one torch was built with, its attention fails at run time
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

@@ -10,7 +10,7 @@ outputs. There the peak is read and reset on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -26,7 +26,7 @@ from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.length_profile import Profile, SampleLengths, measure_profile
 from torchtune_adaptive.engine.limits import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, release
+from torchtune_adaptive.engine.oom import is_oom, release
 from torchtune_adaptive.engine.ranks import Agreement, rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import (
@@ -224,7 +224,7 @@ class Prober:
         because a rank that runs out of memory could then not complete the collectives of its peers.
         """
         for other in self._step.beside:
-            with _fatal_if_out_of_memory(1):
+            with _explaining_errors(1):
                 _, failed = self._run(other, [other.smallest], limited=False)
             if failed:
                 raise UnrecoverableError(
@@ -259,7 +259,7 @@ class Prober:
         """
         for _ in range(2 if rows == 1 else 1):
             started, retries_before = perf_counter(), self._memory.retries
-            with _fatal_if_out_of_memory(rows):
+            with _explaining_errors(rows):
                 peaks, failed = self._run(self._step, microbatches, limited=rows > _UNLIMITED_ROWS)
             self._failed = failed[0] if failed else None
             retries, fullness = self._memory.retries - retries_before, self._memory.fullness
@@ -317,17 +317,22 @@ class Prober:
         )
 
 
-def _fatal_if_out_of_memory(rows: int) -> AbstractContextManager[None]:
-    """Convert an out-of-memory error in a part of a probe that cannot be repeated."""
-    return fatal_where_memory_runs_out(
-        lambda _: UnrecoverableError(
+@contextmanager
+def _explaining_errors(rows: int) -> Iterator[None]:
+    """Convert an out-of-memory error in a part of a probe that cannot be repeated; add the rows to other errors."""
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            error.add_note(f"(raised while the batch size search measured a microbatch of {count_of(rows, 'row')})")
+            raise
+        raise UnrecoverableError(
             f"rank {rank()} ran out of memory while measuring {count_of(rows, 'row')}, in the update or in a step that "
             "cannot be repeated, so the search cannot continue",
             Remedy.FEWER_ROWS if rows > 1 else Remedy.LESS_STATE,
             Remedy.SHORTER_SAMPLES,
             Remedy.MORE_RANKS,
-        )
-    )
+        ) from error
 
 
 @contextmanager

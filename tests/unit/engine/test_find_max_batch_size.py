@@ -108,3 +108,15 @@ def test_existing_gradients_are_refused_and_kept():
             search_within(trained.step(), meter, 400_000)
         after = [parameter.grad for parameter in trained.model.parameters()]
     assert all(torch.equal(*pair) for pair in zip(gradients, after, strict=True))
+
+
+def test_error_other_than_out_of_memory_ends_the_search_and_reports_the_rows():
+    class Refusing(Trained):
+        def forward_backward(self, samples):
+            if len(samples) > 1:
+                raise RuntimeError("no kernel for this size")
+            return super().forward_backward(samples)
+
+    with MemoryMeter() as meter, pytest.raises(RuntimeError, match="no kernel") as raised:
+        search_within(Refusing(Shape()).step(), meter, 400_000)
+    assert raised.value.__notes__ == ["(raised while the batch size search measured a microbatch of 2 rows)"]
