@@ -27,6 +27,7 @@ from benchmarks.results import RESULTS, machine, table
 
 LIMITS_S = {
     "recovery": 180,
+    "meshes": 90,
     "rehearsals": 180,
     "overhead": 150,
     "token_budgets": 180,

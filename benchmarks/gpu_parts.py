@@ -354,6 +354,7 @@ def train_mixed(margin: float, limited: bool, steps: int) -> Row:
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "recovery": lambda: tests("tests/gpu/test_allocator.py", "tests/gpu/test_recovery.py"),
+    "meshes": lambda: tests("tests/gpu/test_meshes.py"),
     "rehearsals": rehearsals,
     "overhead": step_overhead,
     "unpadded": lambda: tests("tests/gpu/test_unpadded.py"),

@@ -175,10 +175,22 @@ def glance(folder: Path = RESULTS) -> str:
     return head + "".join(f"| {what} | {result} | {version} |\n" for (_, what, result), version in rows)
 
 
-def gpu_recovery(rows: list[Row]) -> str:
+def _outcomes(rows: list[Row]) -> str:
     ran = [row for row in rows if row["outcome"] != "skipped"]
     failed = [row["test"] for row in ran if row["outcome"] != "passed"]
     return f"{len(ran) - len(failed)} of {len(ran)} tests passed" + (f"; failed: {', '.join(failed)}" if failed else "")
+
+
+def gpu_recovery(rows: list[Row]) -> str:
+    return _outcomes(rows)
+
+
+def gpu_meshes(rows: list[Row]) -> str:
+    return _outcomes(rows)
+
+
+def gpu_unpadded(rows: list[Row]) -> str:
+    return _outcomes(rows)
 
 
 def gpu_rehearsals(rows: list[Row]) -> str:
@@ -222,9 +234,11 @@ def gpu_fragmentation(rows: list[Row]) -> str:
 
 GPU_PARTS = {
     gpu_recovery: "recovery on 1, 2 and 3 ranks that share the card; limits of the allocator",
+    gpu_meshes: "recovery under tensor parallelism and FSDP2 (NCCL if there are several GPUs)",
     gpu_rehearsals: "steps whose allocated and reserved peaks equal the rehearsed ones, to the byte",
     gpu_overhead: "step time relative to torchtune's or Trainer's, same batch, no failures (median, and single pairs)",
     gpu_token_budgets: "target tokens per second of `token_budget: auto`, same memory limit, relative to",
+    gpu_unpadded: "unpadded samples compared with padded ones: gradients, memory, speed",
     gpu_searches: "search of a model with 1.2 billion parameters, compared with brute force",
     gpu_fragmentation: "60 steps of mixed lengths at the found size, by margin for fragmentation",
 }
