@@ -115,13 +115,14 @@ class CountedReplicas:
 class PlaceInStep(Enum):
     """Place of a microbatch in its step. With replicas, its collectives depend on it.
 
-    The last microbatch of a step all-reduces gradients over replicas. If the step has several, a head that is applied
-    in chunks all-reduces the gradients of earlier microbatches separately.
+    The last microbatch of a step all-reduces gradients over replicas. A head that is applied in chunks issues more
+    collectives if earlier microbatches of the step left gradients.
     """
 
     ONLY = auto()
     """The only microbatch of a step, or any microbatch without replicas."""
-    EARLIER = auto()
+    FIRST = auto()
+    MIDDLE = auto()
     LAST = auto()
 
 
@@ -253,7 +254,7 @@ class CollectiveLedger:
     def begin_microbatch(self, number: int) -> None:
         """Start a microbatch of the step, numbered from 0."""
         self._current, self._fsdp_messages, self._number = [], 0, number
-        self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
+        self._set_all_reduce(number == self._microbatches - 1)
         self._messages_before = self._messages()
         if self._ghosts:
             self._ghosts.begin_microbatch()
@@ -295,7 +296,9 @@ class CollectiveLedger:
     def _place(self, number: int) -> PlaceInStep:
         if not self._replicated or self._microbatches == 1:
             return PlaceInStep.ONLY
-        return PlaceInStep.LAST if number == self._microbatches - 1 else PlaceInStep.EARLIER
+        if number == 0:
+            return PlaceInStep.FIRST
+        return PlaceInStep.LAST if number == self._microbatches - 1 else PlaceInStep.MIDDLE
 
     @property
     def foreign_messages(self) -> int:
@@ -407,7 +410,7 @@ class CollectiveLedger:
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
-                self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
+                self._set_all_reduce(number == self._microbatches - 1)
                 ghosts.finish(ghost, passes[number])
                 for root in self._owned:
                     fsdp.settle(root)
@@ -445,7 +448,7 @@ class CollectiveLedger:
         if number > self._number:
             self.begin_microbatch(number)
         self._current = []
-        self._set_all_reduce(self._place(number) is not PlaceInStep.EARLIER)
+        self._set_all_reduce(number == self._microbatches - 1)
         self._run_stand_in(issued, run_stand_in)
         schedule = self._record.schedules[self._place(number)] = tuple(self._current)
         return schedule

@@ -35,7 +35,7 @@ SAMPLED_NAMES = {
     *("plain", "plain, 3 ranks, two fail", "fails in the retry too", "fails in the drain too", "first pass", "lora"),
     *("full checkpointing", "selective checkpointing", "lora, full checkpointing", "no reshard after forward", "bf16"),
     *("without padding", "without padding, fails in the drain too", "with a frozen model", "offloaded"),
-    *("hybrid", "hybrid, fails in the drain too"),
+    *("hybrid", "hybrid, fails in the drain too", "head in chunks, hybrid"),
 }
 """Cases that differ in communication and stored tensors, and a few that differ in failing ranks."""
 SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
