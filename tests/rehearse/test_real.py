@@ -104,19 +104,15 @@ def test_calibrated_rates_are_used_by_later_rehearsals(
     card = environment(name="NVIDIA H100 80GB HBM3")  # built before the cache is another folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = rehearse(TRAINS, command=("train.py", "100,100")).found["time"]
-    with monkeypatch.context() as on_gpu:
-        for name, value in card.items():
-            on_gpu.setenv(name, value)
-        ended = calibrate({**os.environ})
+    ended = calibrate({**os.environ, **card})
     assert ended.returncode == 0, ended.stderr
     assert "--gpu h100" in ended.stdout
     time = rehearse(TRAINS, "--gpu", "h100", command=("train.py", "100,100")).found["time"]
     assert (before["calibrated"], time["calibrated"]) == (False, True)
     assert time["seconds"] > before["seconds"]  # a null device calibrates as a slow one
-    assert (time["range"][1] - time["range"][0]) / time["seconds"] < (before["range"][1] - before["range"][0]) / before[
-        "seconds"
-    ]
-    measured = json.loads((tmp_path / "cache/torchtune_adaptive/gpus.json").read_text())["h100"]
+    low, high = ([found["range"][at] / found["seconds"] for found in (before, time)] for at in (0, 1))
+    assert low[0] < low[1] < high[1] < high[0]
+    measured = json.loads((tmp_path / "cache/torchtune_adaptive/gpus.json").read_text())["h100"]["rates"]
     assert set(measured["curves"]) == {"bf16", "fp16", "tf32", "fp32", "attention"}
 
 

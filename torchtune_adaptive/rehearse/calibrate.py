@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from torchtune_adaptive.atomic_files import replace_file
-from torchtune_adaptive.rehearse.gpus import Gpu, calibration_file, local_gpu
+from torchtune_adaptive.rehearse.gpus import Curve, Gpu, Rates, calibration_file, known_gpus, local_gpu
 from torchtune_adaptive.rehearse.step_time import ATTENTION, BF16, FP16, FP32, TF32
 
 SIZES = 512, 1024, 2048, 4096, 8192
@@ -21,7 +21,7 @@ LENGTHS = 512, 2048, 8192
 HEADS, HEAD_DIM, TOKENS = 16, 128, 16384
 BYTES, LAYERS, KERNELS = 2**28, 200, 500
 MEASURED_S = 0.3
-"""Least duration of a measurement; long enough for the clock rate to settle under load."""
+"""Duration of a measurement."""
 _TYPES = {
     BF16: (torch.bfloat16, "ieee"), FP16: (torch.float16, "ieee"), TF32: (torch.float32, "tf32"),
     FP32: (torch.float32, "ieee"),
@@ -32,45 +32,45 @@ def main() -> None:
     """Measure, print and store the rates of the current GPU."""
     if not torch.cuda.device_count():
         sys.exit("error: torch finds no GPU on this machine: calibrate on a machine that has one")
-    started, about = time.perf_counter(), torch.cuda.get_device_properties(0)
+    about, file = torch.cuda.get_device_properties(0), calibration_file()
     try:
-        gpu = local_gpu(Gpu(about.total_memory, f"{about.major}.{about.minor}", about.name))
+        gpu, others = local_gpu(Gpu(about.total_memory, f"{about.major}.{about.minor}", about.name)), known_gpus()
     except ValueError as error:
         sys.exit(f"error: {error}")
-    curves = {kind: [_matrices(kind, size) for size in SIZES] for kind in _TYPES}
+    curves: dict[str, Curve] = {kind: [_matrices(kind, size) for size in SIZES] for kind in _TYPES}
     curves[ATTENTION] = [_attention(length) for length in LENGTHS]
-    bandwidth, kernel_s, launch_s = _bandwidth(), _shortest_kernel(), _launch()
     for kind, curve in curves.items():
-        sizes = LENGTHS if kind == ATTENTION else SIZES
-        rates = ", ".join(f"{rate:.0f} ({size})" for size, (_, rate) in zip(sizes, curve, strict=True))
-        print(f"{kind:>9}  {rates} TFLOP/s")
+        print(f"{kind:>9}  {' '.join(f'{rate:6.1f}' for _, rate in curve)} TFLOP/s")
+    bandwidth, kernel_s, launch_s = _bandwidth(), _shortest_kernel(), _launch()
     print(f"   memory  {bandwidth:,.0f} GB/s")
     print(f"  kernels  at least {kernel_s * 1e6:.1f} µs; the host launches one in {launch_s * 1e6:.1f} µs")
-    measured = {
-        "memory": gpu.memory, "capability": gpu.capability, "device": about.name, "torch": torch.__version__,
-        "bandwidth": bandwidth, "kernel_s": kernel_s, "launch_s": launch_s, "curves": curves,
-    }  # fmt: skip
-    file = calibration_file()
-    others = json.loads(file.read_text()) if file.exists() else {}
-    replace_file(file, json.dumps({**others, gpu.name: measured}, indent=1).encode())
-    print(f"{about.name} was measured in {time.perf_counter() - started:.0f} s, and {file} written.")
-    print(f"Rehearsals with --gpu {gpu.name} use these rates.")
+    bf16, tf32, fp32 = (max(rate for _, rate in curves[kind]) for kind in (BF16, TF32, FP32))
+    peaks = gpu.rates or Rates(bf16, 2 * bf16, tf32, fp32, bandwidth, 32, 32, 1.6, 1)  # PCIe, Ethernet of 100 Gb/s
+    rates = peaks._replace(
+        matmul_efficiency=bf16 / peaks.bf16, memory_efficiency=bandwidth / peaks.memory, kernel_s=kernel_s,
+        launch_s=launch_s, curves=curves,
+    )  # fmt: skip
+    cards = [card for card in others.values() if card.rates and card.rates.curves] + [gpu._replace(rates=rates)]
+    stored = {card.name: {**card._asdict(), "rates": card.rates and card.rates._asdict()} for card in cards}
+    replace_file(file, json.dumps(stored, indent=1).encode())
+    print(f"{file} has these rates of {about.name}. Rehearsals with --gpu {gpu.name} use them.")
+
+
+def _timed(run: Callable[[], object], calls: int) -> float:
+    """Return the seconds of a call on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000 / calls
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of a call on the GPU."""
+    """Return the seconds of a call under load: the clock rate needs some time to settle."""
     run()
-    calls, elapsed = 1, 0.0
-    while elapsed < MEASURED_S:
-        calls = max(2 * calls, int(1.2 * MEASURED_S * calls / elapsed) if elapsed else 1)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        end.synchronize()
-        elapsed = start.elapsed_time(end) / 1000
-    return elapsed / calls
+    return _timed(run, int(MEASURED_S / _timed(run, 5)) + 1)
 
 
 def _matrices(kind: str, size: int) -> tuple[float, float]:
@@ -100,12 +100,8 @@ def _bandwidth() -> float:
     """Return the GB/s of elementwise operations that read or write more than a cache holds."""
     first = torch.randn(BYTES // 2, device="cuda", dtype=torch.bfloat16)
     second, wide = torch.empty_like(first), torch.empty_like(first, dtype=torch.float32)
-    runs: list[tuple[int, Callable[[], object]]] = [
-        (3, lambda: torch.add(first, second, out=second)), (2, lambda: second.copy_(first)),
-        (3, lambda: wide.copy_(first)), (2, lambda: second.mul_(0.5)),
-    ]  # fmt: skip
-    seconds = [_seconds(run) for _, run in runs]
-    return sum(times for times, _ in runs) * BYTES / sum(seconds) / 1e9
+    seconds = _seconds(lambda: torch.add(first, second, out=second)) + _seconds(lambda: wide.copy_(first))
+    return 6 * BYTES / seconds / 1e9
 
 
 def _shortest_kernel() -> float:
@@ -113,13 +109,7 @@ def _shortest_kernel() -> float:
     tiny = torch.zeros(1, device="cuda")
     tiny.add_(1)
     torch.cuda._sleep(10**8)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(KERNELS):
-        tiny.add_(1)
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1000 / KERNELS
+    return _timed(lambda: tiny.add_(1), KERNELS)
 
 
 def _launch() -> float:

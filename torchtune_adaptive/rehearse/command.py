@@ -23,7 +23,7 @@ from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.compare import as_json as rows_as_json
 from torchtune_adaptive.rehearse.compare import as_table, compare, largest, range_in
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, known_gpus, local_gpu
-from torchtune_adaptive.rehearse.real import both_as_json, run_real, side_by_side
+from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import check, rehearse
 
@@ -42,20 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="GPUs that the process uses (default: one)")
     parser.add_argument(
         "--gpu",
-        type=_cards,
         metavar="NAME",
         help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}, or a calibrated one",
     )
-    parser.add_argument(
-        "--real", action="store_true", help="run the command on the GPUs of this machine, with the same report"
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="run the command on the GPUs of this machine, rehearse it, and compare"
-    )
-    parser.add_argument(
-        "--calibrate", action="store_true",
-        help="measure the rates of this machine's GPU in a minute; later rehearsals use them",
-    )  # fmt: skip
+    parser.add_argument("--real", action="store_true", help="run on the GPUs of this machine, with the same report")
+    parser.add_argument("--compare", action="store_true", help="run on the GPUs of this machine, rehearse, and compare")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine's GPU for later estimates")
     parser.add_argument(
         "--price", type=_prices, action="extend", default=[], metavar="NAME=PRICE",
         help="price of a GPU for an hour, for example h100=2.49; adds the cost of a million tokens",
@@ -82,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rehearse the command, print the result, and return the exit status."""
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if options.calibrate and command:
+        options.refuse("--calibrate measures the GPU without a script: leave out the command")
     if options.calibrate:
-        if command:
-            options.refuse("--calibrate measures the GPU without a script: leave out the command")
         return subprocess.call([sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.calibrate"])
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
@@ -96,8 +88,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         check(command)
         searched = range_in(command)
-        cards: list[Gpu] = options.gpu or _cards(GPU)
-    except (OSError, ValueError, argparse.ArgumentTypeError) as error:
+        cards = _cards(options.gpu or GPU)
+    except (OSError, ValueError) as error:
         options.refuse(str(error))
     if options.devices is not None and options.devices > MAX_DEVICES:
         options.refuse(f"--devices is {options.devices}; the maximum is {MAX_DEVICES}")
@@ -114,10 +106,8 @@ def run(options: argparse.Namespace) -> int:
             "--real and --compare run the command as it is, on the GPUs of this machine: leave out --gpu, --memory, "
             "--ranks, --devices, --price and ranges (for several ranks, put torchrun before the script)"
         )
-    if (several or searched or options.compare) and options.picture is not None:
-        options.refuse(
-            "--picture draws a single rehearsal: give one --gpu, one --ranks, no --price, no range and no --compare"
-        )
+    if (several or searched) and options.picture is not None:
+        options.refuse("--picture draws a single rehearsal: give one --gpu, one --ranks, no --price and no range")
     if several and searched:
         options.refuse("a range is searched on a single GPU: give one --gpu, one --ranks and no --price")
     settings: dict[str, Any] = {
@@ -125,37 +115,27 @@ def run(options: argparse.Namespace) -> int:
         "devices": options.devices,
     }  # fmt: skip
     try:
-        if on_gpus:
-            found = run_real(command, options.steps)
-            if options.compare and found.gpu is not None:
-                settings |= {"rank": found.rank, "devices": found.visible_devices}
-                rehearsed = rehearse(command, local_gpu(found.gpu), ranks=found.ranks, **settings)
-                print(both_as_json(rehearsed, found) if options.format == "json" else side_by_side(rehearsed, found))
-                return _status(found)
-            return _report(options, found)
         if several:
             rows = compare(partial(_quietly, settings), command, cards, options.ranks, prices)
             print(rows_as_json(rows) if options.format == "json" else as_table(rows))
             return _FITS if any(row.fits for row in rows) else min(FAILED if row.fits is None else 1 for row in rows)
         if searched:
             return _search(options, command, cards[0], settings)
-        found = rehearse(command, cards[0], ranks=options.ranks[0], **settings)
+        if on_gpus:
+            shown: RehearsalResult | Comparison = (found := run_real(command, options.steps))
+        else:
+            shown = found = rehearse(command, cards[0], ranks=options.ranks[0], **settings)
+        if options.compare and found.gpu is not None:
+            settings |= {"rank": found.rank, "devices": found.visible_devices}
+            shown = Comparison(rehearse(command, local_gpu(found.gpu), ranks=found.ranks, **settings), found)
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    return _report(options, found)
-
-
-def _report(options: argparse.Namespace, found: RehearsalResult) -> int:
     if options.picture is not None and (found.steps or found.errors):
         from torchtune_adaptive.rehearse.result import draw
 
         draw(found, options.picture)
-    print(found.as_json() if options.format == "json" else found.as_text())
-    return _status(found)
-
-
-def _status(found: RehearsalResult) -> int:
+    print(shown.as_json() if options.format == "json" else shown.as_text())
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else FAILED
 
 
@@ -197,13 +177,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _cards(text: str) -> list[Gpu]:
-    try:
-        known = known_gpus()
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    names = dict.fromkeys(text.lower().split(","))
+    known, names = known_gpus(), dict.fromkeys(text.lower().split(","))
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+        raise ValueError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(known))}")
     return [known[name] for name in names]
 
 

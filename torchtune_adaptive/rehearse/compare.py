@@ -120,8 +120,9 @@ def as_table(rows: Sequence[Option]) -> str:
             + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
         )
     lines = [line.rstrip() for line in lines]
-    low, high = UNCERTAINTY[not (uncalibrated := {row.gpu.name for row in rows if not row.gpu.is_calibrated})]
-    how = f"not calibrated ({', '.join(sorted(uncalibrated))})" if uncalibrated else "calibrated"
+    calibrated = all(row.time.calibrated for row in rows if row.time)
+    how = "calibrated" if calibrated else "not calibrated (--calibrate)"
+    low, high = UNCERTAINTY[calibrated]
     lines += ["", f"Times are estimated, {how}: a step may take {low} to {high} times as long."]
     for verdict in dict.fromkeys(row.found.verdict() for row in rows if row.fits is None):
         lines.append(verdict)

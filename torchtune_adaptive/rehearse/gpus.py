@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtune_adaptive.null_cuda import cache_folder
 
@@ -55,12 +55,9 @@ class Rates(NamedTuple):
 
 def _rate(curve: Curve, flops: float) -> float:
     """Interpolate between the measured sizes, on a logarithmic axis."""
-    if flops <= curve[0][0]:
-        return curve[0][1]
-    for (low, slow), (high, fast) in pairwise(curve):
-        if flops <= high:
-            return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)
-    return curve[-1][1]
+    flops = min(max(flops, curve[0][0]), curve[-1][0])
+    (low, slow), (high, fast) = next(pair for pair in pairwise(curve) if flops <= pair[1][0])
+    return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)
 
 
 class Gpu(NamedTuple):
@@ -71,11 +68,6 @@ class Gpu(NamedTuple):
     capability: str
     name: str = ""
     rates: Rates | None = None
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Return whether the rates were measured."""
-        return self.rates is not None and bool(self.rates.curves)
 
 
 H100 = Rates(989, 1979, 495, 67, 3350, 450, 64, 50, 0.45)
@@ -106,12 +98,11 @@ GPUS = {name: card._replace(name=name) for name, card in _CARDS.items()}
 
 
 def local_gpu(found: Gpu) -> Gpu:
-    """Return a GPU whose name is torch's, with the name and the rates of the table if it contains the model."""
-    words = re.split(r"[ -]", found.name.lower())
-    names = [name for name, card in GPUS.items() if name.partition("-")[0] in words]
-    nearest = min(names, key=lambda name: abs(GPUS[name].memory - found.memory), default="")
-    name = nearest or "-".join(word for word in words if word not in ("nvidia", "geforce", ""))
-    return known_gpus().get(name, found)._replace(name=name, memory=found.memory, capability=found.capability)
+    """Return a GPU that torch has named, with the name and the rates that rehearsals know."""
+    words = re.split(r"[ -]", found.name.lower().replace("nvidia ", ""))
+    names = [name for name in GPUS if name.partition("-")[0] in words]
+    name = min(names, key=lambda name: abs(GPUS[name].memory - found.memory), default="-".join(words))
+    return found._replace(name=name, rates=known_gpus().get(name, found).rates)
 
 
 def calibration_file() -> Path:
@@ -120,30 +111,10 @@ def calibration_file() -> Path:
 
 
 def known_gpus() -> dict[str, Gpu]:
-    """Return the GPUs of the table and those that were calibrated, with their measured rates. Raises ValueError."""
+    """Return the GPUs of the table and those that were calibrated. Raises ValueError."""
+    file = calibration_file()
     try:
-        measured = json.loads(calibration_file().read_text())
-        return GPUS | {name: _calibrated(name, **figures) for name, figures in measured.items()}
-    except FileNotFoundError:
-        return GPUS
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(
-            f"{calibration_file()} is not a valid calibration: remove it, and run --calibrate again"
-        ) from error
-
-
-def _calibrated(
-    name: str, memory: int, capability: str, bandwidth: float, kernel_s: float, launch_s: float,
-    curves: Mapping[str, Curve], **_: Any,
-) -> Gpu:  # fmt: skip
-    """Return a GPU with measured rates. A GPU that the table lacks gets PCIe and an Ethernet of 100 Gb/s."""
-    best = {kind: max(rate for _, rate in curve) for kind, curve in curves.items()}
-    unknown = Rates(best["bf16"], 2 * best["bf16"], best["tf32"], best["fp32"], bandwidth, 32, 32, 1.6, 1)
-    known = GPUS.get(name, Gpu(memory, capability, name))
-    rates = known.rates or unknown
-    return known._replace(
-        rates=rates._replace(
-            matmul_efficiency=best["bf16"] / rates.bf16, memory_efficiency=bandwidth / rates.memory, kernel_s=kernel_s,
-            launch_s=launch_s, curves=curves,
-        )
-    )  # fmt: skip
+        measured = json.loads(file.read_text()) if file.exists() else {}
+        return GPUS | {name: Gpu(**{**gpu, "rates": Rates(**gpu["rates"])}) for name, gpu in measured.items()}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"{file} is not a valid calibration: remove it, and run --calibrate again") from error

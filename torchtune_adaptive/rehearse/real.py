@@ -8,65 +8,67 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
-from torchtune_adaptive.rehearse.start import checked, execute, interrupted_by_signals
+from torchtune_adaptive.rehearse.start import RankSettings, checked, execute, interrupted_by_signals
 from torchtune_adaptive.rehearse.step_time import seconds_text
 
 
 def run_real(command: Sequence[str], steps: int) -> RehearsalResult:
-    """Run a command, and return the result of the rank that ran out of memory, or else of the first one."""
+    """Run a command, and return the result of the rank that failed first, or else of rank 0."""
     with interrupted_by_signals(), tempfile.TemporaryDirectory() as folder:
-        variables = checked(os.environ, keep="CUDA_VISIBLE_DEVICES")
-        ending = execute(["run_real", folder, str(steps), *command], variables)
-        names = sorted((path.name for path in Path(folder).iterdir()), key=lambda name: (len(name), name))
-        ranks = [name for name in names if name.isdecimal()] or names or ["none"]
-        about: dict[str, Any] = {"usable_bytes": 0, "overhead_bytes": 0, "rank": 0, "ranks": 1, "real": True, **ending}
-        results = [RehearsalResult.read(Path(folder) / name, **about) for name in ranks]
+        settings = RankSettings(rank=0, ranks=None, memory=0, overhead_bytes=None, steps=steps, real=True)
+        ending = execute(folder, settings, command, checked(os.environ, keep="CUDA_VISIBLE_DEVICES"))
+        records = sorted(Path(folder).iterdir(), key=lambda path: (len(path.name), path.name))
+        ranks = [path for path in records if path.name.isdecimal()] or records or [Path(folder, "0")]
+        about = {"usable_bytes": 0, "overhead_bytes": 0, "ranks": len(ranks), "real": True, **ending}
+        results = [RehearsalResult.read(path, rank=rank, **about) for rank, path in enumerate(ranks)]
     peaks = [{"rank": each.rank, **each.run_peaks} for each in results]
-    found = next((each for each in results if each.out_of_memory), results[0])
-    return replace(found, rank_peaks=peaks)
+    failed = [each for each in results if each.out_of_memory] or [each for each in results if each.rest.get("error")]
+    return replace((failed or results)[0], rank_peaks=peaks)
 
 
 FIGURES = "allocated_bytes", "reserved_bytes", "seconds"
 
 
-def differences(rehearsed: RehearsalResult, real: RehearsalResult) -> list[dict[str, Any]]:
-    """Return both figures of each step that both have, and their differences as shares of the real figures."""
-    rows = []
-    for first, second in zip(rehearsed.steps, real.steps, strict=False):
-        row: dict[str, Any] = {"step": second["step"]}
-        for name in FIGURES:
-            is_time = name == "seconds"
-            one = rehearsed.seconds_of(first) if is_time else first[name]
-            other = real.seconds_of(second) if is_time else second[name]
-            row[name] = {"rehearsed": one, "real": other, "difference": one / other - 1 if one and other else None}
-        rows.append(row)
-    return rows
+class Comparison(NamedTuple):
+    """A rehearsal, and a run on the same GPU."""
 
+    rehearsed: RehearsalResult
+    real: RehearsalResult
 
-def side_by_side(rehearsed: RehearsalResult, real: RehearsalResult) -> str:
-    """Return a table of the steps with the figures of both."""
-    lines = [f"rehearsed: {rehearsed.verdict()}", f"real:      {real.verdict()}", ""]
-    lines += ["".join([" " * 6, *(f"{name:>32}" for name in ("allocated, GiB", "reserved, GiB", "time"))])]
-    lines += ["  step" + f"{'rehearsed':>13}{'real':>10}{'':>9}" * len(FIGURES)]
-    for row in differences(rehearsed, real):
-        cells = [f"{row['step']:>6}"]
-        for name in FIGURES:
-            for which, width in ("rehearsed", 13), ("real", 10):
-                value = row[name][which]
-                text = seconds_text(value) if name == "seconds" and value else f"{value / GIB:.2f}" if value else ""
-                cells.append(f"{text:>{width}}")
-            share = row[name]["difference"]
-            cells.append(f"{'' if share is None else f'{share:+.1%}':>9}")
-        lines.append("".join(cells))
-    how = "calibrated" if rehearsed.gpu and rehearsed.gpu.is_calibrated else "not calibrated: run --calibrate"
-    lines += ["", f"the rehearsed time is an estimate ({how}); the first step has no measured time"]
-    return "\n".join(line.rstrip() for line in lines)
+    def differences(self) -> list[dict[str, Any]]:
+        """Return both figures of each step that both have, and their differences as shares of the real figures."""
+        rows = []
+        for rehearsed, real in zip(self.rehearsed.timed_steps, self.real.timed_steps, strict=False):
+            row: dict[str, Any] = {"step": real["step"]}
+            for name in FIGURES:
+                one, other = rehearsed[name], real[name]
+                row[name] = {"rehearsed": one, "real": other, "difference": one / other - 1 if one and other else None}
+            rows.append(row)
+        return rows
 
+    def as_text(self) -> str:
+        """Return both verdicts, and a table of the steps with the figures of both."""
+        lines = [f"rehearsed: {self.rehearsed.verdict()}", f"real:      {self.real.verdict()}", ""]
+        lines += [" " * 6 + "".join(f"{name:>32}" for name in ("allocated, GiB", "reserved, GiB", "time"))]
+        lines += ["  step" + f"{'rehearsed':>13}{'real':>10}{'':>9}" * len(FIGURES)]
+        for row in self.differences():
+            cells = [f"{row['step']:>6}"]
+            for name in FIGURES:
+                for value, width in (row[name]["rehearsed"], 13), (row[name]["real"], 10):
+                    text = "" if value is None else seconds_text(value) if name == "seconds" else f"{value / GIB:.2f}"
+                    cells.append(f"{text:>{width}}")
+                share = row[name]["difference"]
+                cells.append(f"{'' if share is None else f'{share:+.1%}':>9}")
+            lines.append("".join(cells))
+        time = self.rehearsed.usual_time()
+        how = "calibrated" if time and time.calibrated else "not calibrated: run --calibrate"
+        lines += ["", f"the rehearsed time is an estimate ({how}); the first step has no measured time"]
+        return "\n".join(line.rstrip() for line in lines)
 
-def both_as_json(rehearsed: RehearsalResult, real: RehearsalResult) -> str:
-    """Return both results and their differences."""
-    both = {name: json.loads(found.as_json()) for name, found in (("rehearsed", rehearsed), ("real", real))}
-    return json.dumps({**both, "differences": differences(rehearsed, real)}, indent=2)
+    def as_json(self) -> str:
+        """Return both results and their differences."""
+        both = {name: json.loads(found.as_json()) for name, found in self._asdict().items()}
+        return json.dumps({**both, "differences": self.differences()}, indent=2)

@@ -35,9 +35,7 @@ _NOTES = {
     RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
     "needs less memory",
 }
-KINDS = (
-    "step", "first", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message", "seconds", "card",
-)  # fmt: skip
+KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message")
 """Kinds of lines in a record."""
 _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
@@ -85,8 +83,6 @@ class RehearsalResult:
     """True if the script ran on a real GPU."""
     visible_devices: int | None = None
     """GPUs that the process could use."""
-    seconds: dict[int, float] = field(default_factory=dict)
-    """Measured on a real GPU, by step. The first has no start."""
     rank_peaks: list[dict[str, Any]] = field(default_factory=list)
     """Peaks of each rank on real GPUs: rank, allocated_bytes, reserved_bytes."""
     searches: list[dict[str, Any]] = field(default_factory=list)
@@ -105,8 +101,7 @@ class RehearsalResult:
         if not found["end"]:
             found["step"] = found["step"] or found["first"]
         about |= dict(*found["share"][-1:])
-        if found["card"]:
-            about["gpu"] = Gpu(**found["card"][-1])
+        about["gpu"] = Gpu(*about["gpu"]) if about.get("gpu") else None
         return cls(
             **about,
             steps=found["step"],
@@ -115,7 +110,6 @@ class RehearsalResult:
             guesses=found["guess"],
             child="".join(each["command"] for each in found["child"][:1]),
             traced=dict(*found["work"][-1:]),
-            seconds={each["step"]: each["seconds"] for each in found["seconds"]},
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),
         )
@@ -213,12 +207,11 @@ class RehearsalResult:
                 why = self.last_error
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
-            zero = not self.real and _ERROR_OF_ZERO.match(why)
-            by_zero = " (a rehearsal reads numbers of the GPU as 0)" if zero else ""
+            by_zero = " (a rehearsal reads numbers of the GPU as 0)" if _ERROR_OF_ZERO.match(why) else ""
             alone = " (torchrun sets it: put torchrun before the script)" if _ERROR_WITHOUT_LAUNCHER.match(why) else ""
-            devices = OTHER_DEVICES if not self.real and _ERROR_OF_DEVICE.search(why) else ""
+            devices = OTHER_DEVICES if _ERROR_OF_DEVICE.search(why) else ""
             memory = "; it ran out of memory before (see below)" if self.unfinished else ""
-            hints = f"{by_zero}{alone}{devices}{memory}{guessed}"
+            hints = f"{by_zero}{devices}" * (not self.real) + f"{alone}{memory}{guessed}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
         if self.given_up is not None:
             return (
@@ -281,14 +274,14 @@ class RehearsalResult:
         """Estimate the recorded step."""
         return self.step_time(self.steps[self.traced["step"] - 1], gpu) if self.traced else None
 
-    def seconds_of(self, step: dict[str, Any]) -> float | None:
-        """Return the measured seconds of a step, or else the estimate."""
-        estimated = self.step_time(step)
-        return estimated.seconds if estimated else self.seconds.get(step["step"])
+    @property
+    def timed_steps(self) -> list[dict[str, Any]]:
+        """The steps with their estimated or measured seconds."""
+        estimated = [time.seconds if (time := self.step_time(each)) else None for each in self.steps]
+        seconds = self.rest.get("seconds") or estimated
+        return [{**each, "seconds": time} for each, time in zip(self.steps, seconds, strict=False)]
 
     def _time_as_dict(self) -> dict[str, Any] | None:
-        if self.seconds and self.gpu:
-            return {"gpu": self.gpu.name, "seconds": median(self.seconds.values()), "measured": True}
         time, work = self.usual_time(), self.work
         if time is None or work is None or self.gpu is None:
             return None
@@ -298,20 +291,22 @@ class RehearsalResult:
         """Return the verdict, the steps, and what holds the memory after an out-of-memory error."""
         lines = [self.verdict()]
         if self.steps:
-            times = [f"{seconds_text(time):>10}" if time else "" for time in map(self.seconds_of, self._shown())]
+            shown = self._shown()
+            times = [f"{seconds_text(each['seconds']):>10}" if each["seconds"] else "" for each in shown]
             heading = f"{'time':>10}" * any(times)
             lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes{heading}   (peaks, GiB)"]
             lines += [
                 f"{each['step']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}  "
                 f"{each['flushes'] or '':>7}{time}"
-                for each, time in zip(self._shown(), times, strict=True)
+                for each, time in zip(shown, times, strict=True)
             ]
-            left_out = len(self.steps) - len(self._shown())
+            known = [each["seconds"] for each in self.timed_steps if each["seconds"]]
+            left_out = len(self.steps) - len(shown)
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
             if (time := self.usual_time()) and self.work and self.gpu:
                 lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
-            if self.seconds:
-                lines += ["", f"time per step  {seconds_text(median(self.seconds.values()))} (measured; the median)"]
+            if self.real and known:
+                lines += ["", f"time per step  {seconds_text(median(known))} (measured; the median)"]
         for name, peaks in ("device", self.devices), ("rank", self.rank_peaks):
             if len(peaks) > 1:
                 lines += ["", f"{name:>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)"]
@@ -333,14 +328,12 @@ class RehearsalResult:
                 f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
             ]
         if self.fits or self.steps or self.errors or self.guesses:
-            memory = f"of {_size(self.usable_bytes + self.overhead_bytes)} of GPU memory, {_size(self.overhead_bytes)}"
+            where = f", run on {self.gpu.name}" if self.real and self.gpu else ""
+            use = "outside torch's allocator, in this and other processes" if self.real else "(--memory-overhead)"
             lines += [
                 "",
-                f"rank {self.rank} of {self.ranks}, run on {self.gpu.name if self.gpu else 'a GPU'}; {memory} were "
-                "used outside torch's allocator: CUDA context, NCCL, libraries and other processes"
-                if self.real
-                else f"rank {self.rank} of {self.ranks}; {memory} are for the CUDA context, NCCL and libraries "
-                "(--memory-overhead)",
+                f"rank {self.rank} of {self.ranks}{where}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
+                f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries {use}",
                 *["kernels did not run: every loss is 0, and branches on values may differ in training"]
                 * (not self.real),
                 *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
@@ -374,13 +367,11 @@ class RehearsalResult:
         more = len(places) - SHOWN_PLACES
         return ", ".join(places[:SHOWN_PLACES]) + (f" and {more} more" if more > 0 else "")
 
-    def _shown(self) -> list[dict[str, int]]:
+    def _shown(self) -> list[dict[str, Any]]:
         """Return all steps; of many, the last one and those with a new peak or a flush."""
-        if len(self.steps) <= SHOWN_STEPS:
-            return self.steps
-        most, shown = 0, []
-        for each in self.steps:
-            if each["reserved_bytes"] > most or each["flushes"] or each is self.steps[-1]:
+        steps, most, shown = self.timed_steps, 0, []
+        for each in steps:
+            if each["reserved_bytes"] > most or each["flushes"] or each is steps[-1] or len(steps) <= SHOWN_STEPS:
                 shown.append(each)
             most = max(most, each["reserved_bytes"])
         return shown
@@ -395,7 +386,7 @@ class RehearsalResult:
             "usable_bytes": self.usable_bytes,
             "overhead_bytes": self.overhead_bytes,
             "real": self.real,
-            "steps": [{**each, "seconds": self.seconds_of(each)} for each in self.steps],
+            "steps": self.timed_steps,
             "rank_peaks": self.rank_peaks,
             "time": self._time_as_dict(),
             "out_of_memory": self.out_of_memory,

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -44,6 +45,7 @@ from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
     CannotRehearse,
     RankSettings,
+    end_with_parent,
     program_of,
     script_of,
     without_python,
@@ -58,6 +60,10 @@ def main(record: str, settings_json: str, *command: str) -> None:
     """Run the command, and end this process with its exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     settings = RankSettings(**json.loads(settings_json))
+    if program_of(command).startswith(("accelerate", "trl")):
+        replace_simple_launcher(run)
+    if settings.real:
+        _run_on_gpus(record, settings, command)
     recorder = StepRecorder(Path(record), most_steps=settings.steps)
 
     def on_ranks(ranks: int) -> None:
@@ -70,8 +76,6 @@ def main(record: str, settings_json: str, *command: str) -> None:
     if settings.ranks is not None and settings.ranks > 1:
         set_rank_variables(settings.rank, settings.ranks)
     FakeRanks(settings.rank, settings.ranks, run, on_ranks).install()
-    if program_of(command).startswith(("accelerate", "trl")):
-        replace_simple_launcher(run)
     _skip_autotuning()
     _skip_random_weights()
     _skip_offloaded_copies()
@@ -80,15 +84,35 @@ def main(record: str, settings_json: str, *command: str) -> None:
     values = DeviceValues(recorder.guessed)
     values.install()
     threading.Thread(target=_report_waiting, args=(recorder, values), daemon=True).start()
-    run_recorded(recorder, lambda: run(command))
+    _run_recorded(recorder, command)
 
 
-def run_recorded(recorder: StepRecorder, run_command: Callable[[], None]) -> None:
-    """Run a command while its steps are recorded, and end this process with its exit status."""
+def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) -> None:
+    """Run the command on the GPUs of this machine. Each rank of a launcher writes its own record."""
+    end_with_parent()  # a launcher starts ranks in other process groups
+    if not sys.flags.safe_path:
+        del sys.path[0]  # a launcher's module; the script's folder belongs there
+    start_ranks = torch.distributed.run.run
+
+    def start_recorded_ranks(args: Namespace) -> None:
+        script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+        args.module, args.training_script = True, __spec__.name
+        args.training_script_args = [folder, json.dumps(settings._asdict()), *script]
+        start_ranks(args)
+
+    replace(start_ranks, start_recorded_ranks)
+    recorder = StepRecorder(Path(folder) / os.environ.get("RANK", "alone"), most_steps=settings.steps, real=True)
+    _run_recorded(recorder, command)
+
+
+def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> None:
+    """Run the command while its steps are recorded, and end this process with its exit status."""
     status = 0
     try:
         with recorder:
-            run_command()
+            if recorder.real and not torch.cuda.device_count():
+                raise CannotRehearse("torch finds no GPU on this machine: leave out --real and --compare")
+            run(command)
     except (CannotRehearse, KeyboardInterrupt, torch.OutOfMemoryError):  # the verdict has the message
         status = 1
     except SystemExit as exit:

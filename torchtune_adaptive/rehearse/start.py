@@ -122,6 +122,8 @@ class RankSettings(NamedTuple):
     steps: int
     devices: int | None = None
     """GPUs that the process sees; by default one per rank of the machine."""
+    real: bool = False
+    """True to run on the GPUs of this machine."""
 
     def devices_of(self, ranks: int) -> int:
         """Return how many GPUs each of this many ranks sees."""
@@ -173,20 +175,21 @@ def rehearse(
     os.close(descriptor)
     with tempfile.TemporaryFile() as file:
         record = Path(f"/proc/self/fd/{file.fileno()}")
-        words = ["run_script", str(record), json.dumps(settings._asdict()), *command]
-        ending = execute(words, environ, output, pass_fds=[file.fileno()])
+        ending = execute(str(record), settings, command, environ, output, pass_fds=[file.fileno()])
         return RehearsalResult.read(record, **share, rank=rank, gpu=gpu, **ending)
 
 
 def execute(
-    words: Sequence[str], environ: Mapping[str, str], output: IO[str] | None = None, pass_fds: Sequence[int] = ()
-) -> dict[str, Any]:
-    """Run a module of this folder until it ends; return its exit status, last error, and whether Ctrl-C ended it."""
+    record: str, settings: RankSettings, command: Sequence[str], environ: Mapping[str, str],
+    output: IO[str] | None = None, pass_fds: Sequence[int] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Run the command until it ends; return its exit status, its last error, and whether Ctrl-C ended it."""
     printed, shown = bytearray(), output.fileno() if output else 2
+    # -P: put the script's folder on the path instead of this one
+    runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
     with interrupted_by_signals():
         script = subprocess.Popen(
-            # -P: put the script's folder on the path instead of this one
-            [sys.executable, "-P", "-m", f"torchtune_adaptive.rehearse.{words[0]}", *words[1:]],
+            [*runner, record, json.dumps(settings._asdict()), *command],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=shown,

@@ -71,7 +71,7 @@ class StepRecorder:
         self._traced: int | None = 0 if real else None
         """The step whose operations are recorded."""
         self._graphs = 0
-        self._real = real
+        self.real = real
         self._updated: torch.cuda.Event | None = None
         """The end of the last update."""
         self._ends: list[torch.cuda.Event | None] = []
@@ -112,8 +112,10 @@ class StepRecorder:
 
     def _write_end(self, after_last_step: Usages, error: BaseException | None = None, *, stopped: bool = False) -> None:
         _add(self._run, after_last_step)
-        if self._real and torch.cuda.is_initialized():
-            self._write_real()
+        on_gpu = self.real and torch.cuda.is_initialized()
+        seconds = self._seconds() if on_gpu else []
+        if on_gpu:
+            self._write_gpu(max(range(torch.cuda.device_count()), key=torch.cuda.memory_reserved))
         weights = [
             weight for each in self._idle().values() for group in each.param_groups for weight in group["params"]
         ]
@@ -128,42 +130,29 @@ class StepRecorder:
             "replays": self._replays,
             "idle_bytes": idle_bytes,
             "stopped": stopped,
+            "seconds": seconds,
             "state_bytes": sum(self._state_bytes.values()),
             "next_bytes": max(next_bytes.values(), default=0),
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
-            "managed_bytes": 0 if self._real else used_memory(managed=True),
+            "managed_bytes": 0 if self.real else used_memory(managed=True),
             "notes": [*self.notes, *([CONVOLVED] if used_convolutions() else [])],
         }
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
 
-    def _write_real(self) -> None:
-        """Write the seconds of the steps, and what the process finds on its GPU."""
+    def _seconds(self) -> list[float | None]:
+        """Return the measured seconds of each step. The first has no start."""
         with suppress(RuntimeError):  # a failed kernel makes every call fail
             torch.cuda.synchronize()  # peers may wait for this rank's collectives
-            self._write_card(max(range(torch.cuda.device_count()), key=torch.cuda.memory_reserved))
-            for step, (start, end) in enumerate(pairwise(self._ends), 2):
-                if start and end:
-                    self.write("seconds", {"step": step, "seconds": start.elapsed_time(end) / 1000})
+            steps = pairwise(self._ends)
+            return [None, *(start.elapsed_time(end) / 1000 if start and end else None for start, end in steps)]
+        return []
 
-    def _write_card(self, device: int) -> None:
-        """Write the GPU's name and memory, and the part of the memory that is outside of torch's allocator."""
+    def _write_gpu(self, device: int) -> None:
+        """Write what the script finds on a GPU, and how much memory is in use outside of torch's allocator."""
         about, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
-        usable = free + torch.cuda.memory_reserved(device)
-        capability = f"{about.major}.{about.minor}"
-        self.write("card", {"name": about.name, "memory": total, "capability": capability})
-        self.write(
-            "share",
-            {
-                "usable_bytes": usable, "overhead_bytes": total - usable, "visible_devices": torch.cuda.device_count(),
-                "rank": int(os.environ.get("RANK", 0)), "ranks": int(os.environ.get("WORLD_SIZE", 1)),
-            },
-        )  # fmt: skip
-
-    def _mark_update(self) -> None:
-        """Record the time on the GPU."""
-        if self._real and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-            self._updated = torch.cuda.Event(enable_timing=True)
-            self._updated.record()
+        usable, gpu = free + torch.cuda.memory_reserved(device), (total, f"{about.major}.{about.minor}", about.name)
+        share = {"usable_bytes": usable, "overhead_bytes": total - usable}
+        self.write("share", {**share, "gpu": gpu, "visible_devices": torch.cuda.device_count()})
 
     def _exclude_probes(self, probes: Any) -> None:
         """Exclude the steps of a search by this package's engine."""
@@ -205,7 +194,9 @@ class StepRecorder:
             self._all = None if gone else self._stepped
             self._end_step()
         _add(self._reading, usage)
-        self._mark_update()
+        if self.real and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            self._updated = torch.cuda.Event(enable_timing=True)
+            self._updated.record()
         self._stepped = self._stepped | {parameter}
         if self._all is None and not self.steps:  # in case the script is killed in the second step
             self.write("first", {"step": 1, **asdict(_fullest(self._reading))})
@@ -244,8 +235,8 @@ class StepRecorder:
         node = torch._C._current_autograd_node()
         place = _outside_torch(frames)
         stats = torch.cuda.memory_stats(device)
-        if self._real:
-            self._write_card(device)
+        if self.real:
+            self._write_gpu(device)
         self.write(
             "out_of_memory",
             {
