@@ -16,7 +16,7 @@ from torchtune_adaptive.rehearse.step_time import seconds_text
 
 
 def run_real(command: Sequence[str], steps: int) -> RehearsalResult:
-    """Run a command, and return the result of the rank that failed first, or else of rank 0."""
+    """Run a command, and return the result of the lowest rank that failed, or else of rank 0."""
     with interrupted_by_signals(), tempfile.TemporaryDirectory() as folder:
         settings = RankSettings(rank=0, ranks=None, memory=0, overhead_bytes=None, steps=steps, real=True)
         ending = execute(folder, settings, command, checked(os.environ, keep="CUDA_VISIBLE_DEVICES"))

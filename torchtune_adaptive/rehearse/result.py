@@ -306,7 +306,7 @@ class RehearsalResult:
             if (time := self.usual_time()) and self.work and self.gpu:
                 lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
             if self.real and known:
-                lines += ["", f"time per step  {seconds_text(median(known))} (measured; the median)"]
+                lines += ["", f"time per step  {seconds_text(median(known))} (measured; median of {len(known)} steps)"]
         for name, peaks in ("device", self.devices), ("rank", self.rank_peaks):
             if len(peaks) > 1:
                 lines += ["", f"{name:>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)"]

@@ -74,8 +74,11 @@ class Work(NamedTuple):
 
 LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 20e-6
 """Share of the bandwidth that collectives reach, and their latency."""
-UNCERTAINTY = {False: (0.85, 1.25), True: (0.9, 1.15)}
-"""Range of measured times, as shares of the estimate: of GPUs that were not calibrated, and of those that were."""
+UNCERTAINTY = {False: (0.85, 1.25), True: (0.95, 1.6)}
+"""Range of measured times, as shares of the estimate: of GPUs that were not calibrated, and of those that were.
+
+Warm steps on a calibrated H100 took 1.12 to 1.59 times the estimate: kernels of a model are slower than measured ones.
+"""
 
 
 class StepTime(NamedTuple):
