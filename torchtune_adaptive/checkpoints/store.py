@@ -30,9 +30,10 @@ NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
 """Names of checkpoint directories, including those that torchtune's recipes write."""
 MANIFEST_FILE = "adaptive_checkpoint.json"
 MARKER_FILE = "run"
-"""Marks the staging directory of a run; a save that recreates the directory does not recreate this file."""
+"""Marks the staging directory of a run. If the directory was removed, a save recreates it, but not this file."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
-"""torchtune's directory and file for the recipe state, next to its checkpoints; this package stores the file inside."""
+"""torchtune writes the recipe state to this file in this directory, next to its checkpoints. This package writes the
+file into each checkpoint."""
 ADAPTER_FILE = "adapter_model.pt"
 RANDOM_FILE = "adaptive_random.pt"
 WEIGHTS = re.compile(r"model-\d+-of-\d+\.(bin|safetensors)")
@@ -125,13 +126,13 @@ class FoundCheckpoint:
 
 
 class NotOurs(Exception):
-    """The output directory no longer belongs to this run; the caller adds its name."""
+    """The output directory no longer belongs to this run. The caller begins the message with the directory's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Identifies the output directory of a run. The lock is not enough: it follows a renamed directory, and another run
-    may then start under the old name."""
+    """Identifies the output directory of a run. The lock is not enough: if the directory is renamed, the lock moves
+    with it, and another run may start under the old name."""
 
     directory: Path
     mark: str
@@ -147,7 +148,7 @@ class Claim:
         """Raise NotOurs if the directory was moved, removed or replaced, or if another run has cleaned it (rank 0
         only).
 
-        The open lock file prevents reuse of the inode number.
+        The inode number identifies the directory: no other gets this number while the lock file in it is open.
         """
         here = None
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -161,8 +162,8 @@ class Claim:
         if not (self.staging / MARKER_FILE).is_file():
             raise NotOurs(
                 f"no longer contains {self.staging.relative_to(self.directory)}, which marks it as this run's: it was "
-                "removed, or another run has started there; see what is there (tune-adaptive status), then resume with "
-                "resume_from_checkpoint=auto or another output_dir"
+                "removed, or another run has started there; see what is there (tune-adaptive status), then resume "
+                "(resume_from_checkpoint=auto) or start over in another output_dir"
             )
 
     def release(self) -> None:
@@ -182,7 +183,7 @@ def claim(directory: Path) -> Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files that a resumed run reads. Paths are absolute, because torchtune would prepend directories to others."""
+    """The files that a resumed run reads. Paths are absolute: torchtune prepends directories to relative ones."""
 
     folder: Path
     """The checkpoint's directory, which also contains the saved state of the random generators."""
@@ -257,8 +258,8 @@ def publish(claim: Claim, name: str) -> Path:
         sync(path)
     sync(staged)
     claim.check()  # if the directory is replaced after this check, the rename fails
-    # An existing checkpoint of this name is incomplete, or older than a resume from an earlier one. A kill between
-    # these two lines loses it, and the run resumes from the previous checkpoint.
+    # An existing checkpoint of this name is incomplete, or the run has resumed from an earlier one since. A kill
+    # between removal and rename loses it, and the run then resumes from the previous checkpoint.
     if os.path.lexists(place):
         remove(place)
     staged.rename(place)
@@ -267,7 +268,7 @@ def publish(claim: Claim, name: str) -> Path:
 
 
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
-    """Remove all but the newest `keep_last`, the one this run resumed from, and the last one of a finished run."""
+    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from` and that of a finished run."""
     complete = [checkpoint for checkpoint in find_checkpoints(directory) if checkpoint.manifest]
     for checkpoint in complete[len(complete) if keep_last is None else keep_last :]:
         if checkpoint.name != resumed_from and not (checkpoint.manifest and checkpoint.manifest.finished):
@@ -325,7 +326,8 @@ def read_manifest(folder: Path) -> Manifest | Fault:
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
         path = folder / name
-        size = path.stat().st_size if os.path.isfile(path) else None  # False for a name that is too long
+        # not path.is_file(), which raises for a name that is too long
+        size = path.stat().st_size if os.path.isfile(path) else None
         if size != record.bytes:
             what = "is missing" if size is None else f"has {size} bytes, not {record.bytes}"
             return f"is damaged: {printable(name)} {what}"
@@ -333,8 +335,8 @@ def read_manifest(folder: Path) -> Manifest | Fault:
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Return size and checksum of every file in a directory, except an existing manifest, which torchtune copied from
-    the directory of the initial weights."""
+    """Return size and checksum of every file in a directory, except a manifest: torchtune copies that from the
+    directory of the initial weights if there is one."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)

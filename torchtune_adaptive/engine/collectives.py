@@ -2,7 +2,7 @@
 
 A rank that stops in the middle of a step leaves its peers waiting in a collective. The ledger therefore counts FSDP2's
 collectives and records those of the first microbatch. After a failure it issues the remaining ones with zeros. It
-cannot do that for other communication inside a microbatch, so it detects this, too.
+cannot complete other communication inside a microbatch, but it detects it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Collective:
     device: torch.device
     group: dist.ProcessGroup
     op: Any = field(compare=False)
-    """The reduction. Not compared: some compare by identity, and it follows from the dtype and the group."""
+    """The reduction. Not compared: equal ones may be different objects, and dtype and group determine it."""
     comm: Any = field(compare=False)
     """FSDP's object that issues it. Not compared: peers do not depend on it."""
 
@@ -83,8 +83,9 @@ class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
 class CountedReplicas:
     """Wraps the process group of a shard's replicas, and counts its all-reduces.
 
-    FSDP has setters for its other two collectives, but calls `dist.all_reduce` for this one, which only compares,
-    hashes and calls the group. Replacing the group leaves torch's functions and other models unchanged.
+    FSDP has setters for its other two collectives, but not for this one: it calls `dist.all_reduce`. That function only
+    compares, hashes and calls the group, so this object can replace the group. torch's functions and other models stay
+    unchanged.
     """
 
     def __init__(self, ledger: CollectiveLedger, group: dist.ProcessGroup, comm: ReduceScatter) -> None:
@@ -113,9 +114,9 @@ class CountedReplicas:
 
 
 class PlaceInStep(Enum):
-    """Place of a microbatch in its step. With replicas, its collectives depend on it.
+    """Place of a microbatch in its step. If there are replicas, the collectives of a microbatch depend on its place.
 
-    The last microbatch of a step all-reduces gradients over replicas. A head that is applied in chunks issues more
+    Only the last microbatch of a step all-reduces gradients over replicas. A head that is applied in chunks issues more
     collectives if earlier microbatches of the step left gradients.
     """
 
@@ -150,7 +151,7 @@ _MOST_NAMES = 3
 
 
 def describe_foreign(messages: int, names: tuple[str, ...]) -> str:
-    """Name the operations that communicate, or give their number if another thread or rank called them."""
+    """Name the operations that communicate, or count their messages if another thread or rank called them."""
     if not names:
         return f"{count_of(messages, 'message')} each"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -169,15 +170,15 @@ class CollectiveLedger:
     """Counts FSDP's collectives in each step, and issues the remaining ones after a failure.
 
     `position` is the number of collectives that this rank has issued in this step. All ranks end a step at the same
-    position. The stages of a step share a ledger, which keeps one record per stage. A stage owns the models that it
-    trains: only these are prepared and reset for it, so the gradients of other stages stay as they are.
+    position. The stages of a step share a ledger, which keeps one record per stage. A stage owns its model and all
+    frozen models: only these are prepared and reset for it, so the gradients of other stages stay as they are.
     """
 
     def __init__(self, *roots: object, watches: bool = True, exchanges_activations: bool = False) -> None:
         """Count the collectives of models that FSDP2 shards; whole models do not communicate.
 
-        Without `watches`, the ledger only all-reduces gradients over replicas once per step, and reshards after a
-        forward without a backward. If ranks exchange activations, ghost passes replace records.
+        Without `watches`, the ledger counts nothing. It then only tells FSDP to all-reduce over replicas once per step,
+        and reshards after a forward without a backward. If ranks exchange activations, ghost passes replace records.
         """
         self.position = 0
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
@@ -229,7 +230,7 @@ class CollectiveLedger:
             fsdp.abandon(root)
 
     def forget(self, stage: str) -> None:
-        """Start a new record. Call it on all ranks if a stage issues other collectives from its next step on."""
+        """Start a new record. Call it on all ranks if the collectives of a stage change from its next step on."""
         self._records.pop(stage, None)
         if self._ghosts:
             self._ghosts.forget(stage)
@@ -339,14 +340,15 @@ class CollectiveLedger:
         if self._skips > 0:
             self._skips -= 1
             return None
-        # gloo allocates inside wait(), so it may run out of memory after peers have matched the collective. NCCL does
-        # not, and its synchronous path uses another stream than its asynchronous one.
+        # On gloo, wait() allocates, so memory may run out after peers have matched the collective: issue it
+        # asynchronously, count it, then wait. On NCCL, wait() does not allocate, and an asynchronous call would use
+        # another stream than a synchronous one, so the call stays as FSDP made it.
         on_gloo = backend_for(collective.device.type, collective.group) == "gloo"
         wait_here = not async_op and on_gloo
         messages, position = self._messages(), self.position
 
         def is_lost() -> bool:
-            # gloo numbers an all-gather before it allocates its copies, so it cannot be issued again
+            # gloo counts an all-gather, then allocates its copies. If that fails, it cannot be issued again.
             return on_gloo and self.position == position and self._messages() != messages
 
         self._issuing = True
@@ -441,8 +443,8 @@ class CollectiveLedger:
     ) -> tuple[Collective, ...]:
         """Collective: complete a microbatch that has no record, and return its schedule."""
         if self._replicated and number:
-            # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have these gradients, but this
-            # rank dropped its own, so it first makes others.
+            # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have such gradients, but this
+            # rank has dropped its own. So it first makes new ones, in a pass that issues no collective.
             self._set_all_reduce(False)
             self._run_stand_in(sys.maxsize, run_stand_in)
         if number > self._number:
@@ -454,7 +456,7 @@ class CollectiveLedger:
         return schedule
 
     def _run_stand_in(self, skips: int, run_stand_in: Callable[[], object]) -> None:
-        """Collective: run the stand-in without its first collectives, which peers have matched already."""
+        """Collective: run the stand-in, but do not issue its first `skips` collectives."""
         self._skips = skips
         try:
             with Listener(self._refuse):

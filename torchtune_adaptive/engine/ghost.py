@@ -7,8 +7,8 @@ repeats it, forward and backward, under FakeTensorMode. This is the ghost pass:
 - It skips the collectives that this rank issued before it failed, and issues all later ones with zeros.
 - Floating-point tensors are fake: they have a size, but neither memory nor values.
 - Integers are real, because they determine sizes: token ids, masks, tokens per expert. Operations on integers run
-  normally. Integers that depend on fake values, such as the experts chosen by a router, are made up such that tokens
-  spread evenly. Collectives exchange real integers; those of the failed pass are sent again.
+  normally. Integers that depend on fake values are made up: a router's choices are spread evenly over the experts.
+- Collectives of integers exchange real values. What this rank sent in the failed pass, it sends again.
 
 A ghost pass issues what peers expect only if no computed value affects collectives, except the sizes of all-to-alls.
 Before the first one, two dry runs with different made-up values are therefore compared.
@@ -80,7 +80,7 @@ _SMALL = 2**16
 """Maximum elements of a floating-point tensor that is real because it depends only on integers."""
 _KNOWN = "_torchtune_adaptive_known"
 _MAX_READS = 10_000
-"""Values that a pass may read from fake tensors: a loop until convergence would never end."""
+"""Maximum values that a pass may read from fake tensors. Without it, a loop until convergence would never end."""
 _OTHER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """Prefixes of files that do not belong to the user: torch, this package, generated code."""
 _TOUCHED: dict[Any, str] = {
@@ -106,7 +106,7 @@ class Exchange(NamedTuple):
     tensors: list[Tensor]
     """Arguments."""
     result: Any
-    """The returned tensors, not waited for; or the returned work, if results are among the arguments."""
+    """The returned tensors, before the wait; or the returned work, if the results are among the arguments."""
 
 
 class SeenCollective(NamedTuple):
@@ -115,7 +115,7 @@ class SeenCollective(NamedTuple):
     name: str
     group: str
     sizes: tuple[torch.Size, ...] | None
-    """Without a value if ranks may have different sizes."""
+    """None if ranks may have different sizes."""
     where: str
 
     def __str__(self) -> str:
@@ -185,7 +185,7 @@ class GhostPasses:
 
     @contextmanager
     def ghost_mode(self, roots: Sequence[fsdp.FSDPModule], *, made_up: int = 0) -> Iterator[GhostMode]:
-        """Open a mode for ghost passes; restore the attributes of models and FSDP and the gradients at the end."""
+        """Open a mode for ghost passes; at the end, restore gradients and the attributes of models and of FSDP."""
         ghost = GhostMode(self._log, made_up)
         attributes = [(each, dict(each)) for model in self._models for each in _attributes_of(model)]
         gradients = [(parameter, parameter.grad) for model in self._models for parameter in model.parameters()]
@@ -305,7 +305,7 @@ class GhostMode(TorchDispatchMode):
         gc.collect()
         kept = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self._fakes]
         if kept:
-            raise refusal(f"it keeps a tensor of {[*kept[0].shape]} outside of its modules")
+            raise refusal(f"the model keeps a tensor of {[*kept[0].shape]} outside of its modules")
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         self._place = (id(module), 0)
@@ -364,10 +364,11 @@ class GhostMode(TorchDispatchMode):
     def _exchange(self, call: _Call, group: dist.ProcessGroup, *, skips: bool) -> Any:
         """Collective, unless skipped: exchange integers, which determine sizes.
 
-        This rank sends the same integers as in the failed pass, or in a forward that is recomputed.
+        This rank sends the integers that it sent in the failed pass. A forward that is recomputed sends those of the
+        first time.
         """
         tensors = call.tensors
-        if self._issued is None:  # assume that peers send the same
+        if self._issued is None:  # a pass that issues nothing: assume that peers send what this rank sends
             *outputs, sent = tensors
             if call.in_place:
                 with unset_fake_temporarily():
@@ -430,7 +431,7 @@ class GhostMode(TorchDispatchMode):
         )
 
     def _make_up(self, call: _Call, fake: FakeTensor) -> Tensor:
-        """Return real integers for a fake result: choices that are even (or maximally uneven), or else zeros."""
+        """Return real integers for a fake result: indices, spread evenly (or the same in each row), otherwise zeros."""
         self.used_unknown_values = True
         source = call.args[0]
         named = dict(zip((each.name for each in call.func._schema.arguments), call.args, strict=False)) | call.kwargs

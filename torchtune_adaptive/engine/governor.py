@@ -18,8 +18,8 @@ THRASHING = "thrashing"
 TRIAL = "trial"
 GROWTH = "growth"
 EXHAUSTED = "exhausted"
-"""Kinds of change. RECOVERY lowers the limit. THRASHING lowers it on trial, and TRIAL decides. GROWTH raises it by one
-step. EXHAUSTED leaves it: memory ran out at the smallest limit, so the run ends."""
+"""Kinds of change. RECOVERY lowers the limit. THRASHING lowers it on trial, and TRIAL keeps the faster one. GROWTH
+raises it by one size. EXHAUSTED leaves it: memory ran out at the smallest limit, so the run ends."""
 
 
 def in_step(step: int, stage: str = "") -> str:
@@ -84,9 +84,9 @@ class _Trial:
 class Governor:
     """Holds the current limit, which never exceeds the allowed one.
 
-    After `regrow_after` steps without OOM or thrashing the limit grows by one step. The larger limit is on probation
-    for another `regrow_after` steps. If it fails, it is revoked and the wait for the next attempt doubles. 0 disables
-    growth.
+    After `regrow_after` steps without OOM or allocator retries, the limit grows by one size. The larger limit is on
+    probation for another `regrow_after` steps. If it fails, the previous limit returns, and the wait until the next try
+    doubles. With `regrow_after=0` the limit never grows.
     """
 
     def __init__(self, allowed: Limit, *, regrow_after: int, stage: str = "") -> None:
@@ -103,7 +103,7 @@ class Governor:
         self._thrashing_rates: list[float] = []
         self._thrashed_before = False
         self._tolerated: set[int] = set()  # sizes kept in spite of allocator retries
-        self._row_retried_in: int | None = None  # the last step in which a single row failed
+        self._row_retried_in: int | None = None  # the last step that kept the limit because only single rows failed
 
     @property
     def _wait(self) -> int:
@@ -125,9 +125,9 @@ class Governor:
     def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
         """Lower the limit after these microbatches (by rank) ran out of memory; return EXHAUSTED at the smallest limit.
 
-        A single row may fail because of memory that larger microbatches fragmented, or because of another process on
-        the device. So the first time in a step that only single rows fail, the limit is kept (or, on probation,
-        revoked).
+        A single row may fail because larger microbatches have fragmented the memory, or because of another process on
+        the device. So the first time in a step that only single rows fail, the limit stays. On probation, the previous
+        limit returns.
         """
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
@@ -135,7 +135,7 @@ class Governor:
         if self._row_retried_in != step and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._row_retried_in = step
             remark = self._step_down(self._size)  # keeps the current size, unless on probation
-            change = f"a single row failed and is retried once, other rows in microbatches of at most {self.limit}"
+            change = f"a single row failed and is tried once more, in microbatches of at most {self.limit}"
         elif after is None:
             what += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
             return self._note(EXHAUSTED, step, what, before, failed)
@@ -273,7 +273,7 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
-    """Return the next smaller limit that excludes these microbatches except single rows, or None."""
+    """Return the next smaller limit that none of these microbatches fits, single rows aside; None if there is none."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

@@ -31,7 +31,8 @@ class Peak:
     retries: int = 0
     """Allocator retries. A probe with retries completes, but training at this size would be slow."""
     fullness: float = 0.0
-    """Reserved memory, cached blocks included, relative to the device: of the fullest rank; 0 without a cache."""
+    """Peak of reserved memory (with cached blocks) as a share of obtainable memory, on the fullest rank; 0 without a
+    cache."""
     seconds: float = 0.0
 
     @property
@@ -118,11 +119,12 @@ def phase_rows(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
 
 
 def fit_line(points: Mapping[int, int]) -> Surface:
-    """Return the line through the largest of two or more measurements with the slope of the steepest chord to it.
+    """Fit a line to the bytes of two or more sizes.
 
-    A phase is the maximum of many points of the program, each affine in the rows, so it can only bend upwards. If two
-    larger sizes are known, one row is ignored, since kernels and chunking may treat it differently. The fixed part of a
-    line is not negative: such a line is replaced with the one through zero.
+    It passes through the largest size. Its slope is the steepest of those from the smaller sizes to the largest: the
+    peak of a phase can only bend upwards, because it is the maximum over many points of the program, each affine in the
+    rows. If two larger sizes are known, one row is ignored, since kernels and chunking may treat it differently. If the
+    fixed part would be negative, the line through zero and the largest size is returned.
     """
     last = max(points)
     others = [rows for rows in points if 1 < rows < last] or [rows for rows in points if rows < last]
@@ -142,7 +144,7 @@ _JUMP = 4  # after two probes, the next one has at most 4 times their rows, unle
 _ROUNDED_JUMP = 8  # the same if rows are rounded to powers of two, which absorbs small errors
 _BEND = 0.01  # a probe this far above the line through smaller ones shows that another part of the phase dominates
 _CLOSE = 0.95  # stop at this share of the rows that are still possible
-_CLOSE_WITH_CACHE = 0.8  # the same with a cache, from the fourth probe on; also the least share of the budget to use
+_CLOSE_WITH_CACHE = 0.8  # the same with a cache, from the fourth probe on; also the least `usable_bytes` up to two rows
 _STEP_BACK, _STEP_BACK_WITH_CACHE = 1 / 16, 1 / 8  # share of failed rows to step back by, doubled at each failure
 _MARGIN = 1.25  # a target is out of reach if two probes predict less than the target even with this factor
 
@@ -198,7 +200,7 @@ class History:
 
     @property
     def predicted_rows(self) -> float:
-        """The rows at which the first phase reaches the usable bytes according to its line, up to `max_rows`."""
+        """The most rows for which the lines of all phases stay within the usable bytes, up to `max_rows`."""
         lines = fit_lines(self.probes).values()
         promised = min((line.rows_within(self.usable_bytes) for line in lines), default=self.fit_rows)
         return min(promised, self.max_rows)
@@ -290,9 +292,10 @@ def _reach(history: History) -> float:
 def _phase_reach(points: Mapping[int, int], history: History) -> float:
     """Return the rows up to which the line of this phase is trusted.
 
-    For any maximum of affine functions, k times the rows need at most k times the non-resident bytes: this is safe.
-    A line through two sizes is trusted a little further, a line through three everywhere, unless the third probe was
-    above the line. (If it was below the line, one row was special, and `fit_line` ignores it from now on.)
+    The need is a maximum of affine functions. So k times the rows need at most k times the non-resident bytes, and the
+    rows up to that bound are safe. A line through two sizes is also trusted up to `trusted_jump` times the largest. A
+    line through more is trusted everywhere, unless the largest size is above the line through the others. (If it is
+    below, one row was special, and `fit_line` ignores it from now on.)
     """
     last = max(points)
     resident_bytes = history.resident_bytes
@@ -306,8 +309,9 @@ def _phase_reach(points: Mapping[int, int], history: History) -> float:
 def _narrow(history: History) -> int | None:
     """Return the next rows between those that fit and those that do not, or None if they are close enough.
 
-    After a failure that was measured completely, use the lines, unless a cache caused it. Otherwise the prediction was
-    probably nearly right, so step back a little, and further after each failure, until this is a bisection.
+    If the last probe was rejected but complete, the lines include it: follow them, unless it flushed the cache.
+    Otherwise the prediction was probably nearly right. So step back a little, and twice as far after each failure, but
+    not below the middle, where this becomes a bisection.
     """
     low, high, last = history.fit_rows, history.too_many, history.probes[-1]
     if history.is_close(history.rung_at_most(high - 1)):
@@ -369,8 +373,8 @@ def search(
     """Return the largest rows, rounded down, that `measure` accepts within the budget of `room`.
 
     `measure` is called with the same rows on every rank and returns the same agreed Peak. If one row does not fit,
-    the error that `refuse` returns is raised. `decrease` starts at `max_rows`; `divisor` divides `samples_per_step`.
-    The search ends early if fewer than `least_rows` are expected.
+    the error that `refuse` returns is raised. The strategy `decrease` starts at `max_rows`. Rounded to a `divisor`, the
+    rows divide `samples_per_step`. The search ends early if the measurements rule out `least_rows`.
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
@@ -381,7 +385,7 @@ def search(
         history = replace(history, probes=(*history.probes, probe))
         if rows == 1 and not probe.accepted(room.budget_bytes):
             raise refuse()
-    # Lines may promise more rows than were measured, but fewer than failed.
+    # Lines may promise more rows than were measured. Rows that were rejected bound them.
     fits_rows = float(max(history.fit_rows, history.predicted_rows if strategy == "linear" else 0.0))
     if history.rejected and fits_rows >= history.too_many:
         fits_rows = float(history.fit_rows)

@@ -80,17 +80,17 @@ class SampleKind(Generic[Sample]):
     """Returns the number of tokens of a sample, for limits by length."""
     stand_in: Callable[[Sample], Sample]
     """Returns the smallest version of a sample that passes through the whole model, for example its first two tokens.
-    If the very first microbatch fails, it takes the place of the samples in the drain."""
+    The drain runs it in place of a microbatch that has no record, such as the very first one."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
-    """For samples of several rows, such as pairs of answers: returns the tokens of each row. `length_of` returns the
-    longest, and limits still count samples."""
+    """For samples of several rows, such as pairs of answers: returns the tokens of each row. `length_of` then returns
+    those of the longest row. A RowLimit still counts samples, not rows."""
     filler: Callable[[Sample], Sample] | None = None
     """Returns a small sample without labels, for ranks with fewer samples than the others have microbatches."""
     padded: bool = True
     """True if rows are padded to the longest one. Otherwise samples are concatenated into one row, and a limit by
     length counts all tokens."""
     cost_of: Callable[[int], float] = float
-    """The relative cost of a row with this number of tokens, by which results compare the ranks."""
+    """Returns the relative cost of a row with this number of tokens. `StepResult.imbalance` compares ranks by it."""
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
         """Return the lengths of samples, at least 1: an empty sample is padded to one token."""
@@ -108,11 +108,11 @@ class Recovery:
     models: only these are reset when it fails, so the gradients of other stages stay as they are.
 
     Set `exchanges_activations` if microbatches communicate besides FSDP2, as in context parallelism; tensor and expert
-    parallelism are detected. Ranks that share samples pass the same samples to `run`. After `regrow_after` steps
-    without trouble, the next larger limit is tried, up to the given one; 0 disables this. If `asked_to_stop` returns
-    True on any rank, for example after a signal, all ranks find it in the result of the same step. `on_change` is
-    called on every rank when a limit changes or is exhausted, and `on_attempt` before each attempt, with the stage, the
-    step and the plan.
+    parallelism are detected. Ranks that share samples, for example under tensor parallelism, must pass the same samples
+    to `run`. After `regrow_after` steps without trouble, the next larger limit is tried, up to the given one; 0
+    disables this. `asked_to_stop` is called once per attempt. If it returns True on any rank, for example after a
+    signal, the result of that step has `asked_to_stop` on all ranks. `on_change` is called on every rank when a limit
+    changes or is exhausted, and `on_attempt` before each attempt, with the stage, the step and the plan.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Recovery:
         on_change: Callable[[Change], object] = lambda _: None,
         on_attempt: Callable[[str, int, Plan], object] = lambda *_: None,
     ) -> None:
-        """Collective: on CUDA, create the group of the agreement. Shard the models before."""
+        """Collective: on CUDA, create the group of the agreement. Shard the models first."""
         for reason in filter(None, map(fsdp.why_recovery_is_off, models if enabled else ())):
             raise RecoveryUnsupportedError(
                 f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
@@ -142,7 +142,7 @@ class Recovery:
     def add_stage(self, stage: str, model: nn.Module) -> None:
         """Register a stage; raise ValueError for an unknown model or a second stage of the same name."""
         if not any(model is known for known in self.models):
-            raise ValueError("the model of a StepRunner has to be one of its Recovery's: pass it to Recovery(...)")
+            raise ValueError("the model of a StepRunner is unknown to its Recovery: pass it to Recovery(...)")
         if stage in self._stages:
             raise ValueError(f"this Recovery has a runner for stage {stage!r} already: give each its own `stage`")
         self._stages.add(stage)
@@ -156,7 +156,7 @@ class Recovery:
         return sum(_has_gradients(each) for each in self.models if each is not model)
 
     def prepare(self) -> None:
-        """Prepare a step. Collective in the first one, which compares replicas: weights may be loaded until then."""
+        """Prepare a step. The first call is collective and compares the replicas' weights, so load them before it."""
         if self._closed:
             raise ValueError("this runner is closed and would hang if a rank ran out of memory: create a new one")
         if not self._compared:
@@ -190,9 +190,10 @@ class _NextPlan(NamedTuple):
 class StepRunner(Generic[Sample]):
     """Turns the samples of a step into gradients.
 
-    `forward_backward` collates the given samples, runs forward and backward on the unscaled sum of the loss, and
-    returns the totals. It may divide the loss by a number of the whole step, but not by one of the microbatch: scale
-    gradients by `result.target_tokens` afterwards. A failed step calls it again with other splits of the same samples.
+    `forward_backward` collates the given samples, runs forward and backward on the sum of their losses, and returns the
+    totals. It may divide the loss by a number of the whole step, but not by one of the microbatch, such as its tokens:
+    divide the gradients by `result.target_tokens` afterwards. A repeated step calls it with other splits of the same
+    samples.
 
     `limit` is the limit of a microbatch, the same on every rank. Under a limit by rows, all ranks need the same number
     of samples. By default, the runner creates a Recovery for its model.
@@ -233,7 +234,7 @@ class StepRunner(Generic[Sample]):
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # before the first attempt
         self._equal_steps = EqualSteps()
-        # if all ranks take part in each collective, its end shows that all have begun the step
+        # a collective in which all ranks take part ends only after all of them have begun the step
         self._checks_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages = world_size() > 1 and self._is_whole
@@ -250,7 +251,10 @@ class StepRunner(Generic[Sample]):
         return self._governor.recoveries
 
     def use_limit(self, limit: Limit) -> None:
-        """Allow this limit from the next step on. If recovery has lowered a limit of the same unit, that one stays."""
+        """Allow this limit from the next step on.
+
+        If recovery has lowered the limit, and the unit stays the same, the smaller of both is used.
+        """
         _check_limit(limit)
         self._governor.allow(limit)
 
@@ -268,7 +272,7 @@ class StepRunner(Generic[Sample]):
 
     @contextmanager
     def wrapping(self, around: AroundPass) -> Iterator[None]:
-        """Open `around` around every pass that may run out of memory and be repeated: microbatches and drains."""
+        """Enter `around(kind)` for every pass that may run out of memory and be repeated: microbatches and drains."""
         before = self._around_pass
 
         @contextmanager
@@ -298,11 +302,12 @@ class StepRunner(Generic[Sample]):
         """Collective: run forward and backward over all samples, and retry under smaller limits while any rank fails.
 
         Gradients must be None before, and are complete and unscaled afterwards. `step` is the same on all ranks, and
-        differs from call to call. `upcoming` are this rank's samples of the next call, if available: under a limit by
-        length, the number of microbatches then travels with this step's agreement instead of a separate one.
+        differs from call to call. `upcoming` are this rank's samples of the next call, if they are known. Under a limit
+        by length, this step's agreement then includes their number of microbatches, which saves an agreement in the
+        next call.
 
-        Raises LimitExhaustedError on every rank if the smallest limit fails. Gradients and torch's random generators
-        are then as before, so the caller may free memory and call it again.
+        Raises LimitExhaustedError on every rank if memory runs out at the smallest limit. Gradients and torch's random
+        generators are then as before the call, so the caller may free memory and call it again.
         """
         self._check(samples)
         self.current_step = step
@@ -361,9 +366,9 @@ class StepRunner(Generic[Sample]):
             )
 
     def _plan(self, lengths: list[int]) -> Plan:
-        """Split the samples into microbatches. Collective under a limit by length, unless planned in the last step.
+        """Split the samples into microbatches. Collective under a limit by length, unless the last step planned them.
 
-        All ranks get the same number of microbatches. Under a limit by rows, that follows from equally many samples.
+        All ranks get the same number of microbatches: under a limit by rows, because they have equally many samples.
         """
         limit, padded, planned = self.limit, self.kind.padded, self._next_plan
         self._next_plan = None
@@ -381,7 +386,7 @@ class StepRunner(Generic[Sample]):
         return spread(plan, lengths, limit, most, padded=padded)
 
     def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
-        """Plan the next step with the fewest microbatches for this rank, under a limit by length."""
+        """Plan the next step with the fewest microbatches for this rank; None under a limit by rows."""
         limit = self.limit
         if upcoming is None or not limit.by_length:
             return None
@@ -389,7 +394,7 @@ class StepRunner(Generic[Sample]):
         return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
     def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
-        """Keep the plan of the next step, with this number of microbatches; 0 if a rank does not know its samples."""
+        """Keep the plan of the next step, split into `microbatches`; that is 0 if a rank does not know its samples."""
         if upcoming is not None and microbatches:
             limit, lengths, plan = upcoming
             self._next_plan = _NextPlan(
@@ -461,7 +466,7 @@ class StepRunner(Generic[Sample]):
                     self._ledger.drain(
                         # copies, because a stage may store results in its samples
                         [partial(self._forward_backward, [*map(copy.copy, each)]) for each in microbatches],
-                        # of any sample: FSDP's collectives do not depend on it
+                        # any sample will do: FSDP's collectives do not depend on it
                         lambda: self._forward_backward([self.kind.stand_in(sample)]),
                     )
                 return
@@ -479,7 +484,7 @@ class StepRunner(Generic[Sample]):
             stuck_at = position
 
     def _discard(self) -> None:
-        """Drop all gradients of the step: it began without any."""
+        """Reset FSDP and drop all gradients. They are from this step, which began without any."""
         self._ledger.reset()
         self.model.zero_grad(set_to_none=True)
 
@@ -544,8 +549,8 @@ class StepRunner(Generic[Sample]):
             self.trains = gradients
             if self.recovery.others_with_gradients(self.model) > self._others_with_gradients:
                 raise ValueError(
-                    "this stage has left gradients in the model of another stage, where a failed attempt would keep "
-                    "them: give each trained model a StepRunner, or both one parent module"
+                    "this stage has left gradients in the model of another stage, and a failed attempt would not drop "
+                    "them: give each trained model its own StepRunner, or put both models into one parent module"
                 )
         if gradients and self._averages:
             with fatal_where_memory_runs_out(

@@ -218,7 +218,7 @@ class Evaluator:
         )
         if reduction is None:
             raise ConfigError(
-                f"{CANNOT_SPLIT}: the loss of two samples is {both:.4g}, that of each {one:.4g} and {other:.4g}, "
-                f"neither their sum nor their mean; {REMEDY}"
+                f"{CANNOT_SPLIT}: the loss of two samples is {both:.4g} in one batch, and {one:.4g} and {other:.4g} in "
+                f"separate batches: it is neither their sum nor their mean; {REMEDY}"
             )
         return reduction

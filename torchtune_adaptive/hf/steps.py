@@ -44,7 +44,7 @@ from torchtune_adaptive.report.tables import search_table
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 CANDIDATES = 4
-"""Samples among which one with a clearly different loss is chosen."""
+"""How many samples are tried as the first of two, to find one whose loss clearly differs from that of the second."""
 NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
@@ -95,7 +95,7 @@ class OptimizerSteps:
         padded = "input_ids" not in two or len(two["input_ids"]) > 1
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        # TRL leaves their weights trainable.
+        # TRL leaves the weights of models trainable that it does not train.
         models = [self.model, *(each.requires_grad_(False) for each in other_models(trainer, trained))]
         self.runner = StepRunner(
             self.model,
@@ -147,7 +147,7 @@ class OptimizerSteps:
         return result.loss_sum / world_size()  # Trainer logs the mean over ranks
 
     def refuse_without_steps(self) -> None:
-        """Raise a ConfigError if the dataset ended within a step twice without a complete step in between."""
+        """Raise a ConfigError if the dataset has ended within a step twice, with no complete step in between."""
         step = self.trainer.state.global_step
         if step == self._leftover_step:
             batches = self.trainer.current_gradient_accumulation_steps, self.trainer.args.gradient_accumulation_steps
@@ -187,7 +187,7 @@ class OptimizerSteps:
         weight = self._reduction.weight((rows, targets), (len(self._samples), self._targets_of_step))
         if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
             weight *= self._count
-        if not weight:  # a mean without targets is not a number, even times 0
+        if not weight:  # without targets, a mean is NaN, even times 0
             batch = self._collated([self._filler])
         backward = self.trainer.accelerator.backward
 
@@ -205,7 +205,7 @@ class OptimizerSteps:
         return only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow))
 
     def _check_collation(self, batch: CollatedBatch) -> None:
-        """Collective: check that collation is deterministic. Synchronizes with the device, so not in every step."""
+        """Collective: check that collation is deterministic. Waits for the device, so it is not run in every step."""
         if not all(from_all_ranks(batch.is_reproducible(self.trainer.keeps_samples))):
             raise ConfigError(
                 "collating the same samples twice gives different batches, so a step cannot be split: the data "
@@ -221,15 +221,16 @@ class OptimizerSteps:
         if reduction is None:
             both, first, second, *_ = on_ranks[0]
             raise ConfigError(
-                f"the loss of two samples is {both:.4g}, that of each {first:.4g} and {second:.4g}: neither their sum "
-                f"nor their mean, {NOT_SPLIT}"
+                f"the loss of two samples is {both:.4g} in one batch, and {first:.4g} and {second:.4g} in separate "
+                f"batches: it is neither their sum nor their mean, {NOT_SPLIT}"
             )
         self._reduction = reduction
         shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
         self._counted = int(shifts.get(reduction, next_tokens))
         """Index of the count of targets that belongs to the reduction."""
         self._scale = max(abs(each.both) for each in on_ranks)
-        """Reference for later losses, which may approach 0, so that rounding is a large share of them."""
+        """The loss before the first step. Later errors are relative to at least this: the loss may approach 0, where
+        rounding is a large share of it."""
 
     def _check_losses(self) -> None:
         """Collective: raise an error if losses no longer add up as before the first step."""
@@ -239,17 +240,18 @@ class OptimizerSteps:
             both, first, second, *_ = worst
             since = self._steps_run // 2 - 1
             raise ConfigError(
-                f"in step {self.trainer.state.global_step + 1}, the loss of two samples is {both:.4g}, that of each "
-                f"{first:.4g} and {second:.4g}: no longer their {self._reduction.value}, {NOT_SPLIT}"
+                f"in step {self.trainer.state.global_step + 1}, the loss of two samples is {both:.4g} in one batch, "
+                f"and {first:.4g} and {second:.4g} in separate batches: it is no longer their "
+                f"{self._reduction.value}, {NOT_SPLIT}"
                 + f"; the last {count_of(since, 'step')} may differ from Trainer's"
                 * (since > 0)
             )
 
     def _try_two_samples(self) -> list[TwoSamples]:
-        """Collective: return the losses of two samples on every rank, in one batch and in a batch each.
+        """Collective: return the losses of two samples on every rank, in one batch and in separate batches.
 
-        The model is in training mode, since some terms exist only there. If the forward pass draws random numbers,
-        dropout is disabled; if it still does, the model is in evaluation mode.
+        The first try is in training mode, since some terms of a loss exist only there. If the forward pass draws random
+        numbers on any rank, the second try disables dropout. If it still draws some, the third is in evaluation mode.
         """
         firsts, second = self._candidates()
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
@@ -267,9 +269,10 @@ class OptimizerSteps:
         return on_ranks
 
     def _candidates(self) -> tuple[list[RawSample], RawSample]:
-        """Return candidates for the first sample, the same number on every rank, and the second sample.
+        """Return candidates for the first of two samples, and the second sample.
 
-        Candidates have other numbers of labels than the second sample, to distinguish the reductions.
+        All ranks return equally many candidates. A candidate and the second sample differ in the number of labels, to
+        distinguish the reductions.
         """
         shortest = sorted(self._samples, key=attrgetter("length"))
         one = shortest[0]
@@ -348,9 +351,9 @@ def replaced(owner: object, **attributes: Any) -> Iterator[None]:
 def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = False) -> Iterator[None]:
     """Suppress the other collectives of a pass, which a rank that ran out of memory could not complete.
 
-    compute_loss of TRL's trainers gathers metrics: each rank uses its own value for all ranks, and `average_metrics`
-    averages them later. TRL reads the weight of a frozen head past FSDP's hooks, so the head is gathered first.
-    `generated` batches are prepared already.
+    compute_loss of TRL's trainers gathers metrics. Here, each rank uses its own value for all ranks, and
+    `average_metrics` averages them later. TRL reads the weight of a frozen head without calling its module, so FSDP's
+    hooks do not gather it: it is gathered first. `generated` batches are prepared already.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)

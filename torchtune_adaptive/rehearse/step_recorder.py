@@ -41,8 +41,8 @@ _HERE = str(Path(__file__).parent)
 class StepRecorder:
     """Detects steps by hooks on the optimizers.
 
-    With several optimizers, the first step ends when one of them steps for the second time. Each later step ends when
-    all optimizers of the first step have stepped.
+    The number of optimizers is unknown at first. So the first step ends when an optimizer steps for the second time.
+    Each later step ends when all optimizers of the first step have stepped.
     """
 
     def __init__(self, path: Path, *, most_steps: int, real: bool = False) -> None:
@@ -189,7 +189,7 @@ class StepRecorder:
                 self._state_bytes[device] += max(now - before, 0)
         _add(usage, self._peaks.read())
         self._have_stepped.add(parameter)
-        gone = any(each() is None for each in self._stepped)  # the script trains a new model in each step
+        gone = any(each() is None for each in self._stepped)  # freed: the script trains a new model in each step
         if gone or parameter in self._stepped:
             self._all = None if gone else self._stepped
             self._end_step()
@@ -202,7 +202,8 @@ class StepRecorder:
             self.write("first", {"step": 1, **asdict(_fullest(self._reading))})
         if self._stepped == self._all:
             self._end_step()
-        if self._traced is None and (self.steps or self._first_step_is_complete):  # the first step allocates, compiles
+        # not the first step, which allocates optimizer state and compiles
+        if self._traced is None and (self.steps or self._first_step_is_complete):
             self._traced, self._graphs = self.steps + 1 + self._first_step_is_complete, _compiled_graphs()
             RECORDER.start()
 
@@ -258,7 +259,7 @@ class StepRecorder:
         )
 
     def guessed(self, what: str, frame: FrameType) -> None:
-        """Record a place that read a guessed value, once."""
+        """Record a place that read a guessed value, unless it is recorded already."""
         file, line = innermost(frame)
         if (what, file, line) not in self._guesses:
             self._guesses.add((what, file, line))
@@ -277,7 +278,7 @@ def _refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
     size = copies * sum(each.nbytes for each in group["params"])
     raise CannotRehearse(
         f"torch.optim.LBFGS keeps up to 2 × history_size + 5 = {copies} copies of its parameters "
-        f"({size / 2**30:.2f} GiB), depending on values: rehearse with torch.optim.SGD and add them"
+        f"({size / 2**30:.2f} GiB), depending on values: rehearse with torch.optim.SGD and add their size"
     )
 
 
@@ -292,7 +293,7 @@ def _compiled_graphs() -> int:
 
 
 def _parameter_of(optimizer: torch.optim.Optimizer) -> WeakIdRef:
-    """Return the first parameter, which identifies an optimizer although scripts may construct a new one per step."""
+    """Return the first parameter. It identifies an optimizer, even if the script constructs a new one in each step."""
     return WeakIdRef(next((each for group in optimizer.param_groups for each in group["params"]), optimizer))
 
 

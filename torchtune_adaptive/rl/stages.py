@@ -47,7 +47,7 @@ class RolloutStage:
 
     run_microbatch: RunMicrobatch
     samples: int
-    """Rollouts per rank and run: of an iteration or, if the stage trains, of an update."""
+    """Rollouts of one rank each time the stage runs: those of an iteration or, if the stage trains, of one update."""
     rows: int
     """Configured rows per microbatch."""
     trains: str | None = None
@@ -100,7 +100,8 @@ class RolloutStages:
         self.results: dict[str, list[StepResult]] = {}
         """Results of the current iteration, by stage."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self._gave_up_gathering = False  # set in training only: a search is repeated at the next start
+        # not set by a search, which finds out again at the next start
+        self._gave_up_gathering = False
 
     def begin_iteration(self) -> None:
         """Clear results and timings."""
@@ -108,7 +109,7 @@ class RolloutStages:
         self.seconds.clear()
 
     def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: run one stage. If one row does not fit next to gathered parameters, gather layer by layer."""
+        """Collective: run one stage. If generation cannot fit one row next to gathered parameters, gather by layer."""
         began = time.perf_counter()
         try:
             result = self.runners[name].run(rollouts, step=iteration)
@@ -184,7 +185,7 @@ class RolloutStages:
 
 
 def refuse(numbers: Tensor, what: str, remedy: str) -> None:
-    """Raise NotLearningError if some of the numbers [answers, ...] are NaN, infinite or too large.
+    """Raise NotLearningError if some numbers, of shape [answers, ...], are NaN, infinite or too large.
 
     Advantages compare answers, so one bad number spoils all. Every rank must pass the same numbers.
     """

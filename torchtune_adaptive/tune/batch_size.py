@@ -1,7 +1,7 @@
 """Find batch sizes: search for the largest microbatch if the config asks for it, and size all epochs of the run.
 
-1. Search the rows of the stage that trains (`use_maximum_batch_size`, or a batch that grows).
-2. Size all epochs (`schedule.py`); the rows found bound the growth of the batch.
+1. Search the most rows of the stage that trains (`use_maximum_batch_size`, or a batch that grows).
+2. Size all epochs (`schedule.py`). A batch grows at most to the rows found.
 3. Set the limits of the other stages or, under `adaptive.token_budget`, the limits by length of all stages.
 
 Results are recorded in `output_dir` and reused by later runs with the same model, settings and memory.
@@ -119,7 +119,7 @@ def set_batch_sizes(trainer: Trainer) -> None:
 
 
 def _with_dataset(progress: Progress, samples: int) -> Progress:
-    """Record the size of the dataset; within an epoch it must be that of the checkpoint."""
+    """Record the size of the dataset. A run that resumes within an epoch needs the size that the checkpoint has."""
     if progress.begun is not None and progress.dataset_samples not in (None, samples):
         raise ConfigError(
             f"dataset has {samples} samples, but had {progress.dataset_samples} when the "
@@ -194,7 +194,7 @@ def _measure_limits(
 
 
 def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
-    """Return the rows that fit of a packed dataset, whose rows all have this length."""
+    """Return how many rows of this length fit; all rows of a packed dataset have one length."""
     rows = limit.rows_at(length)
     if rows == 0:
         raise ConfigError(
@@ -324,7 +324,7 @@ def _reuse_or_measure(
     subfolder = folder or FOLDERS.get(stage, "")
     directory = Path(settings.output_dir) / subfolder
     fingerprint = search_fingerprint(settings.config, step, memory, options)
-    # A rank that is out of memory here gets a better error from the first probe.
+    # Without the limit: if this rank exceeds it already, the first probe raises a better error.
     with memory.unlimited():
         recorded = from_rank_0(read_record(directory, fingerprint, kind_of_result) if dist.get_rank() == 0 else None)
     result = recorded or _measure(measure, step, kind)
@@ -367,7 +367,7 @@ def search_fingerprint(
     cfg: DictConfig, step: TrainingStep[Any], memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: return everything that the result of a search depends on."""
-    # An Agreement allocates no memory, since this rank may already be out of memory.
+    # This rank may already be out of memory, and an Agreement allocates none.
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     given = OmegaConf.create({key: cfg.get(key) for key in DEPENDS_ON})
     return {
