@@ -1,4 +1,4 @@
-"""Predict the memory of a run without a GPU, weights or data, by rehearsing its recipe on fake tensors.
+"""Predict the memory of a run without a GPU, weights or data, by rehearsing its recipe on a null device.
 
     tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
 
