@@ -24,18 +24,18 @@ _Key = TypeVar("_Key")
 
 
 class Option(NamedTuple):
-    """A GPU and a number of ranks, and what a rehearsal shows about them."""
+    """A GPU, a number of ranks, and the result of their rehearsal."""
 
     gpu: Gpu
     ranks: int
     found: RehearsalResult
     fits: bool | None
-    """None: no answer."""
+    """None if the rehearsal gave no answer."""
     reserved_bytes: int
-    """At most; if it does not fit, what was needed at least."""
+    """Peak of the run; if it does not fit, a lower bound of the memory that it needs."""
     usable_bytes: int
     price: float | None
-    """Of a GPU, for an hour."""
+    """Price of one GPU for an hour."""
 
     @property
     def time(self) -> StepTime | None:
@@ -100,7 +100,7 @@ def _row(found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, fl
 
 
 def as_table(rows: Sequence[Option]) -> str:
-    """Return a table, in which the cheapest row is marked, or else the fastest."""
+    """Return a table. The cheapest row is marked; without prices, the fastest."""
     by_cost = any(row.cost is not None for row in rows)
     best = min(
         (row for row in rows if (row.cost if by_cost else row.tokens_per_second) is not None),
@@ -155,9 +155,9 @@ def with_value(command: Sequence[str], value: int) -> list[str]:
 def largest(
     rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int | None, report: Callable[[str], object]
 ) -> tuple[int | None, RehearsalResult]:
-    """Return the largest value of the range that fits, and its rehearsal; None and that of the smallest if none fits.
+    """Return the largest value that fits and its rehearsal; if the smallest does not fit, None and its rehearsal.
 
-    Assumes that whatever fits with a value fits with every smaller one.
+    Assumes that smaller values need no more memory.
     """
     limits = range_in(command)
     assert limits is not None
@@ -176,7 +176,7 @@ def largest(
 
 
 def _next(low: int, high: int, limits: tuple[int, int], found: Mapping[int, RehearsalResult]) -> list[int]:
-    """Return the two values to rehearse next: the limits, then those around which the peaks reach the memory."""
+    """Return the two values to rehearse next: first the limits, then values where the peak is close to the memory."""
     if not found:
         return list(limits)
     peaks = {value: max(step["allocated_bytes"] for step in each.steps) for value, each in found.items() if each.fits}

@@ -15,38 +15,38 @@ class Operation(NamedTuple):
     """A kernel, or a copy between host and GPU."""
 
     kind: str
-    """The rate of its FLOPs; MEMORY if it has none; HOST for a copy between host and GPU."""
+    """The type that determines its FLOP rate; MEMORY without FLOPs; HOST for a copy between host and GPU."""
     flops: float
     bytes: int
     update: bool = False
-    """Whether it belongs to the optimizer's update, which does not depend on the batch."""
+    """True for kernels of the optimizer's update, whose time does not depend on the batch."""
 
 
 class Transfer(NamedTuple):
     """A collective."""
 
     bytes: int
-    """Bytes of the whole tensor: what a gather returns, what a reduction is given."""
+    """Bytes of the whole tensor: the output of a gather, or the input of a reduction."""
     share: float
-    """How much of it a rank sends."""
+    """Fraction of these bytes that a rank sends."""
     ranks: int
     per_machine: int
-    """How many of the ranks share a machine."""
+    """Ranks of the group on one machine."""
     hidden: bool
-    """Whether it runs next to computation. Otherwise computation waits for it."""
+    """True if it overlaps with computation. Otherwise computation waits for it."""
 
 
 class Work(NamedTuple):
-    """What a rank does in a step."""
+    """The work of a rank in a step."""
 
     operations: Sequence[tuple[Operation, int]]
-    """With their counts."""
+    """The number of times that each kernel runs."""
     collectives: Sequence[tuple[Transfer, int]]
     tokens: int
-    """0: unknown."""
+    """0 if unknown."""
     samples: int
     ranks_per_sample: int = 1
-    """How many ranks share a sample."""
+    """Ranks that share a sample."""
 
     @classmethod
     def from_json(cls, found: Any) -> Work:
@@ -59,7 +59,7 @@ class Work(NamedTuple):
         )
 
     def totals(self, ranks: int) -> dict[str, Any]:
-        """Return what a step consists of, as figures of this rank, and the tokens and samples of all ranks."""
+        """Return the work of a step on this rank, and the tokens and samples of all ranks."""
         done = [(operation, times) for operation, times in self.operations]
         return {
             "flops": sum(each.flops * times for each, times in done),
@@ -86,12 +86,12 @@ class StepTime(NamedTuple):
 
     seconds: float
     parts: dict[str, float]
-    """Seconds by what limits them. Those of LAUNCHES and hidden communication run next to the others."""
+    """Seconds by limiting resource. Launches and hidden communication overlap with the others."""
     limit: str
     least_seconds: float
-    """At the GPU's peak rates, without communication and launches."""
+    """Lower bound: at the GPU's peak rates, without communication and launches."""
     calibrated: bool
-    """Whether the rates were measured on a GPU of this model."""
+    """True if the rates were measured on a GPU of this model."""
 
     @property
     def range(self) -> tuple[float, float]:

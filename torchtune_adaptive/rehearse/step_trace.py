@@ -57,12 +57,12 @@ _Items = list[Operation | Transfer]
 
 
 class Recorder:
-    """Records what runs between `start` and `stop`."""
+    """Records the operations between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._file: Any = None
         self._untraced: Counter[Operation | Transfer] = Counter()
-        """What the trace lacks: kernels of triton and DDP's buckets."""
+        """Work that is missing in the trace: kernels of triton and DDP's buckets."""
         self._replaced: list[tuple[Any, str, Any]] = []
 
     @property
@@ -71,7 +71,7 @@ class Recorder:
         return self._file is not None
 
     def start(self) -> None:
-        """Record from here on."""
+        """Start recording."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._untraced.clear()
         torch._C._profiler._add_execution_trace_observer(f"/proc/self/fd/{self._file.fileno()}")
@@ -101,7 +101,7 @@ class Recorder:
             self._replace(jit.JITFunction, "run", launched)
 
     def stop(self) -> Work:
-        """Return what was recorded since `start`."""
+        """Stop recording; return the work since `start`."""
         torch._C._profiler._disable_execution_trace_observer()
         torch._C._profiler._remove_execution_trace_observer()
         while self._replaced:
@@ -131,7 +131,7 @@ RECORDER = Recorder()
 
 
 def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = None) -> Work:
-    """Return the work in a trace, in which an operation follows those that it consists of."""
+    """Return the work in a trace. The trace lists inner operations before the operation that calls them."""
     trace = _Trace()
     identity, name, parent, text = 0, "", 0, dict[str, str]()
     for line in lines:
@@ -154,7 +154,7 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = 
 class _Trace:
     def __init__(self) -> None:
         self._inner: dict[int, _Items] = defaultdict(list)
-        """Work inside of operations that have not ended."""
+        """Work inside operations that have not ended."""
         self._dispatched: set[int] = set()
         """Operations that a tensor subclass or a dispatch mode replaces by others."""
         self._threads: set[int] = set()
@@ -192,7 +192,7 @@ class _Trace:
         self._inner[parent] += inner
 
     def counted(self) -> Counter[Operation | Transfer]:
-        """Return all work. The trace stops inside of the optimizer's step, whose own record is missing."""
+        """Return all work. The trace stops inside the optimizer's step, so the operation itself is missing."""
         found: Counter[Operation | Transfer] = Counter()
         for identity, inner in self._inner.items():
             found.update(inner if identity in self._threads else _with(inner, Operation, update=True))
@@ -282,7 +282,7 @@ def _with(found: _Items, kind: type, **changes: Any) -> _Items:
 class _Tensor(NamedTuple):
     identity: int
     size: int
-    """Bytes of its elements; of an expanded tensor, each once."""
+    """Bytes of its elements. Elements that an expanded tensor repeats count once."""
     device: str
 
 
@@ -315,7 +315,7 @@ def _tensors(value: Any, shape: Any, strides: Any) -> Iterator[_Tensor]:
 
 
 class _About(NamedTuple):
-    """What an operation's schema declares."""
+    """Facts from an operation's schema."""
 
     arguments: list[str]
     written: list[bool]
