@@ -51,7 +51,7 @@ demo-rehearse: $(READY)
 	$(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
 	! $(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
 
-# required for every change, in under 6 minutes on two idle cores: lint, types, unit tests, and the tests marked smoke: one run
+# required for every change, in 6 to 11 minutes on two cores: lint, types, unit tests, and the tests marked smoke: one run
 # of each feature in README and one fault of each kind
 test: lint
 	$(BIN)/python -m $(PYTEST) -m smoke
@@ -138,7 +138,7 @@ bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
 	$(BIN)/python -m tools.measured
 
-# everything that only a GPU can tell, in less than 12 minutes; ONLY="recovery rehearsals" runs these parts
+# everything that only a GPU can tell, in about 12 minutes; ONLY="recovery rehearsals" runs these parts
 gpu-day: $(READY)
 	$(BIN)/python -W ignore -m benchmarks.gpu_day $(if $(ONLY),--only $(ONLY))
 

@@ -45,7 +45,7 @@ def card() -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit("error: benchmarks.gpu_day needs a GPU, and torch finds none")
+        raise SystemExit("error: torch finds no GPU; to try gpu_day without one, see --help")
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError as error:  # older than the one that torch was built with
@@ -82,6 +82,8 @@ def run(part: str, limit_s: float) -> dict[str, Any]:
             status = "done" if process.wait(limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = f"stopped after {limit_s:.0f} s"
+        except KeyboardInterrupt:
+            status = "interrupted"
         finally:
             _end(process)
         written = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
@@ -109,19 +111,29 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=1.0, help="factor on the time limits")
     options = parser.parse_args()
     about = {**machine(), **card()}
-    options.into.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the running part, too
+    try:
+        options.into.mkdir(parents=True, exist_ok=True)
+        (options.into / ".writable").touch()
+        (options.into / ".writable").unlink()
+    except OSError as error:
+        raise SystemExit(f"error: {options.into} cannot be written ({error.strerror}): pass another --into") from error
     print(json.dumps(about), flush=True)
     summary = []
     for part in options.only:
         result = run(part, options.patience * LIMITS_S[part])
         path = options.into / f"gpu_{part}.json"
-        path.write_text(json.dumps({"machine": about, **result}, indent=2) + "\n", encoding="utf-8")
-        print(f"\n{part}: {result['status']}, {result['seconds']} s (saved to {path})", flush=True)
+        print(f"\n{part}: {result['status']}, {result['seconds']} s, saved to {path}", flush=True)
         if result["rows"]:
             print(table(_aligned(result["rows"])), flush=True)
+        path.write_text(json.dumps({"machine": about, **result}, indent=2) + "\n", encoding="utf-8")
         for line in result.get("output", [])[-SHOWN_LINES:]:
             print("  |", line, flush=True)
+        if about["gpu"].startswith("null device"):
+            print("a null device computes nothing: times and losses mean nothing")
         summary.append({name: result[name] for name in ("part", "status", "seconds")})
+        if result["status"] == "interrupted":
+            break
     print(f"\n{table(summary)}")
     if any(each["status"] != "done" for each in summary):
         raise SystemExit(1)

@@ -234,7 +234,7 @@ class CheckpointManager:
         store.write_manifest(staged, replace(manifest, files=store.record_files(staged)))
         THIS_RUN.newest = store.publish(self._claim, name)
         try:
-            store.prune(self._directory, self._keep_last, self._always_kept)
+            store.prune(self._directory, self._keep_last, self._always_kept, self._start.damaged)
         except OSError as error:  # the new checkpoint is complete
             logger.warning("older checkpoints in %s could not be removed: %s", self._directory, error.strerror)
 

@@ -53,6 +53,8 @@ class Start:
     """Number of another run's checkpoints, to be removed just before training starts."""
     claim: Claim
     """The claim on the directory of checkpoints; ranks that do not see its mark have another directory."""
+    damaged: frozenset[str] = frozenset()
+    """Names of checkpoints that were skipped; they do not count towards `keep_last_n_checkpoints`."""
 
     @property
     def resumes(self) -> bool:
@@ -115,10 +117,13 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
             store.prune(directory, settings.keep_last_n_checkpoints, None)
             store.clean(directory)
         raise
+    damaged: frozenset[str] = frozenset()
     if files is not None:
         if manifest is not None:
+            if settings.resume_from_checkpoint == AUTO:  # which skipped all newer ones
+                damaged = frozenset(found.name for found in checkpoints if found.serial > manifest.serial)
             with suppress(OSError):  # a run that was killed may have left more than it keeps, and need their space
-                store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name)
+                store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name, damaged)
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     elif settings.resume_from_checkpoint == AUTO:
         logger.info("fresh start: %s contains no checkpoint yet", directory)
@@ -129,7 +134,8 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     except OSError as error:
         raise unwritable(directory, error) from error
     serial = 1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1)
-    return Start(serial=serial, files=files, overwrites=len(checkpoints) if files is None else 0, claim=claim)
+    overwrites = len(checkpoints) if files is None else 0
+    return Start(serial=serial, files=files, overwrites=overwrites, claim=claim, damaged=damaged)
 
 
 def choose_checkpoint(

@@ -11,8 +11,8 @@ import inspect
 import re
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,8 +66,8 @@ class RewardFunction:
         error = partial(self.error, answers, sample)
         own = {name: list(values) for name, values in lists.items()}  # a copy, which the function may modify
         try:
-            returned = within(self.timeout_s, partial(self.function, **own))
-        except TimeoutError:
+            returned = within(self.timeout_s, lambda: _listed(self.function(**own)))
+        except _NotReturned:
             raise error(f"has not returned within {self.timeout_s:g} s (reward_timeout)") from None
         except (Exception, SystemExit) as cause:
             at = traceback.extract_tb(cause.__traceback__)[-1]
@@ -83,8 +83,17 @@ class RewardFunction:
         return rewards
 
 
+def _listed(returned: object) -> object:
+    """Run a generator, whose errors are those of the function."""
+    return list(returned) if isinstance(returned, Iterator) else returned
+
+
+class _NotReturned(Exception):
+    """Not a TimeoutError, which a function may raise itself."""
+
+
 def within(seconds: float | None, function: Callable[[], Any]) -> Any:
-    """Return the function's result; raise TimeoutError if it takes longer."""
+    """Return the function's result; raise _NotReturned if it takes longer."""
     if seconds is None:
         return function()
     returned: Future[Any] = Future()
@@ -97,7 +106,9 @@ def within(seconds: float | None, function: Callable[[], Any]) -> Any:
 
     # a thread cannot be killed: after a timeout, the daemon thread runs until the process exits
     threading.Thread(target=run, daemon=True).start()
-    return returned.result(seconds)
+    if not wait([returned], seconds).done:
+        raise _NotReturned
+    return returned.result()
 
 
 def functions_of(cfg: DictConfig, timeout_s: float | None = None) -> tuple[RewardFunction, ...]:

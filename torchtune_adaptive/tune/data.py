@@ -29,6 +29,7 @@ from torchtune.datasets import ConcatDataset, TextCompletionDataset
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
@@ -212,7 +213,22 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
         ) from error
     except ValueError:  # it has no signature
         pass
-    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
+
+    def collate(samples: Sequence[Sample]) -> Batch:
+        try:
+            batch: Batch = function(samples, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
+            rows = len(batch["tokens"])
+        except Exception as error:
+            if is_oom(error):
+                raise
+            of = count_of(len(samples), "sample")
+            raise ConfigError(f"collate_fn {path} failed on {of}: {components.in_a_line(error)}") from error
+        if rows != len(samples):
+            returned = f"{count_of(rows, 'row')} for {count_of(len(samples), 'sample')}"
+            raise ConfigError(f"collate_fn {path} returned {returned}: it must return a row for each")
+        return batch
+
+    return collate
 
 
 def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:

@@ -162,6 +162,17 @@ def test_pruning_interrupted_by_a_kill_is_completed_at_the_next_start(tmp_path: 
     assert files_of(start(tmp_path)).folder.name == "step_4"
 
 
+def test_damaged_checkpoint_does_not_count_towards_those_that_are_kept(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        saved(tmp_path, f"step_{step}", serial=step)
+    (tmp_path / "step_6" / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
+    begun = start(tmp_path, "keep_last_n_checkpoints=2")
+    assert complete(tmp_path) == ["step_6", "step_4", "step_2"]
+    saved(tmp_path, "step_5", serial=begun.serial)
+    store.prune(tmp_path, 2, None, begun.damaged)
+    assert complete(tmp_path) == ["step_5", "step_6", "step_4"]
+
+
 def test_base_weights_in_several_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
     files = {"filename_format": "base-{}-of-{}.bin", "max_filename": "00002"}
     for folder, second in (("one", b"1"), ("two", b"2")):

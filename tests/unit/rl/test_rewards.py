@@ -44,6 +44,15 @@ def leaving(**_: Any) -> list[float]:
     sys.exit("enough")
 
 
+def unreachable(**_: Any) -> list[float]:
+    raise TimeoutError("the judge did not answer")
+
+
+def late_failure(**_: Any) -> Any:
+    yield 1.0
+    raise KeyError("answer")
+
+
 def careless(completions: Any, **_: Any) -> list[float]:
     completions.clear()
     return [0.0, 0.0]
@@ -100,12 +109,19 @@ def test_function_is_called_like_trls_with_its_keys_as_arguments(timeout_s: floa
         ("returning", {"value": [1e39, 0.0]}, r"in place of 2 finite numbers"),
         ("leaving", {}, "failed: SystemExit: enough"),
         ("broken", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
+        ("late_failure", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
+        ("unreachable", {}, "failed: TimeoutError: the judge did not answer in "),
         ("endless", {}, r"has not returned within 0.1 s \(reward_timeout\)"),
     ],
 )
 def test_failure_names_the_function_and_the_sample(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=rf"reward function {name} .*{message}.* \(sample 5; its first answer: '?2"):
         function(name, 0.1, **options)(*GROUP)
+
+
+def test_timeout_error_of_a_function_without_a_time_limit_is_reported() -> None:
+    with pytest.raises(RewardError, match="failed: TimeoutError: the judge did not answer"):
+        function("unreachable")(*GROUP)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import pytest
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune.data import padded_collate_sft
 
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import data
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import StepLoader, build_dataset, build_step_loader
+from torchtune_adaptive.tune.data import StepLoader, build_collate, build_dataset, build_step_loader
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
@@ -41,6 +42,28 @@ def test_dataset_smaller_than_a_step_is_reported_with_the_arithmetic(samples: in
     with pytest.raises(ConfigError, match=f"^dataset {message}"):
         load(samples, ranks)
     assert load(12, 2).samples_per_rank == 6
+
+
+def dropping(samples: Any, padding_idx: int, ignore_idx: int) -> Any:
+    return {key: value[:1] for key, value in padded_collate_sft(samples, padding_idx, ignore_idx).items()}
+
+
+def failing(samples: Any, padding_idx: int, ignore_idx: int) -> Any:
+    raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dropping", "returned 1 row for 2 samples: it must return a row for each"),
+        ("failing", "failed on 2 samples: StopIteration"),
+    ],
+)
+def test_collate_function_that_drops_rows_or_fails_is_named(name: str, message: str) -> None:
+    settings = Settings(**NEEDED, collate_fn=f"{__name__}.{name}")
+    collate = build_collate(settings, SimpleNamespace(pad_id=0), -100, packed=False)
+    with pytest.raises(ConfigError, match=rf"^collate_fn {__name__}\.{name} {message}"):
+        collate([{"tokens": [1], "labels": [1]}] * 2)
 
 
 def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
