@@ -48,6 +48,8 @@ NOT_TRAINED = {
     "lora_grpo": {"frozen weights": "checkpointer", "reward weights": "reward_checkpointer"},
 }
 """Recipe -> name and config section of weights that it reads and does not train."""
+INITIAL_WEIGHTS = "initial weights"
+"""Key of the weights that a recipe trains. A resumed run does not read them, so they may differ or be missing."""
 CONTENT_OF = "content of "
 """Prefix of the keys of data files."""
 MOST_SHOWN = 3
@@ -71,6 +73,9 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     flat = _flat({"recipe": recipe, **plain})
     for name, section in NOT_TRAINED.get(recipe, {}).items():
         flat |= weights_in(name, cfg.get(section))
+    if not saves_adapters(recipe):
+        trained = weights_in("", cfg.get("checkpointer"))
+        flat |= {INITIAL_WEIGHTS: sorted(map(str, trained.values()))} if trained else {}
     files = {text: _files_named(text) for text in _strings_in(plain["dataset"])}
     flat |= {f"{CONTENT_OF}{text}": _fingerprint(found) for text, found in files.items() if found}
     flat.pop(MAY_BE_LOWERED, None)
@@ -109,7 +114,7 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
     for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
         # a missing data file has its own error
         is_missing = key.startswith(CONTENT_OF) and not (key in configured and key in saved)
-        if configured.get(key) != saved.get(key) and not is_missing:
+        if configured.get(key) != saved.get(key) and not is_missing and key != INITIAL_WEIGHTS:
             ours, theirs = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
             changed.append(f"{key} is {ours}, but was {theirs}")
     if len(changed) > MOST_SHOWN:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import difference, file_names, identity_of, saves_adapters
+from torchtune_adaptive.checkpoints.identity import INITIAL_WEIGHTS, difference, file_names, identity_of, saves_adapters
 from torchtune_adaptive.checkpoints.store import Claim, Files, FoundCheckpoint, Manifest
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import AUTO, Settings
@@ -189,10 +189,17 @@ def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps:
 
 
 def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory: Path) -> None:
-    if changed := difference(identity_of(settings.config, recipe), saved.identity):
+    configured = identity_of(settings.config, recipe)
+    if changed := difference(configured, saved.identity):
         raise ConfigError(
             f"cannot resume: {changed} in the run whose checkpoints are in {directory}; set it back, or start a new "
             "run, either with another output_dir or with resume_from_checkpoint: False and overwrite_output_dir: True"
+        )
+    if configured.get(INITIAL_WEIGHTS) != saved.identity.get(INITIAL_WEIGHTS):
+        logger.warning(
+            "checkpointer names other weights than those that the run in %s started from, or they are missing; it "
+            "continues with its own. To train the others, set another output_dir",
+            directory,
         )
 
 

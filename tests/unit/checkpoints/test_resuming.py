@@ -162,6 +162,20 @@ def test_pruning_interrupted_by_a_kill_is_completed_at_the_next_start(tmp_path: 
     assert files_of(start(tmp_path)).folder.name == "step_4"
 
 
+def test_other_initial_weights_of_full_finetuning_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("base", "other"):
+        (tmp_path / name).write_text(name)
+    named = (f"checkpointer.checkpoint_dir={tmp_path}", "checkpointer.checkpoint_files=[base]")
+    other = (named[0], "checkpointer.checkpoint_files=[other]")
+    save(tmp_path / "out", "epoch_0", identity=identity_of(config(tmp_path / "out", *named), "full"))
+    assert start(tmp_path / "out", *named).resumes
+    assert not any("names other weights" in line for line in caplog.messages)
+    assert start(tmp_path / "out", *other).resumes
+    assert any("names other weights" in line for line in caplog.messages)
+
+
 def test_damaged_checkpoint_does_not_count_towards_those_that_are_kept(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         saved(tmp_path, f"step_{step}", serial=step)
