@@ -6,9 +6,12 @@ import errno
 import os
 import pickle
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
 )
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer, adaptive
+from torchtune_adaptive.hf.checkpoints import newest_complete
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -169,6 +173,76 @@ def test_resume_without_a_complete_checkpoint_is_an_error_that_names_the_folder(
     (tmp_path / "checkpoint-2").mkdir()
     with pytest.raises(ConfigError, match=f"{tmp_path} contains no complete checkpoint"):
         train(tmp_path, AS_IT_IS, resume=True, arguments=arguments(tmp_path))
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
+@cache
+def saved_twice(folder: Path) -> Path:
+    train(folder / "saved", AS_IT_IS, arguments=arguments(folder / "saved", save_strategy="steps", save_steps=2))
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("damage", [remove, empty, cut])
+@pytest.mark.parametrize("name", FILES)
+def test_checkpoint_with_a_damaged_file_is_skipped_with_the_name_of_the_file(
+    folder: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
+    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-6")
+    damage(tmp_path / "checkpoint-6" / name)
+    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-4")
+    assert re.search(rf"checkpoint-6 is skipped: .*{name}", caplog.text)
+
+
+def test_run_resumes_from_the_checkpoint_before_a_damaged_one(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
+    remove(tmp_path / "checkpoint-6" / "optimizer.pt")
+    resumed = train(tmp_path, AS_IT_IS, resume=True, arguments=arguments(tmp_path))
+    assert difference(resumed, stock(folder)) == 0.0
+
+
+def test_checkpoint_whose_index_names_a_missing_shard_is_skipped(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoint-6"
+    remove(newest / "model.safetensors")
+    tiny_llama().save_pretrained(newest, max_shard_size="100KB")
+    shards = sorted(newest.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert newest_complete(arguments(tmp_path)) == str(newest)
+    remove(shards[-1])
+    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "reference/adapter_model.safetensors"])
+def test_checkpoint_of_an_adapter_is_complete_unless_it_is_cut(folder: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoint-6"
+    (newest / name).parent.mkdir(exist_ok=True)
+    (newest / "model.safetensors").rename(newest / name)
+    assert newest_complete(arguments(tmp_path)) == str(newest)
+    cut(newest / name)
+    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-4")
+
+
+def test_checkpoint_without_optimizer_is_complete_only_with_save_only_model(folder: Path, tmp_path: Path) -> None:
+    train(tmp_path, AS_IT_IS, arguments=arguments(tmp_path, save_strategy="steps", save_steps=6, save_only_model=True))
+    assert newest_complete(arguments(tmp_path, save_only_model=True)) == str(tmp_path / "checkpoint-6")
+    with pytest.raises(ConfigError, match=r"no complete checkpoint.* optimizer\.pt .*: start from the"):
+        newest_complete(arguments(tmp_path))
 
 
 def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ the last batch. For trainers that generate, the samples come from `_prepare_inpu
 from __future__ import annotations
 
 import copyreg
-import logging
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,18 +20,17 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
+from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples, versions_of
 from torchtune_adaptive.hf.steps import OptimizerSteps, replaced
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -84,7 +82,7 @@ class AdaptiveMixin(Base):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Collective: see Trainer.train; True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete(str(self.args.output_dir))
+            resume_from_checkpoint = newest_complete(self.args)
         with ExitStack() as self._while_training, self._explaining_errors():
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -261,23 +259,6 @@ copyreg.pickle(AdaptiveType, _pickled)
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):
     """transformers' Trainer with recovery from out-of-memory errors and batch-size search."""
-
-
-def newest_complete(folder: str) -> str:
-    """Return the newest checkpoint of a Trainer's folder, without those whose save was interrupted.
-
-    Trainer writes trainer_state.json last.
-    """
-    named = ((path.name.removeprefix("checkpoint-"), path) for path in Path(folder).glob("checkpoint-*"))
-    for _, path in sorted(((int(step), path) for step, path in named if step.isdecimal()), reverse=True):
-        try:
-            TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))
-        except (OSError, ValueError, TypeError):
-            if rank() == 0:
-                logger.warning("%s is skipped: its save was interrupted", path)
-        else:
-            return str(path)
-    raise ConfigError(f"{folder} contains no complete checkpoint to resume from: start from the beginning")
 
 
 def _refuse_unsupported(trainer: Trainer) -> None:
