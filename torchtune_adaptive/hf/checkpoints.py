@@ -17,8 +17,8 @@ from torchtune_adaptive.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MODEL, ADAPTER = ("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin")
-WEIGHTS = (*MODEL, *(f"{name}.index.json" for name in MODEL), *ADAPTER, *(f"*/{name}" for name in ADAPTER))
+SINGLE = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+WEIGHTS = (*SINGLE, *(f"{name}.index.json" for name in SINGLE[::2]), *(f"*/{name}" for name in SINGLE[1::2]))
 FSDP_WEIGHTS, FSDP_OPTIMIZER = "pytorch_model_fsdp*", ("optimizer.bin", "optimizer_[0-9]*")
 
 
@@ -54,7 +54,7 @@ def damage_of(folder: Path, args: Any) -> str | None:
     parts = [weights, ["optimizer.pt", *FSDP_OPTIMIZER], ["scheduler.pt"], ["rng_state.pth", "rng_state_*.pth"]]
     for part in parts[:1] if args.save_only_model else parts:
         if not find(*part):
-            return f"it has no {' or '.join(part)}"
+            return f"it has no {' or '.join(part[:2])}"  # the most frequent names
     ranks = {int(path.stem[10:]) for path in find("rng_state_*.pth") if path.stem[10:].isdecimal()}
     missing = set(range(max(2, max(ranks, default=0) + 1))) - ranks  # one process writes rng_state.pth
     if ranks and missing and not find("rng_state.pth") and not args.save_on_each_node:
