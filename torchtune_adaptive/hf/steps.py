@@ -49,8 +49,8 @@ NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
 )
-COUNTERS = ("_metrics", "_total_train_tokens")
-"""Attributes that compute_loss of TRL's trainers updates; a repeated step restores them."""
+COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
+"""Attributes that compute_loss of trainers of TRL and ms-swift updates; a repeated step restores them."""
 
 
 class BatchLoss(NamedTuple):

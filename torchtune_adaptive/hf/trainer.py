@@ -122,11 +122,11 @@ class AdaptiveMixin(Base):
             f"out of memory on rank {rank()} {where}: {error}", *helps, Remedy.LARGER_BUDGET
         )
 
-    def get_train_dataloader(self) -> Any:
-        """Return Trainer's data loader, whose batches also contain their samples."""
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return Trainer's data loader, whose batches also contain their samples. ms-swift passes `skip_batches`."""
         self.keeps_samples = KeepSamples(self.data_collator)
         with replaced(self, data_collator=self.keeps_samples):
-            loader = super().get_train_dataloader()
+            loader = super().get_train_dataloader(*args, **kwargs)
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(
                 "AdaptiveMixin does not support dispatch_batches, where rank 0 collates for all ranks; set "
