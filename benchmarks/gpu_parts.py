@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from benchmarks import overhead, packing, trainer
@@ -95,22 +95,28 @@ def sized(sizes: dict[str, int]) -> tuple[str, ...]:
 ON_CARD = ("device=cuda", "dtype=bf16", "log_peak_memory_stats=True", "optimizer.fused=True")
 
 
+class Outcomes:
+    """A pytest plugin that appends the outcome of every test to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note the test's call, or a failed or skipped set-up."""
+        if report.when == "call" or report.outcome != "passed":
+            name, text = report.nodeid.rpartition("::")[2], str(report.longrepr or "")
+            row = {"test": name, "outcome": report.outcome, "seconds": report.duration, "message": text[-300:]}
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
 def tests(*files: str) -> Iterator[Row]:
-    """Run tests; yield the outcome of each. The log has them, too, in case the part is stopped."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        options = ["-v", "-p", "no:cacheprovider", f"--junitxml={report}", *(["-m", "not real_gpu"] * ON_NULL)]
-        subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, check=False)
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    for case in cases:
-        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-        message = next((child.attrib.get("message", "")[:300] for child in case), "")
-        yield {
-            "test": case.attrib["name"],
-            "outcome": outcome,
-            "seconds": float(case.attrib["time"]),
-            "message": message,
-        }
+    """Run tests; their outcomes are written as they come. Fail if one fails."""
+    options = ["-v", "-p", "no:cacheprovider", *(["-m", "not real_gpu"] * ON_NULL)]
+    status = pytest.main([*options, *files], [Outcomes(Path(sys.argv[2]))])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit(int(status))
+    yield from ()
 
 
 def rehearsals() -> Iterator[Row]:
@@ -367,7 +373,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
 
 def main() -> None:
     part, path = sys.argv[1:]
-    with fresh_processes(), open(path, "w", encoding="utf-8", buffering=1) as file:
+    with fresh_processes(), open(path, "a", encoding="utf-8", buffering=1) as file:
         for row in PARTS[part]():
             print(json.dumps(row), file=file)
 

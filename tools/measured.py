@@ -177,6 +177,8 @@ def glance(folder: Path = RESULTS) -> str:
 
 def _outcomes(rows: list[Row]) -> str:
     ran = [row for row in rows if row["outcome"] != "skipped"]
+    if not ran:
+        return ""
     failed = [row["test"] for row in ran if row["outcome"] != "passed"]
     return f"{len(ran) - len(failed)} of {len(ran)} tests passed" + (f"; failed: {', '.join(failed)}" if failed else "")
 
@@ -213,7 +215,7 @@ def gpu_token_budgets(rows: list[Row]) -> str:
         ours = [
             f"{speed['budget'] / speed[way]:.1f} × {way}" for way in ("rows", "packs") if {way, "budget"} <= {*speed}
         ]
-        cells.append(f"{lengths}: {', '.join(ours)}")
+        cells += [f"{lengths}: {', '.join(ours)}"] * bool(ours)
     return "; ".join(cells)
 
 
@@ -251,7 +253,7 @@ def on_a_gpu(folder: Path = RESULTS) -> str:
     for part, what in GPU_PARTS.items():
         path = folder / f"{part.__name__}.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-        if not found["rows"]:
+        if not found["rows"] or not part(found["rows"]):
             shown.append(f"| {what} | not measured yet | | | |")
             continue
         about = found["machine"]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.gpu.old_cudnn import use_torchs_attention_with_old_cudnn
+
 VOCABULARY, ROWS = 128_256, 4
 LENGTHS = (512, 2048, 1024, 1536, 2048, 2048)
 """Tokens of the samples in each step."""
@@ -163,4 +165,5 @@ CASES = {case.__name__: case for case in (plain, fsdp2, trainer, qlora, recipe)}
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    use_torchs_attention_with_old_cudnn()
     CASES[sys.argv[1]]()

@@ -21,6 +21,7 @@ from torch import nn
 from torchtune import training
 
 from tests import ranks
+from tests.gpu.old_cudnn import use_torchs_attention_with_old_cudnn
 from tests.null.processes import FORKING_ON_NULL
 from tests.recipes.running import demo_config
 from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
@@ -86,9 +87,7 @@ def use(name: str) -> torch.device:
         return torch.device(name)
     device = torch.device(name, 0)
     torch.cuda.set_device(device)
-    if os.environ.get("PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK") == "1":
-        # with a cuDNN that is older than the one torch was built with, its attention fails at run time
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    use_torchs_attention_with_old_cudnn()
     return device
 
 
