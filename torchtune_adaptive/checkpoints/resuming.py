@@ -53,8 +53,8 @@ class Start:
     """Number of another run's checkpoints, to be removed just before training starts."""
     claim: Claim
     """The claim on the directory of checkpoints; ranks that do not see its mark have another directory."""
-    damaged: frozenset[str] = frozenset()
-    """Names of checkpoints that were skipped; they do not count towards `keep_last_n_checkpoints`."""
+    damaged: frozenset[int] = frozenset()
+    """Serials of checkpoints that were skipped; they do not count towards `keep_last_n_checkpoints`."""
 
     @property
     def resumes(self) -> bool:
@@ -117,11 +117,11 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
             store.prune(directory, settings.keep_last_n_checkpoints, None)
             store.clean(directory)
         raise
-    damaged: frozenset[str] = frozenset()
+    damaged: frozenset[int] = frozenset()
     if files is not None:
         if manifest is not None:
             if settings.resume_from_checkpoint == AUTO:  # which skipped all newer ones
-                damaged = frozenset(found.name for found in checkpoints if found.serial > manifest.serial)
+                damaged = frozenset(found.serial for found in checkpoints if found.serial > manifest.serial)
             with suppress(OSError):  # a run that was killed may have left more than it keeps, and need their space
                 store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name, damaged)
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")

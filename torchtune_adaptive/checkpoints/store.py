@@ -267,13 +267,13 @@ def publish(claim: Claim, name: str) -> Path:
     return place
 
 
-def prune(directory: Path, keep_last: int | None, resumed_from: str | None, damaged: Collection[str] = ()) -> None:
+def prune(directory: Path, keep_last: int | None, resumed_from: str | None, damaged: Collection[int] = ()) -> None:
     """Remove complete checkpoints, except the newest `keep_last`, `resumed_from` and that of a finished run.
 
-    `damaged` checkpoints are neither counted nor removed.
+    Checkpoints with the serials `damaged` are neither counted nor removed.
     """
     found = find_checkpoints(directory)
-    complete = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.name not in damaged]
+    complete = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.serial not in damaged]
     for checkpoint in complete[len(complete) if keep_last is None else keep_last :]:
         if checkpoint.name != resumed_from and not (checkpoint.manifest and checkpoint.manifest.finished):
             remove(checkpoint.path)

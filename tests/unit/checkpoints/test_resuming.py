@@ -185,6 +185,9 @@ def test_damaged_checkpoint_does_not_count_towards_those_that_are_kept(tmp_path:
     saved(tmp_path, "step_5", serial=begun.serial)
     store.prune(tmp_path, 2, None, begun.damaged)
     assert complete(tmp_path) == ["step_5", "step_6", "step_4"]
+    saved(tmp_path, "step_6", serial=begun.serial + 1)  # saved again, intact: it counts
+    store.prune(tmp_path, 2, None, begun.damaged)
+    assert complete(tmp_path) == ["step_6", "step_5"]
 
 
 def test_base_weights_in_several_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
