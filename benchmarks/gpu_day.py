@@ -12,6 +12,7 @@ parts run, but times and losses mean nothing:
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -152,6 +153,9 @@ def main() -> None:
         options.into.mkdir(parents=True, exist_ok=True)
         replace_file(options.into / ".writable", bytes(4096))
         (options.into / ".writable").unlink()
+        fcntl.flock(os.open(options.into, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError as error:
+        raise SystemExit(f"error: another gpu_day saves to {options.into}: wait, or pass another --into") from error
     except OSError as error:
         raise SystemExit(f"error: {options.into} cannot be written ({error.strerror}): pass another --into") from error
     print(json.dumps(about), flush=True)
