@@ -1,16 +1,9 @@
-"""`--real`, `--compare` and `--calibrate` on a null device in place of the GPU, whose events are always 1 s apart."""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""`--real` and `--compare` on a null device in place of the GPU, whose events are always 1 s apart."""
 
 import pytest
 
 from tests.rehearse.conftest import Rehearse
 from torchtune_adaptive.null_cuda import environment
-from torchtune_adaptive.rehearse.step_time import UNCERTAINTY
 
 GIB = 2**30
 TRAINS = """
@@ -92,40 +85,3 @@ def test_options_that_describe_other_gpus_are_refused_with_real(options: tuple[s
     answer = rehearse(TRAINS, "--real", *options, json_format=False)
     assert answer.status == 2
     assert "leave out" in answer.printed
-
-
-def calibrate(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    words = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--calibrate"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, env=variables)
-
-
-def test_calibrated_rates_are_used_by_later_rehearsals(
-    rehearse: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card = environment(name="NVIDIA H100 80GB HBM3")  # built before the cache is another folder
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = rehearse(TRAINS, command=("train.py", "100,100")).found["time"]
-    ended = calibrate({**os.environ, **card})
-    assert ended.returncode == 0, ended.stderr
-    assert "--gpu h100" in ended.stdout
-    time = rehearse(TRAINS, "--gpu", "h100", command=("train.py", "100,100")).found["time"]
-    assert (before["calibrated"], time["calibrated"]) == (False, True)
-    assert time["seconds"] > before["seconds"]  # a null device calibrates as a slow one
-    assert [bound / time["seconds"] for bound in time["range"]] == pytest.approx(UNCERTAINTY[True])
-    measured = json.loads((tmp_path / "cache/torchtune_adaptive/gpus.json").read_text())["h100"]["rates"]
-    assert set(measured["curves"]) == {"bf16", "fp16", "tf32", "fp32", "attention"}
-
-
-def test_damaged_calibration_is_refused_with_its_path(rehearse: Rehearse, tmp_path: Path) -> None:
-    file = tmp_path / "torchtune_adaptive/gpus.json"
-    file.parent.mkdir()
-    file.write_text('{"h100": {}}')
-    answer = rehearse(TRAINS, json_format=False, variables={"XDG_CACHE_HOME": str(tmp_path)})
-    assert answer.status == 2
-    assert f"{file} is not a valid calibration: remove it" in answer.printed
-
-
-def test_calibration_without_a_gpu_is_refused() -> None:
-    ended = calibrate({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert ended.returncode != 0
-    assert "torch finds no GPU" in ended.stderr

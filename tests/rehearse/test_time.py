@@ -140,7 +140,7 @@ def test_single_step_has_no_time(rehearse: Rehearse) -> None:
 
 def test_report_states_time_limit_and_lower_bound(rehearse: Rehearse) -> None:
     printed = rehearse(PLAIN, "--gpu", "a100", json_format=False).found
-    for line in "time per step on a100", "(estimated, not calibrated:", "limited by", "lower bound":
+    for line in "time per step on a100", "(estimated: ", "limited by", "lower bound":
         assert line in printed
     assert max(map(len, printed.splitlines())) <= 120
 

@@ -11,10 +11,10 @@ import os
 import re
 from typing import Any
 
-from torchtune_adaptive.null_cuda.build import NullCudaError, build, cache_folder
+from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
-    "MAX_DEVICES", "NullCudaError", "build", "bytes_of", "cache_folder", "environment", "set_card", "set_memory",
+    "MAX_DEVICES", "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory",
     "used_convolutions", "used_flops", "used_memory",
 ]  # fmt: skip
 

@@ -60,11 +60,6 @@ class NullCudaError(RuntimeError):
     """This machine or process has no null device."""
 
 
-def cache_folder() -> Path:
-    """Return the folder for files that this package creates for its own use."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
-
-
 def build() -> Path:
     """Return the path of the library, after building it if the cache does not contain it.
 
@@ -72,7 +67,7 @@ def build() -> Path:
     """
     torch_folder, version, cuda = _torch()
     made_of = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
-    cache = cache_folder()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
     if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD would split it
         raise NullCudaError(
             f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another path"

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +21,7 @@ from typing import Any
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.compare import as_json as rows_as_json
 from torchtune_adaptive.rehearse.compare import as_table, compare, largest, range_in
-from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, known_gpus, local_gpu
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import check, rehearse
@@ -43,11 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}, or a calibrated one",
+        help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}",
     )
     parser.add_argument("--real", action="store_true", help="run on the GPUs of this machine, with the same report")
     parser.add_argument("--compare", action="store_true", help="run on the GPUs of this machine, rehearse, and compare")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine's GPU for later estimates")
     parser.add_argument(
         "--price", type=_prices, action="extend", default=[], metavar="NAME=PRICE",
         help="price of a GPU for an hour, for example h100=2.49; adds the cost of a million tokens",
@@ -74,10 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rehearse the command, print the result, and return the exit status."""
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
-    if options.calibrate and command:
-        options.refuse("--calibrate measures the GPU without a script: leave out the command")
-    if options.calibrate:
-        return subprocess.call([sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.calibrate"])
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
     for name, least in {"rank": 0, "steps": 0, "devices": 1}.items():
@@ -177,10 +171,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _cards(text: str) -> list[Gpu]:
-    known, names = known_gpus(), dict.fromkeys(text.lower().split(","))
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(known))}")
-    return [known[name] for name in names]
+    names = dict.fromkeys(text.lower().split(","))
+    if unknown := [name for name in names if name not in GPUS]:
+        raise ValueError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(GPUS))}")
+    return [GPUS[name] for name in names]
 
 
 def _prices(text: str) -> list[tuple[str, float]]:

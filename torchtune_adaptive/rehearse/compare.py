@@ -120,10 +120,8 @@ def as_table(rows: Sequence[Option]) -> str:
             + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
         )
     lines = [line.rstrip() for line in lines]
-    calibrated = all(row.time.calibrated for row in rows if row.time)
-    how = "calibrated" if calibrated else "not calibrated (--calibrate)"
-    low, high = UNCERTAINTY[calibrated]
-    lines += ["", f"Times are estimated, {how}: a step may take {low} to {high} times as long."]
+    low, high = UNCERTAINTY
+    lines += ["", f"Times are estimated: a step may take {low} to {high} times as long."]
     for verdict in dict.fromkeys(row.found.verdict() for row in rows if row.fits is None):
         lines.append(verdict)
     return "\n".join(lines)

@@ -1,28 +1,16 @@
-"""GPUs by name: memory as torch reports it, compute capability, and peak rates (sources: docs/rehearsing.md).
-
-A file of the user contains rates that `tune-adaptive rehearse --calibrate` measured.
-"""
+"""GPUs by name: memory as torch reports it, compute capability, and peak rates (sources: docs/rehearsing.md)."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
-
-from torchtune_adaptive.null_cuda import cache_folder
-
-Curve = Sequence[tuple[float, float]]
-"""Pairs of a kernel's FLOPs and the TFLOP/s that it reached, in ascending order of FLOPs."""
 
 
 class Rates(NamedTuple):
     """Peak rates of a GPU: dense TFLOP/s by type, then GB/s. Then shares of them and times that kernels reach."""
 
     bf16: float
+    """And of fp16."""
     fp8: float
     """On GPUs without fp8, of int8."""
     tf32: float
@@ -40,24 +28,10 @@ class Rates(NamedTuple):
     """The shortest kernel."""
     launch_s: float = 8e-6
     """The host's time to launch a kernel from Python."""
-    curves: Mapping[str, Curve] = {}
-    """Measured rates by kind of kernel; empty if the GPU was not calibrated."""
 
     def peak(self, kind: str) -> float:
         """Return the FLOP/s of a kind of kernel at most."""
-        return float(getattr(self, {"fp16": "bf16", "attention": "bf16"}.get(kind, kind))) * 1e12
-
-    def seconds(self, kind: str, flops: float) -> float:
-        """Return the time that a kernel computes."""
-        curve = self.curves.get(kind)
-        return flops / (_rate(curve, flops) * 1e12 if curve else self.peak(kind) * self.matmul_efficiency)
-
-
-def _rate(curve: Curve, flops: float) -> float:
-    """Interpolate between the measured sizes, on a logarithmic axis."""
-    flops = min(max(flops, curve[0][0]), curve[-1][0])
-    (low, slow), (high, fast) = next(pair for pair in pairwise(curve) if flops <= pair[1][0])
-    return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)
+        return float(getattr(self, kind)) * 1e12
 
 
 class Gpu(NamedTuple):
@@ -102,19 +76,4 @@ def local_gpu(found: Gpu) -> Gpu:
     words = re.split(r"[ -]", found.name.lower().replace("nvidia ", ""))
     names = [name for name in GPUS if name.partition("-")[0] in words]
     name = min(names, key=lambda name: abs(GPUS[name].memory - found.memory), default="-".join(words))
-    return found._replace(name=name, rates=known_gpus().get(name, found).rates)
-
-
-def calibration_file() -> Path:
-    """Return the path of the user's measured rates."""
-    return cache_folder() / "gpus.json"
-
-
-def known_gpus() -> dict[str, Gpu]:
-    """Return the GPUs of the table and those that were calibrated. Raises ValueError."""
-    file = calibration_file()
-    try:
-        measured = json.loads(file.read_text()) if file.exists() else {}
-        return GPUS | {name: Gpu(**{**gpu, "rates": Rates(**gpu["rates"])}) for name, gpu in measured.items()}
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{file} is not a valid calibration: remove it, and run --calibrate again") from error
+    return found._replace(name=name, rates=GPUS.get(name, found).rates)

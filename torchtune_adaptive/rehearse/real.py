@@ -63,9 +63,7 @@ class Comparison(NamedTuple):
                 share = row[name]["difference"]
                 cells.append(f"{'' if share is None else f'{share:+.1%}':>9}")
             lines.append("".join(cells))
-        time = self.rehearsed.usual_time()
-        how = "calibrated" if time and time.calibrated else "not calibrated: run --calibrate"
-        lines += ["", f"the rehearsed time is an estimate ({how}); the first step has no measured time"]
+        lines += ["", "the rehearsed time is an estimate; the first step has no measured time"]
         return "\n".join(line.rstrip() for line in lines)
 
     def as_json(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torchtune_adaptive.rehearse.gpus import Rates
 
-BF16, FP16, FP8, TF32, FP32, ATTENTION = "bf16", "fp16", "fp8", "tf32", "fp32", "attention"
+BF16, FP8, TF32, FP32 = "bf16", "fp8", "tf32", "fp32"
 MEMORY, HOST = "memory", "host"
 
 
@@ -74,11 +74,8 @@ class Work(NamedTuple):
 
 LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 20e-6
 """Share of the bandwidth that collectives reach, and their latency."""
-UNCERTAINTY = {False: (0.85, 1.25), True: (0.95, 1.6)}
-"""Range of measured times, as shares of the estimate: of GPUs that were not calibrated, and of those that were.
-
-Warm steps on a calibrated H100 took 1.12 to 1.59 times the estimate: kernels of a model are slower than measured ones.
-"""
+UNCERTAINTY = 0.85, 1.35
+"""Range of measured times, as shares of the estimate (comparisons: docs/rehearsing.md and docs/published.md)."""
 
 
 class StepTime(NamedTuple):
@@ -90,13 +87,11 @@ class StepTime(NamedTuple):
     limit: str
     least_seconds: float
     """Lower bound: at the GPU's peak rates, without communication and launches."""
-    calibrated: bool
-    """True if the rates were measured on a GPU of this model."""
 
     @property
     def range(self) -> tuple[float, float]:
         """Return the limits between which a measured time is expected."""
-        low, high = UNCERTAINTY[self.calibrated]
+        low, high = UNCERTAINTY
         return self.seconds * low, self.seconds * high
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,7 +117,7 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
         computing = operation.flops / rates.peak(operation.kind) if operation.flops else 0.0
         moving = operation.bytes / (rates.memory * 1e9)
         least += count * max(computing, moving)
-        computing = rates.seconds(operation.kind, operation.flops) if operation.flops else 0.0
+        computing /= rates.matmul_efficiency
         moving = max(moving / rates.memory_efficiency, rates.kernel_s)
         parts[COMPUTE if computing > moving else BANDWIDTH] += count * max(computing, moving)
     for collective, times in work.collectives:
@@ -136,14 +131,13 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
         most if alternatives[most] > busy else max((COMPUTE, BANDWIDTH, COMMUNICATION), key=lambda name: parts[name])
     )
     parts[COMMUNICATION] += hidden
-    return StepTime(max(busy, alternatives[most]), parts, limit, least, calibrated=bool(rates.curves))
+    return StepTime(max(busy, alternatives[most]), parts, limit, least)
 
 
 def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
     """Return the part of a report about time."""
     low, high = map(seconds_text, time.range)
-    how = "calibrated" if time.calibrated else "not calibrated"
-    lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} (estimated, {how}: {low} to {high})"}
+    lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} (estimated: {low} to {high})"}
     unit, count = ("tokens", work.tokens) if work.tokens else ("samples", work.samples)
     if count:
         each = count / work.ranks_per_sample / time.seconds

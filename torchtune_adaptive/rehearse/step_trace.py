@@ -20,10 +20,8 @@ import torch
 
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rehearse.step_time import (
-    ATTENTION,
     BF16,
     FP8,
-    FP16,
     FP32,
     HOST,
     MEMORY,
@@ -34,7 +32,7 @@ from torchtune_adaptive.rehearse.step_time import (
 )
 
 _RATES = {
-    "c10::BFloat16": BF16, "c10::Half": FP16, "c10::Float8_e4m3fn": FP8, "c10::Float8_e5m2": FP8, "signed char": FP8,
+    "c10::BFloat16": BF16, "c10::Half": BF16, "c10::Float8_e4m3fn": FP8, "c10::Float8_e5m2": FP8, "signed char": FP8,
 }  # fmt: skip
 _FIRST_MATRIX = {
     "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1, "_scaled_mm": 0, "_int_mm": 0,
@@ -247,8 +245,6 @@ class _Trace:
             self._rows[tuple(given.shapes[1])] += given.shapes[0][0]
         kind = given.types[_FIRST_MATRIX.get(name, 0)].removeprefix("Tensor(").removesuffix(")")
         rate = _RATES.get(kind) or (TF32 if _takes_tf32(name in _CONVOLUTIONS) else FP32)
-        if rate in (BF16, FP16) and _ATTENTION.fullmatch(name):
-            rate = ATTENTION
         return [Operation(rate, _flops(name, about, given, returned), moved)]
 
     def _collective(self, name: str, text: dict[str, str]) -> _Items:
