@@ -32,8 +32,8 @@ MANIFEST_FILE = "adaptive_checkpoint.json"
 MARKER_FILE = "run"
 """Marks the staging directory of a run. If the directory was removed, a save recreates it, but not this file."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
-"""torchtune writes the recipe state to this file in this directory, next to its checkpoints. This package writes the
-file into each checkpoint."""
+"""torchtune writes `recipe_state/recipe_state.pt` next to its checkpoints. This package writes `recipe_state.pt` into
+each checkpoint."""
 ADAPTER_FILE = "adapter_model.pt"
 RANDOM_FILE = "adaptive_random.pt"
 WEIGHTS = re.compile(r"model-\d+-of-\d+\.(bin|safetensors)")
@@ -258,8 +258,8 @@ def publish(claim: Claim, name: str) -> Path:
         sync(path)
     sync(staged)
     claim.check()  # if the directory is replaced after this check, the rename fails
-    # An existing checkpoint of this name is incomplete, or the run has resumed from an earlier one since. A kill
-    # between removal and rename loses it, and the run then resumes from the previous checkpoint.
+    # A checkpoint of this name exists if it is incomplete, or if the run has resumed from an earlier one and reached
+    # this position again. If the run is killed between removal and rename, it resumes from the previous checkpoint.
     if os.path.lexists(place):
         remove(place)
     staged.rename(place)
@@ -339,8 +339,10 @@ def read_manifest(folder: Path) -> Manifest | Fault:
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Return size and checksum of every file in a directory, except a manifest: torchtune copies that from the
-    directory of the initial weights if there is one."""
+    """Return size and checksum of every file in a directory, except a manifest.
+
+    torchtune copies other files from the directory of the initial weights, which may be a checkpoint with a manifest.
+    """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)

@@ -50,7 +50,7 @@ NOT_SPLIT = (
     "samples, batch normalization or random numbers for each row"
 )
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
-"""Attributes that compute_loss of trainers of TRL and ms-swift updates; a repeated step restores them."""
+"""Attributes that compute_loss updates in TRL's and ms-swift's trainers; a repeated step restores them."""
 
 
 class BatchLoss(NamedTuple):
@@ -95,7 +95,7 @@ class OptimizerSteps:
         padded = "input_ids" not in two or len(two["input_ids"]) > 1
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        # TRL leaves the weights of models trainable that it does not train.
+        # TRL does not freeze the models that it does not train.
         models = [self.model, *(each.requires_grad_(False) for each in other_models(trainer, trained))]
         self.runner = StepRunner(
             self.model,
@@ -227,7 +227,7 @@ class OptimizerSteps:
         self._reduction = reduction
         shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
         self._counted = int(shifts.get(reduction, next_tokens))
-        """Index of the count of targets that belongs to the reduction."""
+        """Index of the count in `targets` that matches the reduction: 0 for all labels, 1 without first positions."""
         self._scale = max(abs(each.both) for each in on_ranks)
         """The loss before the first step. Later errors are relative to at least this: the loss may approach 0, where
         rounding is a large share of it."""

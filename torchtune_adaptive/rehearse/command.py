@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ranks, or several: 1,2,4,8 (default: from the launcher, else 1)",
     )  # fmt: skip
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to rehearse (default: 0)")
-    parser.add_argument("--devices", type=int, metavar="N", help="GPUs that the process uses (default: one)")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="GPUs that the process sees (default: one per rank, up to 8)"
+    )
     parser.add_argument(
         "--gpu",
         metavar="NAME",

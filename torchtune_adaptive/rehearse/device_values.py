@@ -1,4 +1,4 @@
-"""Values that a script reads from a device that runs no kernels, and notes where a tensor size may depend on them.
+"""Supply the values that a script reads from a device that runs no kernels; report sizes that may depend on them.
 
 Integers that a script reads by `.item()`, `int(...)` and `float(...)` are followed through its source: arithmetic,
 names, attributes, constant keys and returns. An integer that is only divided, printed, logged or passed to a Triton
@@ -30,7 +30,7 @@ from torchtune_adaptive.rehearse.fake_ranks import replace
 from torchtune_adaptive.rehearse.result import INTEGER, MASK
 
 LARGE = 2**20
-"""Number of elements from which the values of a tensor are not computed on the host."""
+"""Tensors with this many elements or more are not computed on the host."""
 _RETURN_INTEGERS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge",
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
@@ -164,7 +164,7 @@ class DeviceValues:
             copied = function(given, *args, **kwargs)
             if copied.is_cuda and copied.is_floating_point() and copied.numel() != 1:
                 return copied
-            # a kernel would copy rows and columns, or change a type on the device
+            # to convert types or to copy non-contiguous tensors, a device needs a kernel, so the result is unknown
             complete = copied.is_contiguous()
             if from_device:
                 complete &= copied is not given and source.is_contiguous() and source.dtype is copied.dtype
@@ -226,7 +226,7 @@ class DeviceValues:
         return tensor.numel() < LARGE and self._source_of(tensor) is Source.HOST
 
     def _on_host(self, given: Any) -> Any:
-        """Return a tensor with the same values. A copy of rows and columns would run a kernel, so copy the storage."""
+        """Return a tensor with the same values. Copy its whole storage: a copy of a non-contiguous tensor needs a kernel."""
         if not isinstance(given, torch.Tensor) or not given.is_cuda:
             return "cpu" if isinstance(given, torch.device) else given
         storage = given.untyped_storage().cpu()
@@ -302,7 +302,7 @@ class DeviceValues:
         return tensor[tuple(selected.unbind(1))]
 
     def _with_dynamic_size(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        """Run an operation on the host whose result sizes depend on values."""
+        """Wrap an operation whose result sizes depend on values: run it on the host."""
 
         def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._source_of(tensor) is not Source.HOST:
@@ -323,7 +323,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _caller() -> FrameType:
-    """Return the caller's caller; on autograd's threads, which have no frame, where the main thread is."""
+    """Return the caller's caller. Autograd's threads have no Python caller: return the main thread's frame there."""
     called = sys._getframe(1)
     return called.f_back or sys._current_frames()[threading.main_thread().ident or 0]
 

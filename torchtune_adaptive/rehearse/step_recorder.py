@@ -209,7 +209,7 @@ class StepRecorder:
 
     @property
     def _first_step_is_complete(self) -> bool:
-        """True if every optimizer has stepped, and the second step has not ended."""
+        """True if every optimizer has stepped, but the end of the first step is not recorded yet."""
         return self._all is None and bool(self._stepped) and not self._idle()
 
     def _idle(self) -> dict[WeakIdRef, torch.optim.Optimizer]:
@@ -473,7 +473,7 @@ def _holder(block: dict[str, Any], owners: dict[int, str]) -> str:
         return owner
     if not frames:  # a thread of autograd
         return BACKWARD
-    # the innermost frame decides: FSDP1 calls the module, and an optimizer may call the whole forward
+    # The innermost frame decides: FSDP1's forward calls the module, and an optimizer may call the forward as a closure.
     by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES, STATE_DICT: _STATE_DICT}
     holders = (holder for frame in frames for holder, where in by_frames.items() if _any_in([frame], where))
     return next(holders, OTHER)

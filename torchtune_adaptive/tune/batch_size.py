@@ -367,7 +367,7 @@ def search_fingerprint(
     cfg: DictConfig, step: TrainingStep[Any], memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: return everything that the result of a search depends on."""
-    # This rank may already be out of memory, and an Agreement allocates none.
+    # Use an Agreement, which allocates no memory: this rank may have none left.
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     given = OmegaConf.create({key: cfg.get(key) for key in DEPENDS_ON})
     return {

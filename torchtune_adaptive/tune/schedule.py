@@ -144,7 +144,7 @@ def size_epochs(
 def grown_sizes(settings: Settings, epoch: int, current: int, requested: int, rows_that_fit: int | None) -> EpochSizes:
     """Return steps of the requested batch size, or of the current one if the requested one exceeds a bound."""
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
-    # A batch may always shrink, even to a size above the bound.
+    # A batch may always shrink. If it was above the bound, it may still be above it afterwards.
     batch_size = requested if requested <= max(current, most) else current
     sizes = _sizes(settings, epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
     return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == requested else requested)
@@ -203,7 +203,7 @@ def total_steps(epochs: Sequence[EpochSizes]) -> int:
 
 
 def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
-    """Return the rows from which every step is one microbatch; None if a step always may have several."""
+    """Return the rows that a microbatch needs to hold a whole step; None if steps always have several."""
     adaptive, rows = settings.adaptive, settings.samples_per_step
     grows = settings.config.get(KEY) is not None
     if grows or adaptive.accumulation == "fixed":
@@ -237,7 +237,8 @@ def log_schedule(
     if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
         why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
         keep = "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured)
-        known = progress.dataset_samples or samples * ranks  # smaller if the sampler repeats one
+        # fewer than the ranks read, if the sampler repeats some
+        known = progress.dataset_samples or samples * ranks
         of_all = f"{left_out * ranks + known - samples * ranks} of {known} samples"
         each = "each epoch that begins on this number of ranks" if ranks_changed else "each epoch"
         say(f"{of_all} do not fill a step and are left out of {each} ({why}){keep}")
@@ -248,7 +249,7 @@ def log_left_out(sizes: EpochSizes, settings: Settings, progress: Progress, load
     left_out = progress.ranks * loader.samples_left_per_rank(progress.samples_in_epoch)
     if left_out and settings.config.get(KEY) is not None and settings.max_steps_per_epoch is None:
         read = progress.ranks * loader.samples_per_rank
-        samples = progress.dataset_samples or read  # smaller if the sampler repeats one
+        samples = progress.dataset_samples or read  # fewer than `read`, if the sampler repeats some
         left_out += samples - read
         say(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
