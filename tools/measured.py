@@ -164,9 +164,9 @@ def glance(folder: Path = RESULTS) -> str:
         ("faults", "out of memory at single operations of a step", injected),
         ("recovery", "cost of a recovery", recovered),
         ("overhead", "cost while nothing fails", f"{span(alike, 2)} × the CPU time of torchtune's step"),
-        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)}; {_rounded(ours)}"),
+        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)}, or {_rounded(ours)}"),
         ("searches", "the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
-        ("packing", "speed-up by `token_budget: auto` over rows", ", ".join(budgets)),
+        ("packing", "speed-up by `token_budget: auto`, compared with a limit by rows", ", ".join(budgets)),
     )
     versions = [measured_with(name, folder).partition(" ")[0] for name, _, _ in lines]
     cores = machine_of("faults", folder)["cores"]
@@ -289,12 +289,12 @@ def _ranks(count: int) -> str:
 def _search(rows: list[Row]) -> str:
     errors = span(row["out of memory"] for row in rows)
     named = "out-of-memory error" if errors == "1" else "out-of-memory errors"
-    return f"{errors} {named}, {span(100 * row['rows'] / row['fits'] for row in rows)} % of the maximum"
+    return f"{errors} {named}, {span(100 * row['rows'] / row['fits'] for row in rows)} % of the rows that fit"
 
 
 def _rounded(rows: list[Row]) -> str:
     shares = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in rows)
-    return f"{shares} % after the default rounding to a power of two"
+    return f"{shares} % if rounded to a power of two, the default"
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ _CHOICES = {"argmax", "argmin", "argsort", "kthvalue", "max", "min", "multinomia
 """Operations that return indices into a dimension of the input."""
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"}
 _SMALL = 2**16
-"""Maximum elements of a floating-point tensor that is real because it depends only on integers."""
+"""Floating-point tensors that depend only on integers are real up to this number of elements."""
 _KNOWN = "_torchtune_adaptive_known"
 _MAX_READS = 10_000
 """Maximum values that a pass may read from fake tensors. Without it, a loop until convergence would never end."""
@@ -106,7 +106,7 @@ class Exchange(NamedTuple):
     tensors: list[Tensor]
     """Arguments."""
     result: Any
-    """The returned tensors, before the wait; or the returned work, if the results are among the arguments."""
+    """The returned tensors, possibly incomplete; or a work object, if the collective writes into its arguments."""
 
 
 class SeenCollective(NamedTuple):
@@ -352,7 +352,7 @@ class GhostMode(TorchDispatchMode):
         before = messages()[group.group_name]
         with explaining_failures("a collective of a repeated pass"), unset_fake_temporarily():
             result = call.run()
-            if integers is not None:  # before waiting, which may run out of memory after peers have matched it
+            if integers is not None:  # log before waiting: if the wait runs out of memory, the next try needs them
                 self._log.append(Exchange(integers, result))
             _wait(result)
         if (counted := messages()[group.group_name] - before) > 1:
@@ -364,8 +364,8 @@ class GhostMode(TorchDispatchMode):
     def _exchange(self, call: _Call, group: dist.ProcessGroup, *, skips: bool) -> Any:
         """Collective, unless skipped: exchange integers, which determine sizes.
 
-        This rank sends the integers that it sent in the failed pass. A forward that is recomputed sends those of the
-        first time.
+        This rank sends the integers that it sent in the failed pass. If a forward is recomputed in the backward
+        (activation checkpointing), it sends the same integers again.
         """
         tensors = call.tensors
         if self._issued is None:  # a pass that issues nothing: assume that peers send what this rank sends
@@ -431,7 +431,11 @@ class GhostMode(TorchDispatchMode):
         )
 
     def _make_up(self, call: _Call, fake: FakeTensor) -> Tensor:
-        """Return real integers for a fake result: indices, spread evenly (or the same in each row), otherwise zeros."""
+        """Return real integers in place of a fake result.
+
+        Indices, as those of `topk`, are spread evenly over the dimension; if `made_up` is 1, all rows have the same
+        ones. Other integers are 0.
+        """
         self.used_unknown_values = True
         source = call.args[0]
         named = dict(zip((each.name for each in call.func._schema.arguments), call.args, strict=False)) | call.kwargs

@@ -1,8 +1,8 @@
 """Limits on the size of a microbatch: frozen values, whose transitions return new ones.
 
 A limit by bytes predicts memory: a phase needs a fixed part, plus bytes per row, per token and, if attention stores a
-matrix, per pair of tokens of a row. All of this is linear in the rows, so the most rows of a length follow without a
-search. If samples grow differently from some length on, the surface has a knee there.
+matrix, per pair of tokens of a row. The prediction is linear in the rows, so the most rows of a length are a quotient:
+the free budget by the bytes of a row. If samples grow differently from some length on, the surface has a knee there.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Points: TypeAlias = Mapping[tuple[int, int], int]
 """Measured bytes by rows and length."""
 
 _BENT = 0.01
-"""A pair term is added if a surface without it misses a point by more than this share of the points' range. The range
-is used because resident memory would hide the error relative to the total."""
+"""A pair term is added if a surface without it misses a point by more than this share of the range of measured bytes.
+(Not of the largest bytes, most of which may be resident memory, so that any error would seem small.)"""
 
 _HALF_A_BYTE = 0.5
 """Tolerance for floating point. Bytes are whole, so it cannot add a row."""
@@ -137,7 +137,7 @@ def _factors(rows: int, length: int, knee: int) -> list[float]:
 
 
 UNBOUNDED_ROWS = 2**20
-"""Returned instead of infinity by a surface that does not grow with the rows."""
+"""Returned by `SurfaceLimit.rows_at` in place of infinity, if memory does not grow with the rows."""
 
 _STEP_DOWN = 0.75
 """Factor on the growing part of the predicted need, after running out of memory."""
@@ -159,7 +159,7 @@ class Microbatch(NamedTuple):
 
 
 class Limit(Protocol):
-    """The largest microbatch that is allowed, as one number. The methods here are those of a limit that counts.
+    """The largest microbatch that is allowed, as one number. The methods here are for limits of rows or tokens.
 
     Methods take the fields of a `Microbatch`. The allowed rows never increase with the length.
     """
@@ -169,7 +169,7 @@ class Limit(Protocol):
     by_length: bool
     """True if the limit depends on the length, so that ranks may need different numbers of microbatches."""
     sized_by: str
-    """The field that is the size."""
+    """Name of the field that holds `size`."""
 
     @property
     def size(self) -> int:
@@ -291,12 +291,12 @@ class SurfaceLimit(Limit):
         return self.need(rows, length, tokens) <= self.budget_bytes + _HALF_A_BYTE
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """Return a limit whose budget is below the predicted need of the failed microbatch; its fixed part is kept."""
+        """Return a smaller limit: the failed microbatch's predicted need, with a smaller growing part, as budget."""
         size = Microbatch(rows, length, tokens)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
         failed_bytes = fullest.bytes_at(*size)
         stepped_down = fullest.fixed_bytes + _STEP_DOWN * (failed_bytes - fullest.fixed_bytes)
-        # If few bytes grow, the step down may be within the tolerance of `fits`: exclude the microbatch anyway.
+        # If the growing part is small, this budget may still admit the microbatch, due to rounding: go below its need.
         smaller = self.resized(int(min(stepped_down, math.ceil(failed_bytes - _HALF_A_BYTE) - 1)))
         shrinks = self.fits(*size) and smaller.budget_bytes < self.budget_bytes and not smaller.fits(*size)
         return smaller if shrinks else None

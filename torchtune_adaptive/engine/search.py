@@ -123,7 +123,7 @@ def fit_line(points: Mapping[int, int]) -> Surface:
 
     It passes through the largest size. Its slope is the steepest of those from the smaller sizes to the largest: the
     peak of a phase can only bend upwards, because it is the maximum over many points of the program, each affine in the
-    rows. If two larger sizes are known, one row is ignored, since kernels and chunking may treat it differently. If the
+    rows. The size of one row is ignored if two larger ones are known, since kernels may treat it differently. If the
     fixed part would be negative, the line through zero and the largest size is returned.
     """
     last = max(points)
@@ -140,13 +140,14 @@ def fit_lines(probes: Sequence[Probe]) -> dict[str, Surface]:
 
 # How `linear` searches. "With a cache" means an allocator that keeps freed blocks, as CUDA's does: it may fill the
 # device before the budget is reached, at a size that no line predicts.
-_JUMP = 4  # after two probes, the next one has at most 4 times their rows, unless the phases' ratios allow more
+_JUMP = 4  # a line through two probes is trusted up to 4 times the rows of the larger one
 _ROUNDED_JUMP = 8  # the same if rows are rounded to powers of two, which absorbs small errors
 _BEND = 0.01  # a probe this far above the line through smaller ones shows that another part of the phase dominates
 _CLOSE = 0.95  # stop at this share of the rows that are still possible
-_CLOSE_WITH_CACHE = 0.8  # the same with a cache, from the fourth probe on; also the least `usable_bytes` up to two rows
+# the same with a cache, from the fourth probe on; also the least share of the budget in `usable_bytes` up to two rows
+_CLOSE_WITH_CACHE = 0.8
 _STEP_BACK, _STEP_BACK_WITH_CACHE = 1 / 16, 1 / 8  # share of failed rows to step back by, doubled at each failure
-_MARGIN = 1.25  # a target is out of reach if two probes predict less than the target even with this factor
+_MARGIN = 1.25  # without a cache, two probes may predict too few rows, by up to this factor
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,8 @@ class History:
     def usable_bytes(self) -> float:
         """The budget, or less if the cache fills the device first.
 
-        Cached bytes follow no line, but from some rows on they are nearly proportional to allocated bytes.
+        Lines do not predict the cache. But except for a few rows, its size is nearly proportional to the allocated
+        bytes, so the ratio in the largest probe is used.
         """
         unflushed = [probe for probe in self.probes if probe.peak.fullness and not probe.peak.retries]
         if not unflushed:
@@ -293,9 +295,9 @@ def _phase_reach(points: Mapping[int, int], history: History) -> float:
     """Return the rows up to which the line of this phase is trusted.
 
     The need is a maximum of affine functions. So k times the rows need at most k times the non-resident bytes, and the
-    rows up to that bound are safe. A line through two sizes is also trusted up to `trusted_jump` times the largest. A
-    line through more is trusted everywhere, unless the largest size is above the line through the others. (If it is
-    below, one row was special, and `fit_line` ignores it from now on.)
+    rows up to that bound are safe. A line through two sizes is also trusted up to `trusted_jump` times the larger one.
+    A line through three or more is trusted everywhere, unless the largest size needs more than the line through the
+    others predicts. (If it needs less, only one row was special, and `fit_line` ignores one row from now on.)
     """
     last = max(points)
     resident_bytes = history.resident_bytes

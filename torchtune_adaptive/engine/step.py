@@ -191,9 +191,9 @@ class StepRunner(Generic[Sample]):
     """Turns the samples of a step into gradients.
 
     `forward_backward` collates the given samples, runs forward and backward on the sum of their losses, and returns the
-    totals. It may divide the loss by a number of the whole step, but not by one of the microbatch, such as its tokens:
-    divide the gradients by `result.target_tokens` afterwards. A repeated step calls it with other splits of the same
-    samples.
+    totals. It must not divide the loss by a number that differs between microbatches, such as their tokens. To get the
+    mean over tokens, divide the gradients by `result.target_tokens` afterwards. A repeated step calls it with other
+    splits of the same samples.
 
     `limit` is the limit of a microbatch, the same on every rank. Under a limit by rows, all ranks need the same number
     of samples. By default, the runner creates a Recovery for its model.
@@ -234,7 +234,7 @@ class StepRunner(Generic[Sample]):
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # before the first attempt
         self._equal_steps = EqualSteps()
-        # a collective in which all ranks take part ends only after all of them have begun the step
+        # If a collective includes all ranks, it ends after all have begun, and announced, their step.
         self._checks_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages = world_size() > 1 and self._is_whole
@@ -394,7 +394,7 @@ class StepRunner(Generic[Sample]):
         return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
     def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
-        """Keep the plan of the next step, split into `microbatches`; that is 0 if a rank does not know its samples."""
+        """Keep the plan of the next step, split into `microbatches`. 0 means that a rank has none: keep no plan."""
         if upcoming is not None and microbatches:
             limit, lengths, plan = upcoming
             self._next_plan = _NextPlan(

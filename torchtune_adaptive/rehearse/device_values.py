@@ -226,7 +226,7 @@ class DeviceValues:
         return tensor.numel() < LARGE and self._source_of(tensor) is Source.HOST
 
     def _on_host(self, given: Any) -> Any:
-        """Return a tensor with the same values. Copy its whole storage: a copy of a non-contiguous tensor needs a kernel."""
+        """Return a tensor with the same values: copy the storage, since non-contiguous tensors need a kernel."""
         if not isinstance(given, torch.Tensor) or not given.is_cuda:
             return "cpu" if isinstance(given, torch.device) else given
         storage = given.untyped_storage().cpu()
