@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 
@@ -55,33 +56,27 @@ class ConfigError(AdaptiveError, ValueError):
     """Invalid value; the message names the key or argument, the value and the allowed values."""
 
 
-class SeveralErrors(ConfigError):
-    """Several independent invalid values."""
-
-    def __init__(self, errors: Sequence[ConfigError]) -> None:
-        super().__init__("\n       ".join(map(str, errors)))
-        self.errors = errors
+BETWEEN_ERRORS = "\n       "
+"""Separates the messages of several independent errors."""
 
 
 def together(checks: Iterable[Callable[[], Any]]) -> list[Any]:
     """Run all checks and return their results; raise their ConfigErrors as one error."""
     results: list[Any] = []
-    errors: list[ConfigError] = []
+    problems: list[str] = []
     for check in checks:
         try:
             results.append(check())
         except ConfigError as error:
-            errors.append(error)
-    raise_together(errors)
+            problems += str(error).split(BETWEEN_ERRORS)
+    refuse(problems)
     return results
 
 
-def raise_together(errors: Iterable[ConfigError]) -> None:
-    """Raise the errors as one, without duplicate messages; do nothing if there are none."""
-    single = [one for error in errors for one in (error.errors if isinstance(error, SeveralErrors) else [error])]
-    distinct = list({str(error): error for error in single}.values())
-    if distinct:
-        raise distinct[0] if len(distinct) == 1 else SeveralErrors(distinct)
+def refuse(*problems: Iterable[str]) -> None:
+    """Raise one ConfigError for all problems, without duplicates; do nothing if there are none."""
+    if distinct := list(dict.fromkeys(chain(*problems))):
+        raise ConfigError(BETWEEN_ERRORS.join(distinct))
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
@@ -108,10 +103,6 @@ class SampleTooLongError(ConfigError):
 
 class NotLearningError(AdaptiveError):
     """The run continues without learning, for example because every update is skipped."""
-
-
-class EarlyExitError(AdaptiveError):
-    """Code in the run called `sys.exit(0)` before training was finished."""
 
 
 class RecoveryUnsupportedError(AdaptiveError):

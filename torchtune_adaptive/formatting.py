@@ -47,27 +47,22 @@ def parse_size(value: object, key: str) -> MemorySize:
         if not 0 < number <= 1:
             raise ConfigError(f"{key}: {value!r} is neither an amount of memory nor a fraction; {_ALLOWED}")
         return MemorySize(number, is_fraction=True)
-    return MemorySize(_amount(value, key, _ALLOWED), is_fraction=False)
+    match = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    unit_bytes = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit_bytes is None:
+        raise ConfigError(f"{key}: cannot read {value!r} as an amount of memory; {_ALLOWED}")
+    amount = float(match[1]) * unit_bytes
+    if amount < 1:
+        raise ConfigError(f"{key}: {value!r} leaves no memory; {_ALLOWED}")
+    return MemorySize(amount, is_fraction=False)
 
 
 def parse_amount(value: object, key: str) -> int:
     """Parse an absolute amount into bytes; fractions need a device and are rejected."""
-    number = _as_number(value)
-    if number is not None:
-        wrong = "a fraction needs a device" if 0 < number <= 1 else "an amount needs a unit"
-        raise ConfigError(f"{key} is {value}: {wrong}; {_AMOUNT}")
-    return int(_amount(value, key, _AMOUNT))
-
-
-def _amount(value: object, key: str, allowed: str) -> float:
-    match = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
-    unit_bytes = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit_bytes is None:
-        raise ConfigError(f"{key}: cannot read {value!r} as an amount of memory; {allowed}")
-    amount = float(match[1]) * unit_bytes
-    if amount < 1:
-        raise ConfigError(f"{key}: {value!r} leaves no memory; {allowed}")
-    return amount
+    size = parse_size(value, key)
+    if size.is_fraction:
+        raise ConfigError(f"{key} is {value}: a fraction needs a device; {_AMOUNT}")
+    return int(size.amount)
 
 
 def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:

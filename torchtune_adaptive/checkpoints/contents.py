@@ -31,7 +31,7 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints.store import RANDOM_FILE, State
 from torchtune_adaptive.config.keys import LoraSettings
-from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
+from torchtune_adaptive.engine.memory import wraps_tensors
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.formatting import count_of
@@ -82,13 +82,9 @@ class Contents:
         state: State = {training.ADAPTER_CONFIG: for_peft}
         if self.adapter_only:
             return {**state, training.ADAPTER_KEY: gathered[training.MODEL_KEY]}
-        # torchtune merges in place; weights that did not have to be gathered still share memory with the model
-        tensors = [*model.parameters(), *model.buffers()]
-        shared = {plain.untyped_storage().data_ptr() for tensor in tensors for plain in plain_tensors(tensor)}
-        own = {
-            name: weight.clone() if weight.untyped_storage().data_ptr() in shared else weight
-            for name, weight in gathered[training.MODEL_KEY].items()
-        }
+        # torchtune merges in place; weights on the host that did not have to be gathered are those of the model
+        on_host = next(model.parameters()).is_cpu
+        own = {name: weight.clone() if on_host else weight for name, weight in gathered[training.MODEL_KEY].items()}
         state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
         state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=lora.lora_rank, alpha=lora.lora_alpha)
         return state

@@ -19,13 +19,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
-from torchtune.training import ModelType
 from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.contents import AnyOptimizer
-from torchtune_adaptive.checkpoints.identity import file_names, saves_adapters
+from torchtune_adaptive.checkpoints.identity import file_names
 from torchtune_adaptive.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
@@ -42,7 +41,8 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
     """Build torchtune's checkpointer, which reads the files to resume from and writes to the staging directory."""
     section = section_writing_to(cfg, "checkpointer", staging)
     check_copied_files(cfg.checkpointer)
-    check_names("checkpointer", cfg.checkpointer)
+    if "checkpoint_files" in cfg.checkpointer:
+        file_names(cfg.checkpointer.checkpoint_files)
     from_files = files is not None and not files.distributed
     if files is not None and from_files:
         # When resuming, torchtune looks for an adapter in the last epoch of output_dir, and fails without an epoch.
@@ -52,15 +52,6 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
             section["checkpoint_files"] = list(files.weights)
     built = components.build_section("checkpointer", OmegaConf.create(section), should_load_recipe_state=from_files)
     return cast(Checkpointer, built)
-
-
-def check_names(key: str, section: DictConfig) -> None:
-    """Raise ConfigError for file names and model types that fail in torchtune without a clear message."""
-    if "checkpoint_files" in section:
-        file_names(section.checkpoint_files, key)
-    is_torchtunes = str(section.get(COMPONENT)).startswith("torchtune")  # or the demo's, with the same keys
-    if is_torchtunes and (family := section.get("model_type", "LLAMA3")) not in ModelType.__members__:
-        raise ConfigError(f"{key}.model_type is {family!r}: allowed are {', '.join(ModelType.__members__)}")
 
 
 def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
@@ -74,21 +65,20 @@ def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
 def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, Any]:
     """Return a checkpointer's section with another output directory."""
     section = components.require(cfg, key)
-    if (problem := missing_directory(section, key)) is not None:
-        raise ConfigError(problem)
+    _check_directory(section, key)
     plain = OmegaConf.to_container(section, resolve=True)
     assert isinstance(plain, dict)
     return {**{str(name): value for name, value in plain.items()}, "output_dir": str(staging)}
 
 
-def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
+def load(checkpointer: Checkpointer, files: Files | None) -> State:
     """Collective: load the initial weights, or the weights and state to resume from."""
     if files is None or files.distributed:
         return _on_all_ranks(partial(read_state, checkpointer), "the weights")
 
     def read() -> State:
         state = read_state(checkpointer)
-        _check_belongs_together(state, files, recipe)
+        _check_belongs_together(state, files)
         return state
 
     return _on_all_ranks(read, f"checkpoint {files.folder}")
@@ -147,18 +137,15 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
     return cast(Value, result)
 
 
-def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:
-    """Describe a missing directory of weights, for which torchtune's error names neither key nor directory."""
+def _check_directory(section: DictConfig, key: str) -> None:
+    """Raise ConfigError if the directory of weights is missing; torchtune's error names neither key nor directory."""
     directory = section.get("checkpoint_dir")
-    if not isinstance(directory, str):
-        raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")
-    # the demo's checkpointer creates its files
-    if not str(section.get(COMPONENT)).startswith("torchtune.training.") or os.path.isdir(directory):
-        return None
-    return (
-        f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
-        "download the weights first (tune download) or correct the path"
-    )
+    created = not str(section.get(COMPONENT)).startswith("torchtune.training.")  # the demo's checkpointer does
+    if not isinstance(directory, str) or not (created or os.path.isdir(directory)):
+        raise ConfigError(
+            f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
+            "download the weights first (tune download) or correct the path"
+        )
 
 
 def check_copied_files(section: DictConfig) -> None:
@@ -167,24 +154,17 @@ def check_copied_files(section: DictConfig) -> None:
         return
     for root, folders, files in os.walk(str(section.checkpoint_dir)):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            path = Path(root, name)
-            copied = not name.startswith(".") and not name.endswith(tuple(SUFFIXES_TO_NOT_COPY))
-            if copied and not (path.is_file() and os.access(path, os.R_OK)):
-                link = path.is_symlink() and not path.exists()
-                what = f"is a link to {os.readlink(path)}, which does not exist" if link else "cannot be read"
+        for path in (Path(root, name) for name in files):
+            copied = not path.name.startswith(".") and not path.name.endswith(tuple(SUFFIXES_TO_NOT_COPY))
+            if copied and not os.access(path, os.R_OK):
                 raise ConfigError(
-                    f"checkpointer.checkpoint_dir: every save copies {path}, but it {what}: repair or remove it"
+                    f"checkpointer.checkpoint_dir: every save copies {path}, but it cannot be read or is a broken "
+                    "link: repair or remove it"
                 )
 
 
-def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
+def _check_belongs_together(state: State, files: Files) -> None:
     """Raise ConfigError if weights and state are from different epochs; a manifest guarantees that they are not."""
-    if saves_adapters(recipe) and training.ADAPTER_KEY not in state:
-        raise ConfigError(
-            "resume_from_checkpoint is True, but no adapter weights were found: "
-            "set checkpointer.adapter_checkpoint, or output_dir to that of the run to resume"
-        )
     if training.OPT_KEY not in state or not state[training.OPT_KEY]:
         raise ConfigError(f"{files.recipe_state} has no optimizer state: the run cannot be resumed from it")
     weights_of, state_of = files.folder.name, f"epoch_{int(state.get(training.EPOCHS_KEY) or 0) - 1}"

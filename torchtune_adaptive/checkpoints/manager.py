@@ -46,7 +46,7 @@ from torchtune_adaptive.checkpoints.contents import (
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.checkpoints.resuming import Start
-from torchtune_adaptive.checkpoints.store import Checkpointer, Files, Manifest, State, find_checkpoints
+from torchtune_adaptive.checkpoints.store import Checkpointer, Files, Manifest, State
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS
@@ -119,7 +119,7 @@ class CheckpointManager:
 
     def load(self) -> State:
         """Collective: return the initial weights, or the weights and state of the checkpoint to resume from."""
-        return loading.load(self._checkpointer, self._start.files, self._contents.recipe)
+        return loading.load(self._checkpointer, self._start.files)
 
     def resume(self, base: State, model: nn.Module, optimizer: AnyOptimizer) -> State:
         """Collective: return the recipe state to resume; load a distributed checkpoint into model and optimizer."""
@@ -370,16 +370,8 @@ def describe_failure(error: BaseException, directory: Path) -> str:
         return GONE
     if number is None:
         number = _errno_of_a_write(directory / store.SAVING)
-    if number is not None:
-        text = os.strerror(number) + f": {file}" * bool(file) + " (see ulimit -f)" * (number == errno.EFBIG)
-    elif any(writer in str(error) for writer in ("inline_container", "iostream")):
-        text = f"torch could not write a file in full ({error})"
-    else:
-        text = in_a_line(error)
-    older = [checkpoint.name for checkpoint in find_checkpoints(directory) if checkpoint.manifest][1:]
-    removable = f"; {', '.join(older)} may be removed" if older and number in (errno.ENOSPC, errno.EDQUOT) else ""
-    free = format_bytes(shutil.disk_usage(directory).free)
-    return f"{text} ({free} free{removable})"
+    text = in_a_line(error) if number is None else os.strerror(number) + f": {file}" * bool(file)
+    return f"{text} ({format_bytes(shutil.disk_usage(directory).free)} free)"
 
 
 def _errno_and_file(error: BaseException | None) -> tuple[int | None, str | None]:

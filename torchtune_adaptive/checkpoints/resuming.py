@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
@@ -152,26 +152,29 @@ def choose_checkpoint(
     newest, skipped = store.newest_intact(own)
     for checkpoint in skipped:
         logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
+    files: Files
+    manifest: Manifest | None
     if newest is not None and newest.manifest is not None:
-        _check_same_run(newest.manifest, settings, recipe, directory)
-        _check_unfinished(newest.path, newest.manifest, settings, steps)
-        if newest.manifest.distributed and not settings.enable_async_checkpointing:
-            # reading it can run code: the user's config decides about that, not the folder
-            raise ConfigError(
-                f"cannot resume: {newest.path} is in the format of asynchronous checkpoints, which torch unpickles, "
-                "but enable_async_checkpointing is False: if you trust this folder, set "
-                "enable_async_checkpointing=True to resume, else choose another output_dir"
-            )
-        return store.files_of(newest.path, newest.manifest), newest.manifest
-    if mode is True:
+        files, manifest = store.files_of(newest.path, newest.manifest), newest.manifest
+        _check_same_run(manifest, settings, recipe, directory)
+        _check_unfinished(newest.path, manifest, settings, steps)
+    elif mode is True:
         files, manifest = named_files(settings, recipe, directory, checkpoints)
         # within an epoch, another order or size of steps would repeat samples and skip others
         if manifest is not None and manifest.position.steps_in_epoch:
             _check_same_run(manifest, settings, recipe, directory)
-        return files, manifest
-    if checkpoints:
-        _check_may_overwrite(checkpoints, settings, directory)
-    return None, None
+    else:
+        if checkpoints:
+            _check_may_overwrite(checkpoints, settings, directory)
+        return None, None
+    if files.distributed and not settings.enable_async_checkpointing:
+        # reading it can run code: the user's config decides about that, not the folder
+        raise ConfigError(
+            f"cannot resume: {files.folder} is in the format of asynchronous checkpoints, which torch unpickles, "
+            "but enable_async_checkpointing is False: if you trust this folder, set "
+            "enable_async_checkpointing=True to resume, else choose another output_dir"
+        )
+    return files, manifest
 
 
 def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None) -> None:
@@ -254,19 +257,15 @@ def _check_shared(start: Start, settings: Settings) -> None:
 
 
 def _record_start(start: Start, settings: Settings, launchers: list[str]) -> None:
-    """Collective: write `adaptive_run.json` on rank 0; any rank may record the end."""
+    """Write `adaptive_run.json` on rank 0; any rank may record the end."""
     if REHEARSAL.on:
         return
     output_dir = Path(settings.output_dir).absolute()
     THIS_RUN.keep_record_in(output_dir)
-    finished = None
     if dist.get_rank() == 0:
         before = run_state.read_record(output_dir)
-        if before and before.ended == run_state.FINISHED:
-            finished = before
         serial = before.serial if before and THIS_RUN.restarted else start.serial
         run_state.record_start(output_dir, resume_command(), checkpoint_directory(settings), serial, launchers)
-    THIS_RUN.finished_before = from_rank_0(finished)
 
 
 def named_files(
@@ -274,82 +273,67 @@ def named_files(
 ) -> tuple[Files, Manifest | None]:
     """Return the files that the config names for `resume_from_checkpoint: True`, and their manifest if there is one.
 
-    Weights and state must be from the same epoch, which torchtune does not check. Files without a name are taken from
-    the directory of the others.
+    A name of one file selects a whole checkpoint with a manifest. torchtune's recipes save weights and recipe state in
+    different folders, so each of these files needs its name, or has torchtune's.
     """
     if not checkpoints:
         raise ConfigError(
             f"resume_from_checkpoint is True, but checkpointer.output_dir {str(directory)!r} contains no checkpoint: "
             "set it to that of the run to resume"
         )
-    directory = directory.absolute()
-    manifests = {checkpoint.path.absolute(): checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest}
+    directory, section, adapter = directory.absolute(), settings.config.checkpointer, saves_adapters(recipe)
+    complete = {checkpoint.path.resolve(): checkpoint for checkpoint in checkpoints if checkpoint.manifest}
+    state = directory / str(name) if (name := section.get("recipe_checkpoint")) else None
     try:
         if settings.enable_async_checkpointing:  # found without names, as in torchtune
-            newest = _newest_with(DISTRIBUTED_METADATA, "dist_epoch_", directory, list(manifests))
-            files = Files(folder=newest, distributed=True)
+            weights = [_newest_with(DISTRIBUTED_METADATA, "dist_epoch_", directory, checkpoints)]
+        elif not adapter:
+            weights = [directory / name for name in file_names(section.get("checkpoint_files"))]
+        elif name := section.get("adapter_checkpoint"):
+            weights = [directory / str(name)]
+        elif state is not None and state.with_name(store.ADAPTER_FILE).is_file():
+            weights = [state.with_name(store.ADAPTER_FILE)]
         else:
-            files = _files_in(settings.config.checkpointer, recipe, directory, list(manifests))
-        manifest = manifests.get(files.folder)
-        if manifest is not None and (name := store.changed_file(files.folder, manifest)) is not None:
-            raise FileNotFoundError(f"{files.folder} is damaged: the content of {name} has changed")
+            weights = [_newest_with(store.ADAPTER_FILE, "epoch_", directory, checkpoints)]
+        folders = {path.resolve().parent for path in (*weights, state) if path is not None}
+        ours = next((checkpoint for folder, checkpoint in complete.items() if folder in folders), None)
+        if len({path.parent for path in weights}) > 1 or (ours is not None and len(folders) > 1):
+            raise ConfigError(
+                "resume_from_checkpoint is True, but weights and state are from several checkpoints "
+                f"({', '.join(sorted(folder.name for folder in folders))}): use those of one, or name no "
+                "recipe_checkpoint"
+            )
+        if ours is None and state is None and not settings.enable_async_checkpointing:
+            state = directory / store.RECIPE_STATE / store.RECIPE_STATE_FILE
+        for path in (*weights, state):
+            if path is not None and not os.path.isfile(path):
+                raise FileNotFoundError(f"checkpointer names {path}, which does not exist")
+        if ours is not None and ours.manifest is not None:
+            if (name := store.changed_file(ours.path, ours.manifest)) is not None:
+                raise FileNotFoundError(f"{ours.path} is damaged: the content of {name} has changed")
+            return store.files_of(ours.path, ours.manifest), ours.manifest
     except FileNotFoundError as error:
-        example = next((path.name for path in manifests), "epoch_0")
-        without_names = f"resume_from_checkpoint=auto finds {example} without names; " * bool(manifests)
+        example = next((path.name for path in complete), "epoch_0")
+        without_names = f"resume_from_checkpoint=auto finds {example} without names; " * bool(complete)
         raise ConfigError(
             f"resume_from_checkpoint is True, but {error}; {without_names}names are relative to {directory}, for "
             f"example checkpointer.checkpoint_files=[{example}/model-00001-of-00001.bin]"
         ) from None  # the message contains the cause
-    return replace(files, complete=manifest is not None), manifest
-
-
-def _files_in(section: DictConfig, recipe: str, directory: Path, complete: Sequence[Path]) -> Files:
-    """Return the files that the checkpointer's section names. Raises FileNotFoundError if one is missing."""
-
-    def existing(key: str, name: Any) -> Path:
-        if not os.path.isfile(path := directory / str(name)):
-            raise FileNotFoundError(f"checkpointer.{key} names {path}, which does not exist")
-        return path
-
-    def named(key: str) -> Path | None:
-        return existing(key, name) if (name := section.get(key)) else None
-
-    state, adapter, weights = named("recipe_checkpoint"), None, list[Path]()
-    if saves_adapters(recipe):
-        next_to_state = state.with_name(store.ADAPTER_FILE) if state else None
-        adapter = named("adapter_checkpoint") or (next_to_state if next_to_state and next_to_state.is_file() else None)
-        if adapter is None:
-            adapter = _newest_with(store.ADAPTER_FILE, "epoch_", directory, complete) / store.ADAPTER_FILE
-    else:
-        weights = [existing("checkpoint_files", name) for name in file_names(section.get("checkpoint_files"))]
-    read = [adapter] if adapter else weights
-    folder = read[0].parent
-    if state is None:
-        places = [place / store.RECIPE_STATE_FILE for place in (folder, directory / store.RECIPE_STATE)]
-        if (state := next(filter(Path.is_file, places), None)) is None:
-            raise FileNotFoundError(
-                f"neither {folder} nor {directory / store.RECIPE_STATE} has a {store.RECIPE_STATE_FILE}"
-            )
-    sources = {path.resolve().parent for path in (*read, state)}
-    # files of torchtune's recipes are in several folders; their epochs are compared when they are read
-    ours = not sources.isdisjoint(path.resolve() for path in complete)
-    if len({path.parent for path in read}) > 1 or (len(sources) > 1 and ours):
-        raise ConfigError(
-            "resume_from_checkpoint is True, but weights and state are from several checkpoints "
-            f"({', '.join(sorted(source.name for source in sources))}): use those of one, or name no recipe_checkpoint"
-        )
-    return Files(
-        folder=folder,
-        weights=tuple(map(str, weights)),
-        adapter=str(adapter) if adapter else None,
+    files = Files(
+        folder=weights[0].parent,
+        distributed=settings.enable_async_checkpointing,
+        weights=() if adapter else tuple(map(str, weights)),
+        adapter=str(weights[0]) if adapter else None,
         recipe_state=str(state),
     )
+    return files, None
 
 
-def _newest_with(file: str, prefix: str, directory: Path, complete: Sequence[Path]) -> Path:
-    """Return the newest complete checkpoint with this file, or torchtune's checkpoint of the last epoch."""
+def _newest_with(file: str, prefix: str, directory: Path, checkpoints: Sequence[FoundCheckpoint]) -> Path:
+    """Return this file of the newest complete checkpoint, or of torchtune's checkpoint of the last epoch."""
+    complete = [checkpoint.path.absolute() for checkpoint in checkpoints if checkpoint.manifest]
     by_number = sorted(store.named(directory), key=lambda path: -int(path.name.rpartition("_")[2]))
     for folder in [*complete, *by_number]:
         if folder.name.startswith(prefix) and (folder / file).is_file():
-            return folder
+            return folder / file
     raise FileNotFoundError(f"{directory} has no complete {prefix}... folder: none has {file}")

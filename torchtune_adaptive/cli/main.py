@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {recipes_extra_is_missing(f'tune-adaptive {options.command}', missing)}", file=sys.stderr)
         exit_status = options.failed
     except OSError as error:
-        print(f"error: {printable(f'{error.filename}: {error.strerror}')}; correct the path", file=sys.stderr)
+        what = printable(f"{error.filename or 'stdout'}: {error.strerror}")
+        print(f"error: {what}; correct the path", file=sys.stderr)
         exit_status = options.failed
     except KeyboardInterrupt:
         exit_status = INTERRUPTED

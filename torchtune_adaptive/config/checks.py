@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
-from itertools import chain
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config.keys import AdaptiveConfig, LoraSettings, Settings, keys_of, read, read_common, value_at
 from torchtune_adaptive.engine.search import NEED_RECOVERY
-from torchtune_adaptive.errors import ConfigError, raise_together, together
+from torchtune_adaptive.errors import ConfigError, refuse, together
 from torchtune_adaptive.formatting import nearest
 
 logger = logging.getLogger(__name__)
@@ -101,8 +99,6 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
         )
     if dim > 1 and value_at(settings.config, "optimizer.fused"):
         yield f"tensor_parallel_dim is {dim} and optimizer.fused is True: set optimizer.fused: False"
-    if isinstance(rate := value_at(settings.config, "optimizer.lr"), float) and not math.isfinite(rate):
-        yield f"optimizer.lr is {rate}: allowed is a finite number"
     repeats = adaptive.recover_from_oom is not False and not settings.optimizer_in_bwd
     if settings.use_maximum_batch_size and adaptive.search in NEED_RECOVERY and not repeats:
         yield (
@@ -131,11 +127,6 @@ def token_budget(settings: Settings) -> Iterator[str]:
                 f"{key} is True and adaptive.token_budget is {budget}; they exclude each other: set {key}: False or "
                 "adaptive.token_budget: null"
             )
-
-
-def refuse(*problems: Iterable[str]) -> None:
-    """Raise one ConfigError for all problems, if there are any."""
-    raise_together(map(ConfigError, chain(*problems)))
 
 
 def not_at_default(settings: Settings, keys: Iterable[str], training: str) -> Iterator[str]:

@@ -7,11 +7,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-
-from torchtune_adaptive.atomic_files import reason
-from torchtune_adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -40,37 +37,6 @@ def say(line: str) -> None:
 
     if dist.get_rank() == 0:
         logger.info("%s", line)
-
-
-class LossyStream(io.FileIO):
-    """A stream that never raises: failed writes are dropped, with one warning."""
-
-    _failed = False
-
-    def write(self, data: Any, /) -> Any:
-        """Write, or drop the data if that fails."""
-        try:
-            return super().write(data)
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                logger.warning("cannot write to stdout (%s): its output is lost", reason(error))
-            return len(data)
-
-
-def tolerate_closed_stdout() -> None:
-    """Keep a run alive if stdout is a closed pipe (`| head`) or a file on a full disk; components may print to it."""
-    before = sys.stdout
-    if before is not sys.__stdout__ or not isinstance(before, io.TextIOWrapper):  # replaced or closed by the user
-        return
-    before.flush()
-    # Wrap below the buffers: they would keep failed output and fail again at exit.
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(LossyStream(before.fileno(), "w", closefd=False)),
-        encoding=before.encoding,
-        errors="backslashreplace",
-        line_buffering=before.line_buffering or before.write_through,
-    )
 
 
 class _LogLines(io.TextIOBase):
@@ -110,21 +76,10 @@ def progress_bar(
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Handle a closed pipe (`| head`) or a full disk without a traceback while a result is printed."""
-    if sys.stdout is None:  # closed by the caller, for example with `>&-`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
-    with suppress(OSError):  # tell() fails if the file was replaced by a pipe
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
+    """Exit without a traceback if the output goes to a closed pipe (`| head`)."""
     try:
         yield
-        sys.stdout.flush()
-    except OSError as error:
-        closed_pipe = isinstance(error, BrokenPipeError)
-        if error.filename is not None and not closed_pipe:  # concerns a file, not stdout
-            raise
-        # flushing the rest at exit would fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if closed_pipe:
-            sys.exit(CLOSED_PIPE)
-        raise AdaptiveError(f"cannot write the output: {error.strerror}; redirect it elsewhere") from error
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushing the rest at exit would fail again
+        sys.exit(CLOSED_PIPE)

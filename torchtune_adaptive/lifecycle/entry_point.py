@@ -27,7 +27,6 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
-    EarlyExitError,
     RanksPartedError,
     RecoveryUnsupportedError,
     Remedy,
@@ -35,7 +34,7 @@ from torchtune_adaptive.errors import (
     RunStopped,
 )
 from torchtune_adaptive.formatting import ranks_named
-from torchtune_adaptive.lifecycle.console import INTERRUPTED, log_to_stderr, printing, tolerate_closed_stdout
+from torchtune_adaptive.lifecycle.console import INTERRUPTED, log_to_stderr, printing
 from torchtune_adaptive.lifecycle.heartbeat import exit_if_blocked, exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
@@ -54,7 +53,6 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
     `keys` are keys that only this recipe has. `remedies` translates the library's remedies into config keys.
     """
     exit_with_launcher()
-    tolerate_closed_stdout()
     listen()
     faulthandler.enable(file=2)  # print a traceback if a library aborts the process
     exit_with_one_message(lambda: _run(recipe_type, keys), remedies)
@@ -70,7 +68,7 @@ def run_query(query: Query, keys: Collection[str]) -> None:
         path, overrides = config_and_overrides(sys.argv[1:])
         cfg = read_config(path, overrides)
         check_keys(cfg, keys, aloud=True)
-        with printing(), forbid_early_exit():
+        with printing():
             query(cfg, path, overrides)
 
     if rank() == 0:
@@ -81,7 +79,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, aloud=rank() == 0)
     try:
-        with forbid_early_exit(), without_active_remedies(cfg):
+        with without_active_remedies(cfg):
             recipe = recipe_type(cfg)
             adaptive = recipe.run.settings.adaptive
             with (
@@ -159,35 +157,6 @@ def ignore_out_of_memory_once_saved() -> Iterator[None]:
         )
 
 
-@contextmanager
-def forbid_early_exit() -> Iterator[None]:
-    """Turn `sys.exit(0)` into an error: called in a loss function, for example, it would report success."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-        called = traceback.extract_tb(error.__traceback__)[-1]
-        raise EarlyExitError(
-            f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
-            "raise an error there, or return"
-        ) from error
-
-
-@contextmanager
-def explain_thread_errors() -> Iterator[None]:
-    """Explain the errors of Python and autograd's C++ code when a thread cannot be started."""
-    try:
-        yield
-    except RuntimeError as error:
-        if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
-            raise
-        raise AdaptiveError(
-            f"cannot start another thread ({in_a_line(error)}): free memory, or raise the limits of memory "
-            "(ulimit -v) and of processes (ulimit -u)"
-        ) from error
-
-
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Run `work`; the first rank that fails reports the error, once.
 
@@ -196,15 +165,16 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
     try:
         try:
             log_to_stderr()
-            with explain_thread_errors():
-                work()
+            work()
         except AdaptiveError as error:
             stop_listening()
             if first_to_report():
                 _report(error, in_keys(error, remedies))
             _exit(1)
-        except Exception as error:  # noqa: BLE001 - reported here, and the process ends
-            stop_listening()
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code:
+                raise
+            stop_listening()  # an exit with status 0, for example in a loss function, would report success
             if first_to_report():
                 write_error_file(f"error (rank {rank()}): {in_a_line(error)}")
                 sys.excepthook(type(error), error, error.__traceback__)

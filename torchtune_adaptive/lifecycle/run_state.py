@@ -128,8 +128,6 @@ class ThisRun:
     """Directory of `adaptive_run.json`, once the run knows where it starts."""
     record_directory_id: tuple[int, int] | None = None
     """Another run may start under the name of a directory that was renamed; this run does not write there."""
-    finished_before: RunRecord | None = None
-    """Record of a finished run in this directory, to be restored if this run fails before it trains."""
     restarted: bool = False
     """On rank 0: whether a launcher of some rank has started this run before, with the same command."""
     _recording: threading.Lock = field(default_factory=threading.Lock)
@@ -145,11 +143,7 @@ class ThisRun:
         """Record how the run ends, unless its directory was replaced."""
         directory = self.record_directory
         with self._recording, suppress(OSError):
-            if directory is None or directory_id(directory) != self.record_directory_id:
-                return
-            if self.finished_before is not None and how == ERROR and self.phase is RunPhase.SETTING_UP:
-                write_record(directory, self.finished_before)
-            else:
+            if directory is not None and directory_id(directory) == self.record_directory_id:
                 record_end(directory, how, message)
 
     def try_to_record_end(self, how: str, message: str) -> None:
@@ -219,7 +213,10 @@ def lock_directory(directory: Path) -> IO[bytes]:
         except (BlockingIOError, PermissionError) as error:
             if time.monotonic() > until_s:
                 file.close()
-                raise in_use(directory, lock_holder(directory) or "another run") from error
+                raise ConfigError(
+                    f"output_dir {str(directory)!r} is in use by {lock_holder(directory) or 'another run'}: wait for "
+                    "it to end, end it, or choose another output_dir"
+                ) from error
             time.sleep(_POLL_S)
         except OSError as error:
             logger.warning(
@@ -243,13 +240,6 @@ def lock_holder(directory: Path) -> str | None:
         except (BlockingIOError, PermissionError):
             return printable(file.read().decode(errors="replace")) or "another run"
     return None
-
-
-def in_use(directory: Path, holder: str) -> ConfigError:
-    """Return the error for a directory that another run has locked."""
-    return ConfigError(
-        f"output_dir {str(directory)!r} is in use by {holder}: wait for it to end, end it, or choose another output_dir"
-    )
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:

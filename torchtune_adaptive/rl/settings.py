@@ -10,7 +10,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import keys
-from torchtune_adaptive.config.checks import not_at_default, quantized_replicas, refuse, token_budget
+from torchtune_adaptive.config.checks import not_at_default, quantized_replicas, token_budget
 from torchtune_adaptive.config.keys import (
     BOOL,
     COUNT,
@@ -27,7 +27,7 @@ from torchtune_adaptive.config.keys import (
     read_common,
     value_at,
 )
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, refuse
 from torchtune_adaptive.formatting import count_of
 
 POLICY_SECTION, VALUE_SECTION, REWARD_SECTION = "policy_model", "reward_and_value_model", "reward_model"

@@ -22,11 +22,11 @@ from torchtune.modules import peft
 
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.checks import quantized_replicas, refuse
+from torchtune_adaptive.config.checks import quantized_replicas
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, make_replicas_alike
-from torchtune_adaptive.errors import ConfigError, UnrecoverableError
+from torchtune_adaptive.errors import ConfigError, UnrecoverableError, refuse
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.tune.distributed import SHARDING, Meshes, Place, dtype_of
 from torchtune_adaptive.tune.unpadded import support_documents

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from tests.recipes.running import Finished, assert_only_torchruns_report_follows
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError
-from torchtune_adaptive.lifecycle.entry_point import forbid_early_exit
+from torchtune_adaptive.errors import AdaptiveError, NotLearningError
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13
@@ -164,11 +162,3 @@ def test_error_on_rank_1_ends_both_ranks_with_its_message(
     assert len(re.findall(f"^{message}", ended.output, re.MULTILINE)) == 1, ended.output
     (line,) = (line for line in ended.output.splitlines() if line.startswith("error"))
     assert_only_torchruns_report_follows(line, ended.output)
-
-
-@pytest.mark.parametrize(("status", "error"), [(None, EarlyExitError), (0, EarlyExitError), (3, SystemExit)])
-def test_early_exit_with_success_is_an_error_and_with_failure_is_kept(
-    status: int | None, error: type[BaseException]
-) -> None:
-    with pytest.raises(error), forbid_early_exit():
-        sys.exit(status)

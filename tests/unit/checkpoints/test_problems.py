@@ -10,7 +10,6 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.unit.checkpoints.checkpoint_files import save
 from torchtune_adaptive.checkpoints import loading, manager, store
 from torchtune_adaptive.checkpoints.manager import describe_failure
 from torchtune_adaptive.config.remedies import in_keys
@@ -34,10 +33,7 @@ STREAM = RuntimeError("basic_ios::clear: iostream error")
 def test_if_torch_drops_the_reason_the_file_system_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    for step in (2, 4):
-        save(tmp_path, f"step_{step}", step)
-    text = f"torch could not write a file in full ({STREAM if error is STREAM else CUT}) ("
-    assert describe_failure(error, tmp_path).startswith(text)
+    assert describe_failure(error, tmp_path).startswith(f"RuntimeError: {STREAM if error is STREAM else CUT} (")
     assert not (tmp_path / store.SAVING / "try").exists()
 
     def full(*_: object) -> None:
@@ -46,15 +42,10 @@ def test_if_torch_drops_the_reason_the_file_system_is_checked(
     monkeypatch.setattr(manager, "replace_file", full)
     message = describe_failure(error, tmp_path)
     assert message.startswith("No space left on device (")
-    assert message.endswith(" free; step_2 may be removed)")
+    assert message.endswith(" free)")
 
 
-def test_full_disk_names_checkpoints_that_may_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (2, 4, 6):
-        save(tmp_path, f"step_{step}", step)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    assert describe_failure(full, tmp_path).endswith(" free; step_4, step_2 may be removed)")
-    assert "may be removed" not in describe_failure(OSError(errno.EIO, "Input/output error"), tmp_path)
+def test_save_without_host_memory_names_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     for short in (MemoryError(), RuntimeError("can't start new thread"), OSError(errno.ENOMEM, "?")):
         assert describe_failure(short, tmp_path) == "out of memory on the host of rank 1: free host memory"
@@ -69,7 +60,7 @@ def test_uncopyable_file_is_refused_before_training(tmp_path: Path, component: s
     (tmp_path / ".cache").symlink_to("gone")
     loading.check_copied_files(section)
     (tmp_path / "tokenizer.json").symlink_to("../blobs/1a2b")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json, but it is a link to \.\./blobs/1a2b, which does not"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json, but it cannot be read or is a broken link"):
         loading.check_copied_files(section)
 
 
@@ -109,5 +100,5 @@ def test_loading_error_on_one_rank_is_reported_on_all(
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr(loading, "from_all_ranks", gathered)
     with pytest.raises(CheckpointError, match=expected):
-        loading.load(mock.Mock(**{"load_checkpoint.side_effect": [found]}), None, "full")
+        loading.load(mock.Mock(**{"load_checkpoint.side_effect": [found]}), None)
     assert len(message) == 1

@@ -12,7 +12,6 @@ import pytest
 from tests.unit.checkpoints.checkpoint_files import save
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.lifecycle import run_state
-from torchtune_adaptive.lifecycle.run_state import RunPhase, ThisRun
 
 COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
 FINISHED, BROKEN, CAN_CONTINUE = 0, 1, 75
@@ -71,24 +70,6 @@ def test_finished_run_stays_finished_until_started_with_more_epochs(run_folder: 
     assert status(run_folder)[0] == CAN_CONTINUE
     save(run_folder, "epoch_2", serial=4, finished=True)
     assert status(run_folder)[0] == FINISHED
-
-
-@pytest.mark.parametrize(("phase", "code"), [(RunPhase.SETTING_UP, FINISHED), (RunPhase.TRAINING, BROKEN)])
-def test_finished_run_stays_finished_if_the_next_attempt_fails_before_training(
-    phase: RunPhase, code: int, run_folder: Path, status: Status
-) -> None:
-    save(run_folder, "epoch_1", serial=3, finished=True)
-    run_state.record_end(run_folder, run_state.FINISHED)
-    before = run_state.read_record(run_folder)
-    assert before is not None
-    run_state.record_start(run_folder, "tune run recipe epochs=9", run_folder, serial=4)
-    run = ThisRun(phase=phase, finished_before=before)
-    run.keep_record_in(run_folder)
-    run.record_end(run_state.ERROR, "no such file")
-    assert status(run_folder)[0] == code
-    left = run_state.read_record(run_folder)
-    assert left is not None
-    assert left.command == (COMMAND if code == FINISHED else "tune run recipe epochs=9")
 
 
 def test_user_error_is_not_restarted(run_folder: Path, status: Status) -> None:

@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import (
-    AdaptiveError,
     LimitExhaustedError,
     RanksPartedError,
     RecoveryUnsupportedError,
@@ -94,16 +92,6 @@ def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
     ]
 
 
-def test_refused_thread_is_reported_with_the_limits() -> None:
-    before = threading.stack_size(2**46)  # larger than any address space
-    try:
-        shown = r"cannot start another thread .*can't start new thread.*ulimit -v.*ulimit -u"
-        with pytest.raises(AdaptiveError, match=shown), entry_point.explain_thread_errors():
-            threading.Thread(target=print).start()
-    finally:
-        threading.stack_size(before)
-
-
 @pytest.mark.parametrize(
     ("error", "ended"),
     [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_state.ERROR)],
@@ -152,3 +140,13 @@ def test_only_rank_0_runs_a_query(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit):
         entry_point.run_query(query, [])
     assert "AssertionError: asked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "ended"), [(None, 1), (0, 1), (3, 3)])
+def test_early_exit_with_success_is_an_error_and_with_failure_is_kept(
+    status: int | None, ended: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        entry_point.exit_with_one_message(lambda: sys.exit(status))
+    assert left.value.code == ended
+    assert ("SystemExit" in capsys.readouterr().err) == (ended == 1)
