@@ -143,8 +143,6 @@ def choose_checkpoint(
 ) -> tuple[Files | None, Manifest | None]:
     """Return the files to resume from and their manifest; None for a fresh start. Changes no file."""
     directory, mode = checkpoint_directory(settings), settings.resume_from_checkpoint
-    if fact := store.in_the_way(directory):
-        raise ConfigError(f"{fact}: move it, or change output_dir")
     own: Sequence[FoundCheckpoint] = checkpoints if mode == AUTO else []
     if mode is True and THIS_RUN.restarted and (begun := run_state.read_record(Path(settings.output_dir))) is not None:
         # A launcher repeats the command. A run that always resumed from the same checkpoint might never finish.

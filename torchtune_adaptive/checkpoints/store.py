@@ -216,12 +216,6 @@ def named(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
 
 
-def in_the_way(directory: Path) -> str | None:
-    """Describe a file that has the name of a checkpoint, if there is one."""
-    paths = (path for path in named(directory) if path.exists() and not path.is_dir())
-    return next((f"{str(path)!r} is a file, but has the name of a checkpoint" for path in paths), None)
-
-
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """Return all checkpoint directories: complete ones first, newest first."""
     checkpoints = []
@@ -260,7 +254,7 @@ def publish(claim: Claim, name: str) -> Path:
     claim.check()  # if the directory is replaced after this check, the rename fails
     # A checkpoint of this name exists if it is incomplete, or if the run has resumed from an earlier one and reached
     # this position again. If the run is killed between removal and rename, it resumes from the previous checkpoint.
-    if os.path.lexists(place):
+    if place.is_dir():
         remove(place)
     staged.rename(place)
     sync(directory)
@@ -283,7 +277,7 @@ def remove(folder: Path) -> None:
     """Rename, then delete, so that a partly deleted directory does not look like a checkpoint."""
     condemned = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(condemned)
-    if condemned.is_symlink() or condemned.is_file():
+    if condemned.is_symlink():
         condemned.unlink()
     else:
         shutil.rmtree(condemned)

@@ -14,21 +14,16 @@ from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.cli import status
-from torchtune_adaptive.config.registry import (
-    RECIPES,
-    file_of,
-    recipe_for,
-    started_with,
-    stock_configs,
-    supported_configs,
-)
+from torchtune_adaptive.config.registry import RECIPES, file_of, stock_configs, supported_configs
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.dependencies import RECIPES_EXTRA, recipes_extra_is_missing
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.formatting import did_you_mean, printable
+from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
 
+_COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
+"""The command in the comments of a config, and its recipe."""
 ANY_CONFIG = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
 
 
@@ -42,10 +37,10 @@ def ls(options: argparse.Namespace) -> int:
     lines += [(recipe.name, ANY_CONFIG) for recipe in RECIPES.values() if recipe.stock_name is None]
     chosen = [line for line in lines if all(word in " ".join(line) for word in options.words)]
     if not chosen:
-        names = {part for line in lines for name in line for part in (name, *name.split("/"))}
-        hints = [did_you_mean(word, names, most=4, likeness=0.5) for word in options.words]
-        hint = next(filter(None, hints), "; run without words to list all, with --all to include torchtune's recipes")
-        raise ConfigError(f"no recipe or config has {' and '.join(options.words)} in its name{hint}")
+        raise ConfigError(
+            f"no recipe or config has {' and '.join(options.words)} in its name; run without words to list all, with "
+            "--all to include torchtune's recipes"
+        )
     width = max(len(recipe) for recipe, _ in lines)
     print("\n".join(f"{recipe:{width}}  {config}" for recipe, config in [("RECIPE", "CONFIG"), *chosen]))
     return 0
@@ -71,20 +66,15 @@ def cp(options: argparse.Namespace) -> int:
         destination = Path(f"{destination}{source.suffix}")
     if destination.exists() and not options.force:
         raise ConfigError(f"{destination} already exists: choose another name, or pass --force")
-    text = source.read_text(encoding="utf-8")
-    is_config = source.suffix != ".py"
+    text, command = source.read_text(encoding="utf-8"), f"tune run {destination} --config ..."
+    if source.suffix != ".py":
+        text = independent_copy(text, destination)
+        command = found[0] if (found := _COMMAND.search(text)) else f"tune run RECIPE --config {destination}"
     try:
-        content = (independent_copy(text, destination) if is_config else text).encode()
-        replace_file(destination.resolve(), content)  # follow a symbolic link
+        replace_file(destination.resolve(), text.encode())  # follow a symbolic link
     except OSError as error:
         raise ConfigError(f"cannot write {destination}: {reason(error)}; choose another place") from error
-    print(f"copied to {destination}")
-    if is_config:
-        flags, recipe = started_with(source)
-        words = [*flags.split(), recipe_for(options.name) or recipe or "RECIPE"]
-        print(f"run it with: tune run {' '.join(words)} --config {destination}")
-    else:
-        print(f"run it with: tune run {destination} --config ...")
+    print(f"copied to {destination}\nrun it with: {command.removeprefix('#').strip()}")
     return 0
 
 
@@ -97,7 +87,8 @@ def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
 
 def independent_copy(text: str, destination: Path) -> str:
     """Return the text of a config with its own output_dir and command, without demo settings."""
-    text = re.sub(r"^(#.*\btune run\b.* --config )\S+", rf"\g<1>{destination}", text, flags=re.MULTILINE)
+    ours = {recipe.stock_name: name for name, recipe in RECIPES.items()}
+    text = _COMMAND.sub(lambda it: f"{it[1]}{ours.get(it[2], it[2])} --config {destination}", text)
     text = re.sub(r"^.*# only in the demo\b.*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^overwrite_output_dir: True", "overwrite_output_dir: False", text, flags=re.MULTILINE)
     return re.sub(r"^(output_dir: \S*/)[^\s/]+", rf"\g<1>{destination.stem}", text, flags=re.MULTILINE)
@@ -164,10 +155,4 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(command=name, run=command.run, failed=command.failed, refuse=subparser.error)
-    options, rest = parser.parse_known_args(arguments)
-    # argparse does not accept words after an option
-    if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
-        options.refuse(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.words += rest
-    return options
+    return parser.parse_args(arguments)

@@ -11,7 +11,7 @@ import shlex
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.checkpoints.store import find_checkpoints, in_the_way, newest_intact
+from torchtune_adaptive.checkpoints.store import find_checkpoints, newest_intact
 from torchtune_adaptive.formatting import format_bytes, printable
 from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import lock_holder
@@ -64,8 +64,6 @@ def look(directory: Path) -> tuple[Condition, list[str]]:
         condition, reason = (Condition.CAN_CONTINUE if held_by else Condition.FINISHED), position
     elif run is not None and run.ended == run_state.ERROR:
         condition, reason = Condition.BROKEN, run.message
-    elif fact := in_the_way(place):
-        condition, reason = Condition.BROKEN, fact
     elif newest is None and found:
         condition, reason = Condition.BROKEN, "the run has no intact checkpoint"
     else:

@@ -6,8 +6,8 @@ A name is a path, a config of torchtune (which `tune run` has resolved to a path
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
         parser = TuneRecipeArgumentParser()
         cfg: DictConfig = _merge_yaml_and_cli_args(*parser.parse_known_args(["--config", str(path), *overrides]))
     except (*UNREADABLE, AssertionError, TypeError) as error:
-        culprit = _first_mismatch(path, overrides)
-        raise ConfigError(f"the command line cannot be read: {culprit}{_in_a_line(error)}") from error
+        words = shlex.join(overrides)
+        raise ConfigError(f"the command line ({words}) cannot be read: {_in_a_line(error)}") from error
     for word in removed:
         del cfg[word[1:]]
     try:
@@ -94,19 +94,6 @@ def _check_yaml(path: Path) -> None:
         raise ConfigError(f"--config {path} cannot be read: {_in_a_line(error)}") from error
     kind = "nothing" if content is None else f"a {type(content).__name__}"
     raise ConfigError(f"--config {path} contains {kind}: it must be a mapping with strings as keys")
-
-
-def _first_mismatch(path: Path, overrides: Sequence[str]) -> str:
-    """Return the first override of a wrong type, for example a list in place of a section."""
-    file = OmegaConf.load(path)
-    for word in overrides:
-        with suppress(*UNREADABLE):
-            override = OmegaConf.from_dotlist([word])
-            try:
-                OmegaConf.merge(file, override)
-            except TypeError:
-                return f"{word}: "
-    return ""
 
 
 def _in_a_line(error: Exception) -> str:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.config.keys import Settings
 
 PREFIX = "adaptive/"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)B")
-_STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
+_STARTED_WITH = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -86,16 +85,11 @@ class NamedConfig:
 
 
 def our_configs() -> list[NamedConfig]:
-    """Return the configs of this package, ordered by folder and size. Their comments name their recipes."""
-
-    def folder_and_size(path: Path) -> tuple[Path, float, str]:
-        size = _SIZE.match(path.stem)
-        return path.parent, float(size[1]) if size else 0.0, path.stem
-
+    """Return the configs of this package. Their comments name their recipes."""
     root = Path(str(resources.files("torchtune_adaptive.configs")))
     return [
-        NamedConfig(started_with(path)[1] or "", PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
-        for path in sorted(root.rglob("*.yaml"), key=folder_and_size)
+        NamedConfig(started_with(path), PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
+        for path in sorted(root.rglob("*.yaml"))
     ]
 
 
@@ -131,18 +125,10 @@ def config_files() -> dict[str, Path]:
     return {config.name: config.path for config in (*our_configs(), *stock_configs())}
 
 
-def started_with(config: Path) -> tuple[str, str | None]:
-    """Return the launcher's flags and the recipe from the comments of a config; the adaptive recipe if there is one."""
+def started_with(config: Path) -> str:
+    """Return the recipe that the comments of a config name, or ""."""
     command = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
-    if command is None:
-        return "", None
-    ours = {recipe.stock_name: name for name, recipe in RECIPES.items()}
-    return command["flags"].strip(), ours.get(command["recipe"], command["recipe"])
-
-
-def recipe_for(name: str) -> str | None:
-    """Return the recipe of a named config, the adaptive one if there is one; None for paths."""
-    return next((config.recipe for config in (*supported_configs(), *stock_configs()) if config.name == name), None)
+    return command[1] if command else ""
 
 
 def file_of(name: str) -> Path:

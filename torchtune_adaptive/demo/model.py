@@ -1,7 +1,7 @@
 """Models with less than half a million parameters, and weights that are not random, for the demo tokenizer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from string import ascii_lowercase
 from typing import Any
 
@@ -29,23 +29,9 @@ def demo_model(**overrides: Any) -> TransformerDecoder:
     return llama3(**{**SIZES, **overrides})
 
 
-def lora_demo_model(
-    lora_attn_modules: Sequence[str],
-    apply_lora_to_mlp: bool = False,
-    apply_lora_to_output: bool = False,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    **overrides: Any,
-) -> TransformerDecoder:
+def lora_demo_model(**overrides: Any) -> TransformerDecoder:
     """Build the same model with LoRA; `overrides` are arguments of torchtune's `lora_llama3`."""
-    return lora_llama3(
-        lora_attn_modules=lora_attn_modules,
-        apply_lora_to_mlp=apply_lora_to_mlp,
-        apply_lora_to_output=apply_lora_to_output,
-        lora_rank=lora_rank,
-        lora_alpha=lora_alpha,
-        **{**SIZES, **overrides},
-    )
+    return lora_llama3(**{**SIZES, "lora_rank": 8, "lora_alpha": 16, **overrides})
 
 
 CLASSIFIER_SIZES = {

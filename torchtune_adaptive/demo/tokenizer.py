@@ -29,17 +29,13 @@ class DemoTokenizer:
                 f"tokenizer.max_seq_len is {max_seq_len}, but bos and eos are two tokens: set it to 2 or more, or null"
             )
         self.max_seq_len = max_seq_len
+        self.vocab_size = VOCAB_SIZE
         self.special_tokens = dict(SPECIAL_TOKENS)
         self.bos_id = SPECIAL_TOKENS["<|bos|>"]
         self.eos_id = SPECIAL_TOKENS["<|eos|>"]
         self.pad_id = SPECIAL_TOKENS["<|pad|>"]
         self.eot_id = SPECIAL_TOKENS["<|eot|>"]
         self.stop_tokens = [self.eos_id, self.eot_id]
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of tokens."""
-        return VOCAB_SIZE
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Return the tokens of a text."""
@@ -65,17 +61,14 @@ class DemoTokenizer:
         pairs = [(self.bos_id, True)]
         for position, message in enumerate(messages, start=1):
             closed = message.eot and (add_end_tokens or position < len(messages))
-            pairs += [(token, message.masked) for token in self._tokenize(message, closed)]
+            tokens = [*message.text_content.encode(), *[self.eot_id] * closed]
+            pairs += [(token, message.masked) for token in (SPECIAL_TOKENS[f"<|{message.role}|>"], *tokens)]
         last = (self.eos_id, True) if add_end_tokens else None
         if last:
             pairs.append(last)
         if self.max_seq_len:
             pairs = truncate(pairs, self.max_seq_len, last)
         return [token for token, _ in pairs], [masked for _, masked in pairs]
-
-    def _tokenize(self, message: Message, closed: bool) -> list[int]:
-        text = self.encode(message.text_content, add_bos=False, add_eos=False)
-        return [SPECIAL_TOKENS[f"<|{message.role}|>"], *text, *[self.eot_id] * closed]
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """Replace the messages of a sample by `tokens` and `mask`."""

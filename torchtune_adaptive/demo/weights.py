@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
@@ -20,11 +21,9 @@ def demo_checkpointer(
     output_dir: str,
     model_type: str = "LLAMA3",
     checkpoint_files: Sequence[str] = (WEIGHTS_FILE,),
-    adapter_checkpoint: str | None = None,
-    recipe_checkpoint: str | None = None,
-    should_load_recipe_state: bool = False,
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
+    **others: Any,
 ) -> FullModelTorchTuneCheckpointer:
     """Build torchtune's checkpointer, after generating missing files of the demo. Ranks may call it concurrently.
 
@@ -45,9 +44,7 @@ def demo_checkpointer(
         checkpoint_files=list(checkpoint_files),
         model_type=model_type,
         output_dir=output_dir,
-        adapter_checkpoint=adapter_checkpoint,
-        recipe_checkpoint=recipe_checkpoint,
-        should_load_recipe_state=should_load_recipe_state,
+        **others,
     )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.checkpoints.checkpoint_files import complete
+from tests.unit.checkpoints.checkpoint_files import complete, save
 from tests.unit.checkpoints.run_starts import config, saved, start
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.config.checks import read_full_settings
@@ -102,9 +102,9 @@ def test_files_that_the_config_reads_are_not_overwritten(tmp_path: Path, folder:
     assert complete(tmp_path) == ["epoch_0"]
 
 
-@pytest.mark.parametrize("mode", ["auto", "False"])
-def test_file_with_the_name_of_a_checkpoint_is_kept(tmp_path: Path, mode: str) -> None:
+def test_file_with_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "step_3").write_text("my notes")
-    with pytest.raises(ConfigError, match=r"step_3' is a file, but has the name of a checkpoint: move it"):
-        start(tmp_path, f"resume_from_checkpoint={mode}")
+    assert not start(tmp_path).resumes
+    with pytest.raises(NotADirectoryError):
+        save(tmp_path, "step_3")
     assert (tmp_path / "step_3").read_text() == "my notes"

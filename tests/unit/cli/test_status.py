@@ -1,7 +1,6 @@
 """`tune-adaptive status` reports the condition of a run's folder."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -87,14 +86,6 @@ def test_run_without_a_complete_checkpoint_is_broken(run_folder: Path, status: S
     code, report = status(run_folder)
     assert code == BROKEN
     assert f"skipped: {run_folder / 'step_2'} is damaged: recipe_state.pt is missing" in report
-
-
-def test_file_with_the_name_of_a_checkpoint_is_broken(run_folder: Path, status: Status) -> None:
-    save(run_folder, "step_2", serial=0)
-    os.mkfifo(run_folder / "step_4")
-    code, report = status(run_folder)
-    assert code == BROKEN
-    assert report.startswith(f"broken: '{run_folder / 'step_4'}' is a file, but has the name of a checkpoint\n")
 
 
 def test_changed_checkpoint_does_not_count_as_finished(run_folder: Path, status: Status) -> None:
