@@ -40,14 +40,11 @@ ROLLOUT_KEYS = (
 MAY_BE_LOWERED = "tokenizer.max_seq_len"
 """Out-of-memory errors advise to lower it, so it may change."""
 NOT_TRAINED = {
-    "full_ppo": {"reference weights": "ref_policy_checkpointer", "reward weights": "reward_checkpointer"},
-    "full_dpo": {"reference weights": "ref_checkpointer"},
-    "lora": {"frozen weights": "checkpointer"},
-    "lora_dpo": {"frozen weights": "checkpointer"},
-    "full_grpo": {"reference weights": "ref_checkpointer", "reward weights": "reward_checkpointer"},
-    "lora_grpo": {"frozen weights": "checkpointer", "reward weights": "reward_checkpointer"},
+    "ref_policy_checkpointer": "reference weights",
+    "ref_checkpointer": "reference weights",
+    "reward_checkpointer": "reward weights",
 }
-"""Recipe -> name and config section of weights that it reads and does not train."""
+"""Config section of weights that recipes read and do not train -> their name."""
 INITIAL_WEIGHTS = "initial weights"
 """Key of the weights that a recipe trains. A resumed run does not read them, so they may differ or be missing."""
 CONTENT_OF = "content of "
@@ -71,9 +68,11 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
         for key, value in values.items()
     }
     flat = _flat({"recipe": recipe, **plain})
-    for name, section in NOT_TRAINED.get(recipe, {}).items():
+    for section, name in NOT_TRAINED.items():
         flat |= weights_in(name, cfg.get(section))
-    if not saves_adapters(recipe):
+    if saves_adapters(recipe):
+        flat |= weights_in("frozen weights", cfg.get("checkpointer"))
+    else:
         trained = weights_in("", cfg.get("checkpointer"))
         flat |= {INITIAL_WEIGHTS: sorted(map(str, trained.values()))} if trained else {}
     files = {text: _files_named(text) for text in _strings_in(plain["dataset"])}

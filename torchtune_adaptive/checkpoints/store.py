@@ -119,11 +119,6 @@ class FoundCheckpoint:
         """Serial of its manifest; -1 without one."""
         return self.manifest.serial if self.manifest else -1
 
-    @property
-    def size(self) -> int:
-        """Total bytes of its files; 0 without a manifest."""
-        return sum(record.bytes for record in self.manifest.files.values()) if self.manifest else 0
-
 
 class NotOurs(Exception):
     """The output directory no longer belongs to this run. The caller begins the message with the directory's name."""

@@ -1,6 +1,6 @@
 """Report whether a run is finished (exit status 0), can continue (75), or is broken and needs a fix (1).
 
-Checks the sizes of a checkpoint's files and, if it is small, their checksums.
+Checks the sizes of a checkpoint's files; a run verifies their checksums before it resumes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import shlex
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.checkpoints.store import find_checkpoints, newest_intact
-from torchtune_adaptive.formatting import format_bytes, printable
+from torchtune_adaptive.checkpoints.store import find_checkpoints
+from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import lock_holder
-
-COMPARED_BYTES = 2**28
-"""Size up to which a checkpoint's checksums are verified, which takes a second or two."""
 
 
 class Condition(IntEnum):
@@ -50,11 +47,6 @@ def look(directory: Path) -> tuple[Condition, list[str]]:
     if run is None and not found:
         return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
     newest = found[0] if found and found[0].manifest else None
-    # a running run may be writing or removing checkpoints
-    compares = not held_by and newest is not None and newest.size <= COMPARED_BYTES
-    if compares:
-        newest, skipped = newest_intact(found)
-        found = [*([newest] if newest else []), *skipped]
     if newest is not None and newest.manifest is not None:
         position, is_last = str(newest.manifest.position), newest.manifest.finished
         is_last &= run is None or run.serial <= newest.serial  # otherwise it was restarted later, with more epochs
@@ -71,9 +63,6 @@ def look(directory: Path) -> tuple[Condition, list[str]]:
     lines = [f"running: {held_by}" if held_by else f"{condition.name.lower().replace('_', ' ')}: {reason}"]
     if newest is not None and newest.manifest is not None:
         lines.append(f"newest complete checkpoint: {newest.path} ({position}, {newest.manifest.saved_at})")
-        if not compares and not held_by:
-            size = format_bytes(newest.size)
-            lines.append(f"  the checksums of its {size} were not verified; a run verifies them before it resumes")
     lines += [f"skipped: {each.path} {each.fault}" for each in found if each.manifest is None]
     if held_by:
         return condition, lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
@@ -13,7 +12,7 @@ from omegaconf.errors import ConfigTypeError
 
 from torchtune_adaptive.engine.limits import ROUNDINGS
 from torchtune_adaptive.engine.search import STRATEGIES
-from torchtune_adaptive.errors import ConfigError, together
+from torchtune_adaptive.errors import ConfigError, refuse, together
 from torchtune_adaptive.formatting import MemorySize, did_you_mean, parse_sizes, shown
 
 T = TypeVar("T")
@@ -43,7 +42,6 @@ NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
 TO_A_DAY = Rule(lambda v: NUMBER.accepts(v) and 1 <= v <= 86400, "a number of seconds from 1 to 86400 (one day),")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a string")
-FOLDER = Rule(lambda v: TEXT.accepts(v) and (os.path.isdir(v) or not os.path.lexists(v)), "a folder")
 SIZES = Rule(lambda v: True, "an amount, a fraction up to 1, or a list of those; or null")
 """`parse_sizes` reports invalid values."""
 SECTION = Rule(lambda v: True, "a section of keys and values")
@@ -206,27 +204,18 @@ class AdaptiveConfig:
 def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | None, name: str) -> T:
     """Read a section like `read`, but refuse unknown keys. The section may be missing."""
     values, known = plain(section, name), keys_of(kind)
-
-    def check_known(key: str) -> None:
-        if key not in known:
-            hint = did_you_mean(key, known)
-            raise ConfigError(f"{name}.{key} is not a known key; allowed: {', '.join(known)}{hint}")
-
-    checks = (partial(check_known, str(key)) for key in values)
-    filled: T
-    *_, filled = together([*checks, partial(read, kind, values, prefix=f"{name}.")])
-    return filled
+    refuse(
+        f"{name}.{key} is not a known key; allowed: {', '.join(known)}{did_you_mean(str(key), known)}"
+        for key in values
+        if key not in known
+    )
+    return read(kind, values, prefix=f"{name}.")
 
 
 AUTO = "auto"
 FUSED_ON_SHARDS = ("Adam", "AdamW")
 """Optimizers of torch whose fused update supports FSDP2 shards."""
-IN_SECTIONS = {
-    "tokenizer.max_seq_len": COUNT | NULL,
-    "metric_logger.log_dir": FOLDER | NULL,
-    "checkpointer.checkpoint_dir": FOLDER | NULL,
-    "checkpointer.output_dir": FOLDER | NULL,
-}
+IN_SECTIONS = {"tokenizer.max_seq_len": COUNT | NULL, "checkpointer.output_dir": TEXT | NULL}
 """Keys of components that are checked here because the components report invalid values late or misleadingly."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
@@ -240,7 +229,7 @@ class Settings:
 
     device: str = option(TEXT)
     dtype: str = option(one_of("bf16", "fp32"))
-    output_dir: str = option(FOLDER)
+    output_dir: str = option(TEXT)
     seed: int | None = option(INTEGER | NULL, None)
     cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
