@@ -122,7 +122,7 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
         if manifest is not None:
             if settings.resume_from_checkpoint == AUTO:  # which skipped all newer ones
                 damaged = frozenset(found.serial for found in checkpoints if found.serial > manifest.serial)
-            with suppress(OSError):  # a run that was killed may have left more than it keeps, and need their space
+            with suppress(OSError):  # a killed run may have left more checkpoints than it keeps
                 store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name, damaged)
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     elif settings.resume_from_checkpoint == AUTO:
@@ -176,9 +176,10 @@ def choose_checkpoint(
 
 
 def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None) -> None:
-    """Raise RunFinished after the last epoch, or after the last step on the number of ranks that the run had.
+    """Raise RunFinished after the last epoch or, with `steps`, after the last step.
 
-    On more ranks the run would have fewer steps, and an unfinished run could look finished.
+    The number of steps is that of the ranks that saved the checkpoint. On more ranks, a run has fewer steps, so an
+    unfinished run could look finished.
     """
     position = manifest.position
     if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
@@ -198,8 +199,8 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory:
         )
     if configured.get(INITIAL_WEIGHTS) != saved.identity.get(INITIAL_WEIGHTS):
         logger.warning(
-            "checkpointer names other weights than those that the run in %s started from, or they are missing; it "
-            "continues with its own. To train the others, set another output_dir",
+            "checkpointer names other weights than those that the run in %s started from, or missing ones; the run "
+            "continues from its checkpoint. To train from the named weights, set another output_dir",
             directory,
         )
 
@@ -207,7 +208,7 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory:
 def _check_may_overwrite(checkpoints: Sequence[FoundCheckpoint], settings: Settings, directory: Path) -> None:
     """Raise ConfigError unless a fresh start may remove these checkpoints.
 
-    It may not when a launcher repeats the command, because they may be this run's.
+    After a restart by the launcher, it may not: the checkpoints may be this run's.
     """
     fresh = settings.resume_from_checkpoint is False
     if fresh and settings.overwrite_output_dir and not THIS_RUN.restarted:

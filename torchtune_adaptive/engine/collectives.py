@@ -116,8 +116,8 @@ class CountedReplicas:
 class PlaceInStep(Enum):
     """Place of a microbatch in its step. If there are replicas, the collectives of a microbatch depend on its place.
 
-    Only the last microbatch of a step all-reduces gradients over replicas. A head that is applied in chunks issues more
-    collectives if earlier microbatches of the step left gradients.
+    Only the last microbatch of a step all-reduces gradients over replicas. A module that runs several times in a
+    microbatch (a head applied in chunks) issues more collectives after the first microbatch, which left gradients.
     """
 
     ONLY = auto()

@@ -1,7 +1,7 @@
 """FSDP2's private state: check whether a step can be repeated, and reset FSDP2 to its state between two steps.
 
-No other module uses private names of FSDP2. `_TOUCHED` lists them. The import fails if the installed torch lacks one,
-so that the first recovery does not.
+No other module uses private names of FSDP2. `_TOUCHED` lists them. If the installed torch lacks one, importing this
+module fails, instead of the first recovery.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def replace_collectives(
     scatter_through: Callable[[ReduceScatter], ReduceScatter],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
-    """Wrap the collectives of every module. Return a function that restores FSDP's, except below another wrapper.
+    """Wrap the collectives of every module. Return a function that restores FSDP's, unless they were wrapped again.
 
     FSDP2 has no setter for the all-reduce over replicas, so the process group in the module's mesh is replaced.
     """
@@ -274,7 +274,7 @@ def settle(root: FSDPModule) -> None:
 def reset(root: FSDPModule) -> None:
     """Return FSDP to its state between two steps, and drop the gradients of an unfinished pass."""
     root.reset_iter_state()
-    # False if the step ended before its last microbatch; a backward outside of steps needs True
+    # It is False if the step ended before its last microbatch. A backward outside of steps needs True.
     root.set_requires_all_reduce(True)
     # `reset_iter_state` keeps the following, which the next pass would use:
     for group in groups_of(root):

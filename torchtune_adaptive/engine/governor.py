@@ -273,7 +273,7 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
-    """Return the next smaller limit that none of these microbatches fits, single rows aside; None if there is none."""
+    """Return a smaller limit, or None: it excludes the microbatch with most rows, and all others of several rows."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

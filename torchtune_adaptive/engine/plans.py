@@ -58,7 +58,7 @@ def _longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _starts(order: Sequence[int], lengths: Sequence[int], rows_at: Callable[[int], int]) -> list[int]:
-    """Return the positions in `order` at which microbatches begin; the first row of each determines its rows."""
+    """Return the positions in `order` at which microbatches begin. `rows_at` gets the length of the first sample."""
     starts, start = [], 0
     while start < len(order):
         starts.append(start)
@@ -71,7 +71,7 @@ def _cut(order: tuple[int, ...], starts: Sequence[int]) -> Plan:
 
 
 def _even(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
-    """Bisect the smallest cap on padded tokens that needs no more than these microbatches, and return its plan."""
+    """Lower the limit on padded tokens, by bisection, while this many microbatches suffice; return the last plan."""
     order = tuple(chain.from_iterable(plan))
 
     def starts_under(tokens: int) -> list[int]:

@@ -177,8 +177,8 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """Return one peak for all ranks, relative to the rank with the least free memory.
 
     Ranks differ in need and budget. The largest share of free memory that any rank needs is converted to bytes of the
-    tightest rank. So the result is within its budget if and only if every rank is within its own, and it grows with
-    the rows as the needs of the ranks do.
+    tightest rank. So the result is within the budget of the tightest rank if and only if every rank is within its own
+    budget. Like the need of each rank, it is a maximum of affine functions of the rows.
     """
     tightest = min((report.room for report in reports), key=attrgetter("free_bytes"))
 
@@ -371,8 +371,9 @@ def find_max_batch_size(
     Call this between two training steps, when gradients are None. It restores parameters, buffers, optimizer state and
     random generators bitwise, and resets the peak of the device.
 
-    A step of at least `whole_step_rows` rows is a single microbatch. So the search first runs without gradients in
-    memory, and again with them if it finds fewer rows. By default, every step has several microbatches. `memory` is
+    If a microbatch holds `whole_step_rows` rows, every step is a single microbatch, which begins without gradients in
+    memory. So the search first runs without gradients, and again with gradients if it finds fewer rows. By default,
+    every step has several microbatches. `memory` is
     that of the GPU by default; on a CPU, pass a MemoryMeter that is in force. For other arguments see `search`.
 
     Raises OneRowDoesNotFitError on all ranks if one row does not fit.

@@ -31,7 +31,7 @@ Overrides = tuple[str, ...]
 STEPS, STEPS_WITH_LENGTHS = 2, 200
 """Steps to rehearse: at least two, because the first backward runs without optimizer state in memory."""
 DRAWN_LENGTHS = 4099
-"""A prime, so that the lengths repeat in other steps."""
+"""A prime, so that repeated lengths are grouped into different steps."""
 DEFAULT_TOKENS = 4096
 
 
@@ -274,7 +274,7 @@ def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:
 
 
 def _log_normal(median: int, longest: int) -> list[int]:
-    """Draw lengths from a log-normal distribution, as instructions have; one in a thousand is the longest."""
+    """Draw lengths from a log-normal distribution (typical of instructions); one in a thousand is the longest."""
     if not 1 <= median <= longest:
         raise ValueError("the median must be at least 1 and at most the maximum")
     drawn, spread = random.Random(0), math.log(longest / median) / 3.09

@@ -100,7 +100,7 @@ class RolloutStages:
         self.results: dict[str, list[StepResult]] = {}
         """Results of the current iteration, by stage."""
         self.seconds: dict[str, float] = defaultdict(float)
-        # not set by a search, which finds out again at the next start
+        # set by a failed stage, not by the search, which repeats its finding at the next start
         self._gave_up_gathering = False
 
     def begin_iteration(self) -> None:

@@ -139,7 +139,7 @@ class Trainer:
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn = loss_fn
-        # weights alone may continue on other data, where the config names them and no epoch is under way
+        # other data are allowed if the config names the files to resume from, and the run is between two epochs
         if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
             check_same_data(data.dataset, data.fingerprint, run.progress.dataset_fingerprint)
         run.progress = replace(run.progress, dataset_fingerprint=data.fingerprint)
