@@ -42,7 +42,7 @@ def forward_backward(samples):
 
 
 def update(result):
-    """What follows the backward. FSDP averages over ranks; the loss is per target token."""
+    """Update the weights after the backward. FSDP averages over ranks; the loss is a mean over target tokens."""
     for parameter in model.parameters():
         parameter.grad.mul_(ranks / result.target_tokens)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -54,15 +54,15 @@ runner = StepRunner(
 )
 step = TrainingStep(
     runner=runner,
-    sample=torch.zeros(LENGTH, dtype=torch.long),  # as long as samples get
+    sample=torch.zeros(LENGTH, dtype=torch.long),  # the longest possible sample
     update=update,
     optimizers=[optimizer],
-    boundaries={"layers": model[-2], "head": model[-1]},  # where a step's phases end: fewer probes
+    boundaries={"layers": model[-2], "head": model[-1]},  # ends of phases; saves probes
 )
-# A stand-in for the memory of a GPU, where none of its three lines is needed. Rank 1 has less.
+# The meter simulates the memory of a GPU; rank 1 has less. On a GPU, omit the meter.
 with MemoryMeter(cap_bytes=30_000_000 if rank == 0 else 25_000_000) as meter:
     meter.count([*model.parameters(), *model.buffers()])
-    found = find_max_batch_size(step, memory=meter)  # the same answer on every rank, and no trace
+    found = find_max_batch_size(step, memory=meter)  # equal on all ranks; changes no state
     if rank == 0:
         print(search_table(found, LENGTH))
     runner.use_limit(RowLimit(found.rows))

@@ -1,4 +1,4 @@
-"""Llama 3.1 8B in plain PyTorch, under FSDP2. Needs eight GPUs, or none:
+"""Llama 3.1 8B in plain PyTorch, under FSDP2. Train it on eight GPUs, or rehearse it without a GPU:
 
 tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
 """

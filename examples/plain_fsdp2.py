@@ -34,7 +34,7 @@ def forward_backward(samples):
 runner = StepRunner(
     model,
     forward_backward,
-    limit=RowLimit(16),  # what may run at once; it shrinks when some rank runs out of memory
+    limit=RowLimit(16),  # maximum rows of a microbatch; it shrinks if a rank runs out of memory
     kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
 )
 # A stand-in for the memory of a GPU: rank 1 has too little for 16 samples at once.

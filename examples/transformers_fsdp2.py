@@ -29,7 +29,7 @@ IGNORED = -100
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-# Random weights, so that nothing is downloaded; from_pretrained takes the same three lines of fully_shard.
+# Random weights, to avoid a download. After from_pretrained, call fully_shard in the same way.
 model = LlamaForCausalLM(
     LlamaConfig(
         vocab_size=512,
@@ -49,17 +49,17 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def forward_backward(samples):
-    """One microbatch, with the loss as a sum: a mean would weigh a sample by what it shares its microbatch with."""
+    """Run one microbatch. The loss is a sum, so that the weight of a sample does not depend on its microbatch."""
     tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     labels = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=IGNORED)[:, 1:]
-    logits = model(input_ids=tokens).logits[:, :-1]  # padding comes last, where causal attention does not look back
+    logits = model(input_ids=tokens).logits[:, :-1]  # causal attention does not see the padding at the end
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     loss.backward()
     return Totals(loss.detach(), int((labels != IGNORED).sum()))
 
 
 def update(result):
-    """What follows the backward. FSDP averages over ranks; the loss is per target token."""
+    """Update the weights after the backward. FSDP averages over ranks; the loss is a mean over target tokens."""
     for parameter in model.parameters():
         parameter.grad.mul_(ranks / result.target_tokens)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -67,7 +67,7 @@ def update(result):
 
 
 def sample():
-    """Counting up from anywhere, which can be learned."""
+    """Return consecutive integers, a pattern that the model can learn."""
     start, length = torch.randint(0, 400, ()).item(), torch.randint(8, LENGTH + 1, ()).item()
     return torch.arange(start, start + length)
 
@@ -77,18 +77,21 @@ runner = StepRunner(
 )
 step = TrainingStep(
     runner=runner,
-    sample=torch.arange(LENGTH),  # as long as samples get
+    sample=torch.arange(LENGTH),  # the longest possible sample
     update=update,
     optimizers=[optimizer],
-    boundaries={"layers": model.model.norm, "head": model.lm_head},  # where a step's phases end: fewer probes
+    boundaries={
+        "layers": model.model.norm,
+        "head": model.lm_head,
+    },  # ends of phases; saves probes
 )
-# In place of the memory of a GPU, which find_max_batch_size asks by itself.
+# Simulates the memory of a GPU. On a GPU, omit it: find_max_batch_size measures the GPU by default.
 with memory_cap(20_000_000, [*model.parameters(), *model.buffers()]) as memory:
-    found = find_max_batch_size(step, memory=memory)  # the same answer on every rank, and no trace
+    found = find_max_batch_size(step, memory=memory)  # equal on all ranks; changes no state
     if rank == 0:
         print(search_table(found, LENGTH))
 runner.use_limit(RowLimit(found.rows))
-# What a GPU does when it must: on rank 1, the 40th operation of step 3 runs out of memory.
+# Simulates an out-of-memory error of a GPU, on rank 1 in the 40th operation of step 3.
 with FaultInjector(runner).fail_at(rank=1, step=3, operation=40):
     torch.manual_seed(rank)
     for number in range(1, STEPS + 1):

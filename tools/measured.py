@@ -69,7 +69,7 @@ def recovery(rows: list[Row]) -> tuple[str, str]:
     lost = span((row["lost steps"] for row in recovered), 1)
     after = span((row["step after"] for row in recovered), 2)
     restart = f"a restart costs {restarted['lost s']:.0f} s, or {restarted['lost steps']:.0f} steps of this small model"
-    cells = [f"{lost} step times", f"later steps take {after} × as long until the size regrows", restart]
+    cells = [f"{lost} step times", f"later steps take {after} × the time until the size regrows", restart]
     return "cost of a recovery, 2 ranks", "; ".join(cells)
 
 
@@ -158,12 +158,12 @@ def glance(folder: Path = RESULTS) -> str:
     probes, slower = span(row["probes"] for row in ours), span((row["ratio"] for row in theirs), 1)
     budgets = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows_of("packing", folder) if row["ranks"] > 1]
     recovered = (
-        f"{lost} step times (a restart: {again:.0f}); later steps take {after} × as long until the batch size is back"
+        f"{lost} step times (a restart: {again:.0f}); later steps take {after} × the time until the batch size is back"
     )
     lines = (
         ("faults", "out of memory at single operations of a step", injected),
         ("recovery", "cost of a recovery", recovered),
-        ("overhead", "cost while nothing fails", f"{span(alike, 2)} × the CPU time of torchtune's step"),
+        ("overhead", "cost without failures", f"{span(alike, 2)} × the CPU time of torchtune's step"),
         ("searches", "finding the batch size", f"{probes} probes, {_search(ours)}, or {_rounded(ours)}"),
         ("searches", "the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
         ("packing", "speed-up by `token_budget: auto`, compared with a limit by rows", ", ".join(budgets)),
@@ -244,7 +244,7 @@ GPU_PARTS = {
     gpu_searches: "search of a model with 1.2 billion parameters, compared with brute force",
     gpu_fragmentation: "60 steps of mixed lengths at the found size, by margin for fragmentation",
 }
-"""What `make gpu-day` measures; each function is named after its file of results."""
+"""Measurements of `make gpu-day`; each function is named after its file of results."""
 
 
 def on_a_gpu(folder: Path = RESULTS) -> str:

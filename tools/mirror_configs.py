@@ -60,11 +60,11 @@ OURS = {
     "batch_increase_function": None,
     "adaptive": {"recover_from_oom": None, "memory_limit": None, "search": "linear"},
 }
-"""What every mirrored config has besides torchtune's keys, with its default."""
+"""Keys that every mirrored config adds to torchtune's, with their defaults."""
 
 
 def rendered(recipe: str, name: str) -> str:
-    """The text of our config of this name."""
+    """Return the text of the mirror of this config."""
     values = OmegaConf.to_container(OmegaConf.load(STOCK / f"{name}.yaml"), resolve=False)
     assert isinstance(values, dict)
     yaml = OmegaConf.to_yaml(OmegaConf.create({**values, **OURS}))

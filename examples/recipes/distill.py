@@ -1,9 +1,9 @@
-"""A recipe of one's own: knowledge distillation, in which a model learns to answer as its teacher does.
+"""Example of a custom recipe: knowledge distillation, in which a model learns from the outputs of a teacher.
 
     tune run --nproc_per_node 2 examples/recipes/distill.py --config my_config.yaml
 
-The config is one of full finetuning with two sections more: `teacher_model` and `teacher_checkpointer`. Search, token
-budgets (with padding), recovery, checkpoints, resuming and the record of the run are those of every recipe.
+Take a config of full finetuning, and add two sections: `teacher_model` and `teacher_checkpointer`. Search, token
+budgets (with padding), recovery, checkpoints, resuming and the journal work as in every recipe.
 """
 
 from collections.abc import Sequence
