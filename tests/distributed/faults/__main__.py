@@ -1,7 +1,9 @@
-"""`make faults`: run out of memory at every operation of a step, and compare the gradients.
+"""`make faults`: run out of memory at operations of a step, and compare the gradients.
 
-python -m tests.distributed.faults                     every operation of every case
-python -m tests.distributed.faults --at-most 50        50 operations of every case, evenly spread
+python -m tests.distributed.faults                     12 operations of every case, evenly spread; each case starts
+                                                       one operation later than the case before
+python -m tests.distributed.faults --at-most 50        50 operations of every case
+python -m tests.distributed.faults --all               every operation of every case: more than a day
 python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
 python -m tests.distributed.faults --case recipes      only the stages of DPO, PPO and GRPO
 """
@@ -21,14 +23,19 @@ ALL_CASES: tuple[AnyCase, ...] = (*CASES, *MESH_CASES, *RECIPE_CASES)
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--at-most", type=int, default=sys.maxsize, help="operations to try in one case")
+    arguments.add_argument("--at-most", type=int, default=12, help="operations to try in one case")
+    arguments.add_argument("--all", dest="at_most", action="store_const", const=sys.maxsize, help="try every operation")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     arguments.add_argument("--timeout", type=float, default=900, help="seconds per case, on an idle machine")
     options = arguments.parse_args()
     total, rows = Outcome(), []
-    for case in (case for case in ALL_CASES if options.case in case.name):
+    for number, case in enumerate(ALL_CASES):
+        if options.case not in case.name:
+            continue
         started = time.monotonic()
-        outcome = outcome_of(case.name, case.world_size, sweep, case, options.at_most, timeout_s=options.timeout)
+        outcome = outcome_of(
+            case.name, case.world_size, sweep, case, options.at_most, False, number, timeout_s=options.timeout
+        )
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))
         rows.append({"case": case.name, "every": case.stride, **dict(zip(FIGURES, outcome, strict=True))})
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)

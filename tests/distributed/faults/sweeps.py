@@ -33,12 +33,12 @@ FIGURES = ("injected", "recovered", "hung", "wrong gradient")
 """Names of the fields of an outcome in records of results."""
 
 
-def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
+def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = False, shift: int = 0) -> Outcome:
     """Collective: try every operation of a step, `at_most` evenly spread ones, or only those around collectives."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
     bench = case.bench()
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
-    places = _places(bench.operations(), case.stride, at_most, only_collectives)
+    places = _places(bench.operations(), case.stride, at_most, only_collectives, shift)
     runner = bench.new_runner()
     if not case.first_pass:
         bench.disturbed(runner, None)
@@ -56,12 +56,13 @@ def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = Fa
     return Outcome(injected, recovered, 0, wrong)
 
 
-def _places(operations: list[str], stride: int, at_most: int, only_collectives: bool) -> list[int]:
-    """Return the numbers of operations, starting at 1."""
+def _places(operations: list[str], stride: int, at_most: int, only_collectives: bool, shift: int) -> list[int]:
+    """Return the numbers of operations, starting at 1. Shifts cycle through the operations that a sample skips."""
     if only_collectives:  # before a collective is issued, and while it waits after peers have matched it
         collectives = [index for index, name in enumerate(operations, 1) if name.startswith("c10d")]
         return sorted({index + after for index in collectives for after in (0, 1, 2)})
-    return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
+    step = max(stride, -(-len(operations) // at_most))
+    return list(range(1 + shift % step, len(operations) + 1, step))
 
 
 def outcome_of(
