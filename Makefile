@@ -107,7 +107,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# 12 operations of a step in each of 230 cases run out of memory: about an hour on two idle cores
+# 12 operations of a step in each of 230 cases run out of memory: about 45 minutes on two idle cores
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 	$(BIN)/torchrun --nproc_per_node 2 -m tests.hf.faults
