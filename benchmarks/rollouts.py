@@ -68,7 +68,6 @@ class Shape:
             f"batch_size={ANSWERS // GROUP}",
             f"grpo_samples={GROUP}",
             *("num_steps=1", "model.max_seq_len=256"),
-            *("resample_groups=0", "without_signal=keep"),
             "reward_functions=[{_component_: torchtune_adaptive.rl.rewards.matching, pattern: '[a-z]*'}]",
         )
         if self.kind == "full_ppo":

@@ -7,7 +7,7 @@ Takes the keys of torchtune's recipes/dev/grpo_full_finetune_distributed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.config import components
@@ -22,7 +22,7 @@ from torchtune_adaptive.rl.grpo import (
     contents_of,
     figures_of_update,
     grpo_stages,
-    prepared,
+    keep_advantages,
 )
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.rollouts import updates_of
@@ -66,16 +66,16 @@ class AdaptiveGRPOFullFinetuneDistributed:
                 self.iterations.done(step.number, self.iterate(step.samples, step.number))
         self.signal.warn()
 
-    def iterate(self, prompts: Sequence[Sample], number: int) -> Mapping[str, float]:
+    def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: generate and score answers, update the models, and return the figures to log."""
-        everyone = self.iterations.answered(prompts, number)
-        batch = prepared(everyone, self._grpo)
-        self.signal.record(batch)
-        for share in updates_of(batch.rollouts, batch.of_a_rank, self._grpo.ppo_epochs, self.run.progress.seed):
+        grpo, everyone = self._grpo, self.iterations.answered(prompts, number)
+        divisor, figures = keep_advantages(everyone, grpo)
+        self.signal.record(has_signal=figures["groups_without_signal"] < len(everyone) / grpo.grpo_samples)
+        for share in updates_of(everyone, grpo.answers, grpo.ppo_epochs, self.run.progress.seed):
             policy = self.stages.run_stage(TRAIN_POLICY, share, number)
-            figures = figures_of_update(policy, batch.divisor)
-            self.iterations.update(batch.divisor, figures, cause_of_update(everyone, figures, self._grpo.loss.kl_coeff))
-        return batch.figures
+            of_update = figures_of_update(policy, divisor)
+            self.iterations.update(divisor, of_update, cause_of_update(everyone, of_update, grpo.loss.kl_coeff))
+        return figures
 
     def cleanup(self) -> None:
         """Collective: finish saves and leave the process group."""

@@ -16,7 +16,7 @@ from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.models import PPO_CONTENTS, build_checkpointers, build_models
-from torchtune_adaptive.rl.ppo import build_ppo_loss, cause_of_update, figures_of_update, keep_advantages, ppo_stages
+from torchtune_adaptive.rl.ppo import cause_of_update, figures_of_update, keep_advantages, ppo_stages
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
@@ -42,9 +42,9 @@ class AdaptivePPOFullFinetuneDistributed:
         self.models = build_models(settings, place, weights, run.progress.seed)
         optimization = build_optimization(settings, self.models.trained, weights, place.device)
         run.resume(weights, self.models.trained, optimization, told={"seed": "seed"})
-        self._loss, tokenizer = build_ppo_loss(settings), components.build("tokenizer", settings.config)
+        tokenizer = components.build("tokenizer", settings.config)
         sampling = sampling_of(tokenizer, ppo, run.progress.seed)
-        stages = ppo_stages(self.models, self._loss, sampling, settings, ppo, place.device)
+        stages = ppo_stages(self.models, sampling, settings, ppo, place.device)
         self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo, TRAINED_FILES)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
 
@@ -62,7 +62,7 @@ class AdaptivePPOFullFinetuneDistributed:
             value = self.stages.run_stage(TRAIN_VALUE, share, number)
             policy = self.stages.run_stage(TRAIN_POLICY, share, number)
             summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
-            of_update = figures_of_update(value, policy, self._loss)
+            of_update = figures_of_update(value, policy, ppo.loss)
             self.iterations.update(summed_over, of_update, cause_of_update(everyone, of_update))
         return figures
 

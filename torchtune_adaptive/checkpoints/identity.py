@@ -31,7 +31,6 @@ ROLLOUT_KEYS = (
     "ppo_epochs",
     "ppo_batch_size",
     "grpo_samples",
-    "resample_groups",
     "max_generated_tokens",
     "temperature",
     "top_k",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,14 +17,14 @@ from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import rank, world_size
+from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import build_judge
-from torchtune_adaptive.rl.rollouts import Rollout, differ, results_of, store
+from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
 from torchtune_adaptive.rl.settings import (
     GRPO_REFERENCE_FILES,
     LARGEST,
@@ -104,26 +103,11 @@ def advantages_of(rewards: Tensor, *, scaled: bool) -> Tensor:
     return centred / (rewards.std(1, keepdim=True) + EPSILON) if scaled else centred
 
 
-@dataclass(frozen=True)
-class TrainingBatch:
-    """Rollouts that an iteration trains on; identical on all ranks."""
+def keep_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int, dict[str, float]]:
+    """Add advantages and weights to the rollouts of all ranks.
 
-    rollouts: list[Rollout]
-    """Rollouts to train on, padded with fillers to a multiple of the number of ranks."""
-    divisor: int
-    """Number of tokens or answers that the loss is averaged over."""
-    figures: Mapping[str, float]
-    has_signal: bool
-    """Whether rewards differ within some group."""
-
-    @property
-    def of_a_rank(self) -> int:
-        """Number of rollouts per rank."""
-        return len(self.rollouts) // world_size()
-
-
-def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
-    """Add advantages and weights to the rollouts of all ranks, and select the groups to train on."""
+    Return the number of tokens or answers that the loss is averaged over, and figures for the log.
+    """
     size, average = grpo.grpo_samples, grpo.loss.average
     _check_results(everyone, grpo)
     rewards, counts = results_of(everyone, results.SCORE).view(-1, size), results_of(everyone, results.COUNTS)
@@ -135,20 +119,13 @@ def prepared(everyone: Sequence[Rollout], grpo: GRPOSettings) -> TrainingBatch:
     advantages = advantages_of(rewards, scaled=grpo.scale_rewards).view(-1, 1)
     store(everyone, results.ADVANTAGES, advantages.expand(counts.shape))
     store(everyone, results.WEIGHT, weights)
-    groups = [everyone[start : start + size] for start in range(0, len(everyone), size)]
-    kept = [rollout for group in groups if differ(group) for rollout in group]
-    figures = {
+    divisor = int(lengths.sum()) if average == "tokens" else len(everyone)
+    return divisor, {
         "scores": float(rewards.mean()),
         "scores_deviation": float(rewards.std(1).mean()),
-        "groups_without_signal": len(groups) - len(kept) / size,
+        "groups_without_signal": int((rewards == rewards[:, :1]).all(1).sum()),
         "response_lengths": float(lengths.float().mean()),
     }
-    has_signal = bool(kept)
-    if grpo.without_signal == "keep" or not kept:  # an iteration always makes its updates
-        kept = [*everyone]
-    divisor = len(kept) if average != "tokens" else sum(rollout.length for rollout in kept)
-    filled = [everyone[0].filler() for _ in range(-len(kept) % world_size())]
-    return TrainingBatch([*kept, *filled], max(1, divisor), figures, has_signal)
 
 
 def _check_results(everyone: Sequence[Rollout], grpo: GRPOSettings) -> None:
@@ -185,10 +162,10 @@ class SignalWatch:
         self._iterations = 0
         self._had_signal = False
 
-    def record(self, batch: TrainingBatch) -> None:
+    def record(self, *, has_signal: bool) -> None:
         """Record an iteration, and warn after `PATIENCE` of them."""
         self._iterations += 1
-        self._had_signal |= batch.has_signal
+        self._had_signal |= has_signal
         if self._iterations == self.PATIENCE:
             self.warn()
 

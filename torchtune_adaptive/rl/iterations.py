@@ -10,15 +10,14 @@ from dataclasses import replace
 from torch import nn
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes
-from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.limits import LimitFinder, check_room
 from torchtune_adaptive.rl.rewards import Rewards
-from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, differ, gathered, groups_of, share_cut_off
+from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gathered, groups_of, share_cut_off
 from torchtune_adaptive.rl.settings import RolloutSettings
-from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, RolloutStage, RolloutStages
+from torchtune_adaptive.rl.stages import RolloutStage, RolloutStages
 from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
@@ -44,7 +43,7 @@ class Iterations:
         check_room((stage.model for stage in stages.values()), settings.adaptive, rl.max_generated_tokens)
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
-        self.rewards = Rewards(settings.config, rl.reward_timeout, tokenizer, self.stages.policy.sampling.stop_tokens)
+        self.rewards = Rewards(settings.config, tokenizer, self.stages.policy.sampling.stop_tokens)
         self.rewards.check(self.data.dataset[0])
         self.trainer = Trainer(
             run, model, self.data, optimization, self.stages.runners, limits=self.stages.state_dict, weights=weights
@@ -103,35 +102,17 @@ class Iterations:
         self._began = time.perf_counter()
         self.stages.begin_iteration()
         size = self._rl.grpo_samples
-        groups = pending = groups_of(prompts, iteration, self._rl.max_generated_tokens, size)
-        missing = sampled_anew = 0
-        for attempt in range(1 + self._rl.resample_groups):
-            if attempt:
-                pending = [(sample, group) for sample, group in pending if not differ(group)]
-                counts = from_all_ranks(len(pending))
-                if not any(counts):
-                    break
-                sampled_anew += sum(counts)
-                missing = max(counts) - len(pending)  # all ranks run a stage on the same number of rollouts
-            rollouts = [rollout for _, group in pending for rollout in group]
-            for rollout in rollouts:
-                rollout.attempt = attempt
-                rollout.results.clear()
-            rollouts += [groups[0][1][0].filler() for _ in range(missing * size)]
-            for name in (GENERATE, FIND_REWARDS) if FIND_REWARDS in self.stages.by_name else (GENERATE,):
-                self.stages.run_stage(name, rollouts, iteration)
-            self.rewards.score(pending)
+        groups = groups_of(prompts, iteration, self._rl.max_generated_tokens, size)
         mine = [rollout for _, group in groups for rollout in group]
         for name, stage in self.stages.by_name.items():
-            if stage.trains is None and name not in (GENERATE, FIND_REWARDS):
+            if stage.trains is None:
                 self.stages.run_stage(name, mine, iteration)
+        self.rewards.score(groups)
         everyone = gathered(mine)
         if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
             self.rewards.show(self.run.journal, everyone[:size], iteration)
         cut_off = share_cut_off(everyone, self.stages.policy.sampling.stop_tokens)
         self._figures = {"cut_off": cut_off, **self.rewards.figures(everyone)}
-        if self._rl.resample_groups:
-            self._figures["groups_sampled_anew"] = sampled_anew
         return everyone
 
     def update(self, summed_over: SummedOver, figures: Mapping[str, float], cause: Cause) -> None:

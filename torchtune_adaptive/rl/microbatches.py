@@ -61,7 +61,7 @@ class Generate:
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Collective: generate an answer for each rollout and store it with its masks."""
         prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
-        drawn = draws([(self.sampling.seed, "generate", *rollout.attempted) for rollout in rollouts], width)
+        drawn = draws([(self.sampling.seed, "generate", each.iteration, each.number) for each in rollouts], width)
         policy: Any = self.model
         # With a single token, no later one needs the gathered parameters.
         keeps = self.gathers and width > 1

@@ -13,19 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torchtune import rlhf
-from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import StepResult, Totals
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import Models
 from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
-from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOSettings
+from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOLoss, PPOSettings
 from torchtune_adaptive.rl.stages import cause_of_stages, check_weights, refuse
 from torchtune_adaptive.tune.metrics import Cause
 
@@ -104,10 +101,10 @@ def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float]) -
 
 
 def ppo_stages(
-    models: Models, loss: PPOLoss, sampling: Sampling, settings: Settings, ppo: PPOSettings, device: torch.device
+    models: Models, sampling: Sampling, settings: Settings, ppo: PPOSettings, device: torch.device
 ) -> dict[str, stages.RolloutStage]:
     """Return the stages of PPO, in order."""
-    policy, value, reference, reward = models
+    (policy, value, reference, reward), loss = models, ppo.loss
     scorer = AnswerScorer(device=device, temperature=sampling.temperature)
     before = partial(stages.RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)
     rows = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
@@ -121,14 +118,3 @@ def ppo_stages(
         stages.TRAIN_VALUE: training(TrainValue(value, scorer, loss), trains="value"),
         stages.TRAIN_POLICY: training(TrainPolicy(policy, scorer, (loss.epsilon, loss.epsilon)), trains="policy"),
     }
-
-
-def build_ppo_loss(settings: Settings) -> PPOLoss:
-    """Build torchtune's loss. Only its coefficients are used, because it averages over a microbatch."""
-    loss = components.build("loss", settings.config)
-    if type(loss) is not PPOLoss:
-        raise ConfigError(
-            f"loss is {settings.config.loss.get('_component_')}: set it to torchtune.rlhf.loss.PPOLoss, whose "
-            "coefficients are used"
-        )
-    return loss

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,9 +18,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from torchtune_adaptive.config.components import imported, in_a_line, path_of
+from torchtune_adaptive.config.components import build_section, imported, in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.formatting import count_of, in_columns, nearest, shown
+from torchtune_adaptive.formatting import count_of, did_you_mean, in_columns, shown
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.rl.rollouts import SCORE, Group, Rollout, results_of
@@ -48,7 +46,6 @@ class RewardFunction:
     name: str
     weight: float
     function: Callable[..., Any]
-    timeout_s: float | None = None
 
     @property
     def result(self) -> str:
@@ -61,64 +58,35 @@ class RewardFunction:
         return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
 
     def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
-        """Return one reward per answer; raise RewardError for an exception, a timeout or an invalid result."""
+        """Return one reward per answer; raise RewardError for an exception or an invalid result."""
         answers: list[str] = lists["completions"]
         error = partial(self.error, answers, sample)
         own = {name: list(values) for name, values in lists.items()}  # a copy, which the function may modify
         try:
-            returned = within(self.timeout_s, lambda: _listed(self.function(**own)))
-        except _NotReturned:
-            raise error(f"has not returned within {self.timeout_s:g} s (reward_timeout)") from None
+            returned = self.function(**own)
+            if isinstance(returned, Iterator):
+                returned = list(returned)
         except (Exception, SystemExit) as cause:
             at = traceback.extract_tb(cause.__traceback__)[-1]
             raise error(f"failed: {in_a_line(cause)} in {at.filename}, line {at.lineno}") from cause
         try:
             rewards = [0.0 if reward is None else float(reward) for reward in returned]
         except (TypeError, ValueError):
-            raise error(f"returned {shown(returned)} in place of a list of numbers") from None
-        if isinstance(returned, str | Mapping):
-            raise error(f"returned {shown(returned)} in place of a list of numbers")
-        if len(rewards) != len(answers) or not torch.tensor(rewards).isfinite().all():  # in single precision
-            raise error(f"returned {shown(rewards)} in place of {count_of(len(answers), 'finite number')}")
+            rewards = []
+        finite = len(rewards) == len(answers) and torch.tensor(rewards).isfinite().all()  # in single precision
+        if isinstance(returned, str) or not finite:
+            raise error(f"returned {shown(returned)} in place of a list of {count_of(len(answers), 'finite number')}")
         return rewards
 
 
-def _listed(returned: object) -> object:
-    """Run a generator, whose errors are those of the function."""
-    return list(returned) if isinstance(returned, Iterator) else returned
-
-
-class _NotReturned(Exception):
-    """Not a TimeoutError, which a function may raise itself."""
-
-
-def within(seconds: float | None, function: Callable[[], Any]) -> Any:
-    """Return the function's result; raise _NotReturned if it takes longer."""
-    if seconds is None:
-        return function()
-    returned: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            returned.set_result(function())
-        except BaseException as error:  # noqa: BLE001
-            returned.set_exception(error)
-
-    # a thread cannot be killed: after a timeout, the daemon thread runs until the process exits
-    threading.Thread(target=run, daemon=True).start()
-    if not wait([returned], seconds).done:
-        raise _NotReturned
-    return returned.result()
-
-
-def functions_of(cfg: DictConfig, timeout_s: float | None = None) -> tuple[RewardFunction, ...]:
+def functions_of(cfg: DictConfig) -> tuple[RewardFunction, ...]:
     """Build the functions of the section `reward_functions`. Other keys of an entry are keyword arguments."""
     section = cfg.get(REWARD_FUNCTIONS)
     if section is None:
         return ()
     if not isinstance(section, ListConfig):
         raise ConfigError(f"{REWARD_FUNCTIONS} is {shown(section)}: allowed is a list of sections with a _component_")
-    functions = [_built(f"{REWARD_FUNCTIONS}.{place}", each, timeout_s) for place, each in enumerate(section)]
+    functions = [_built(f"{REWARD_FUNCTIONS}.{place}", each) for place, each in enumerate(section)]
     names = [function.name for function in functions]  # a function may be listed twice with different arguments
     return tuple(
         replace(function, name=f"{function.name}_{place}") if names.count(function.name) > 1 else function
@@ -126,7 +94,7 @@ def functions_of(cfg: DictConfig, timeout_s: float | None = None) -> tuple[Rewar
     )
 
 
-def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction:
+def _built(key: str, section: object) -> RewardFunction:
     path = path_of(key, section)
     assert isinstance(section, DictConfig)
     plain: Any = OmegaConf.to_container(section, resolve=True)
@@ -136,28 +104,20 @@ def _built(key: str, section: object, timeout_s: float | None) -> RewardFunction
         raise ConfigError(f"{key}.weight is {shown(weight)}: allowed is {REWARD.allowed}")
     component = imported(f"{key}._component_", path)
     if inspect.isclass(component):
-        try:
-            component, options = component(**options), {}
-        except Exception as error:
-            raise ConfigError(f"{key} could not be built from {path}: {in_a_line(error)}") from error
+        component, options = build_section(key, OmegaConf.create({"_component_": path, **options})), {}
     if not callable(component):
         raise ConfigError(f"{key}._component_ is {path}: allowed is a function, or a class whose objects are called")
     parameters = inspect.signature(component).parameters if options else {}
-    # by convention, `**_` collects arguments that are not used
-    takes_any = any(one.kind is one.VAR_KEYWORD and not one.name.startswith("_") for one in parameters.values())
-    for option in (name for name in options if name not in parameters):
-        meant = nearest(option, ["weight", *parameters])
-        if meant == "weight" or not takes_any:
-            advice = "remove it" if meant is None else f"did you mean {meant}?"
-            raise ConfigError(f"{key}.{option} is not a known key of {path}; {advice}")
-    return RewardFunction(path.rpartition(".")[2], float(weight), partial(component, **options), timeout_s)
+    for option in (name for name in options if name not in parameters):  # `**_` would hide a misspelt key
+        raise ConfigError(f"{key}.{option} is not an argument of {path}{did_you_mean(option, ['weight', *parameters])}")
+    return RewardFunction(path.rpartition(".")[2], float(weight), partial(component, **options))
 
 
 class Rewards:
     """Decodes answers and scores them with the configured functions."""
 
-    def __init__(self, cfg: DictConfig, timeout_s: float | None, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
-        self._functions, self._tokenizer, self._stop_tokens = functions_of(cfg, timeout_s), tokenizer, stop_tokens
+    def __init__(self, cfg: DictConfig, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
+        self._functions, self._tokenizer, self._stop_tokens = functions_of(cfg), tokenizer, stop_tokens
 
     def check(self, sample: Mapping[str, object]) -> None:
         """Raise ConfigError if a function cannot be called with the columns of this sample."""
@@ -170,8 +130,6 @@ class Rewards:
                     f"reward function {each.name} is called with {', '.join(names)}, but {error}: set its other "
                     f"arguments next to _component_ in {REWARD_FUNCTIONS}, and accept unused ones with **_"
                 ) from error
-            except ValueError:  # a builtin without a signature
-                continue
 
     def score(self, groups: Sequence[Group]) -> None:
         """Add the weighted rewards to the reward model's scores, if any."""

@@ -43,15 +43,8 @@ class Rollout:
     results: dict[str, Tensor] = field(default_factory=dict)
     group: int | None = None
     """Number of the prompt's group, if the prompt has several answers."""
-    attempt: int = 0
-    """Number of earlier attempts whose group had equal rewards."""
     fills: bool = False
     """True for a filler, which only matches the other ranks' number of rollouts."""
-
-    @property
-    def attempted(self) -> tuple[int, ...]:
-        """Key that identifies this answer within a run."""
-        return (self.iteration, self.number, *[self.attempt] * (self.attempt > 0))
 
     @property
     def tokens(self) -> Tensor:
@@ -166,11 +159,6 @@ def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answer
         blank = Rollout(first, iteration, prompt, torch.zeros(new_tokens, dtype=torch.long), group=group)
         groups.append((sample, [replace(blank, number=first + at, results={}) for at in range(answers)]))
     return groups
-
-
-def differ(group: Sequence[Rollout]) -> bool:
-    """Return True if rewards differ within the group; otherwise all its advantages are 0."""
-    return len({float(rollout.results[SCORE]) for rollout in group}) > 1
 
 
 def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:

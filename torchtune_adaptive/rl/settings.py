@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -82,9 +83,7 @@ class RolloutSettings:
     temperature: float = option(FINITE_ABOVE_0, 1.0)
     top_k: int | None = option(COUNT | NULL, None)
     stop_token_ids: tuple[int, ...] | None = option(TOKENS | NULL, None)
-    reward_timeout: float | None = option(FINITE_ABOVE_0 | NULL, None)
     grpo_samples: int = 1
-    resample_groups: int = 0
 
     @property
     def answers(self) -> int:
@@ -102,39 +101,8 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOSettings(RolloutSettings):
-    """Keys of PPO, with torchtune's names."""
-
-    ppo_batch_size: int = option(COUNT)
-    gradient_accumulation_steps: int = option(COUNT)
-    enable_kv_cache: bool = option(BOOL, True)
-    min_response_length: int | None = option(COUNT_OR_0 | NULL, None)
-    penalise_no_eos: bool = option(BOOL)
-    reward_penalty: float = option(REWARD)
-    whiten_rewards: bool = option(BOOL)
-    gamma: float = option(FINITE)
-    lmbda: float = option(FINITE)
-    kl_coeff: float = option(COST)
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps of an iteration."""
-        return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
-
-    def iterations(self, ranks: int) -> int:
-        """Iterations of the run, at least one; `num_steps` counts the samples of all ranks."""
-        size = self.batch_size * ranks
-        if self.num_steps < size:
-            raise ConfigError(
-                f"num_steps is {self.num_steps}, but one iteration takes {size} samples: batch_size {self.batch_size} "
-                f"× {count_of(ranks, 'rank')}; raise num_steps, or lower batch_size"
-            )
-        return self.num_steps // size
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOLossSettings:
-    """The coefficients of PPO's section `loss`, with torchtune's names and defaults."""
+class PPOLoss:
+    """The section `loss` of PPO, with torchtune's names and defaults."""
 
     epsilon: float = option(CLIP, 0.1)
     value_clip_range: float = option(CLIP, 0.2)
@@ -156,16 +124,45 @@ class GRPOLoss:
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
-def _grpo_loss(section: Any, key: str) -> GRPOLoss:
-    """Read the section, which may name the GRPO loss of unreleased torchtune; only the coefficients are used."""
-    options = dict(keys.plain(section, key))
-    named = str(options.pop("_component_", "GRPOLoss"))
-    if not named.rpartition(".")[2].startswith("GRPO"):
-        raise ConfigError(
-            f"loss._component_ is {named}, but GRPO has a fixed loss: remove the line, and keep epsilon, "
-            "epsilon_high, kl_coeff and average"
-        )
-    return keys.read_section(GRPOLoss, options, key)
+def _loss_of(kind: type[PPOLoss] | type[GRPOLoss], section: Any, key: str) -> PPOLoss | GRPOLoss:
+    """Read the section, which may name torchtune's loss; only its coefficients are used."""
+    options, algorithm = dict(keys.plain(section, key)), kind.__name__.removesuffix("Loss")
+    named = str(options.pop("_component_", algorithm))
+    if not named.rpartition(".")[2].startswith(algorithm):
+        raise ConfigError(f"loss._component_ is {named}, but {algorithm} has a fixed loss: remove the line")
+    return keys.read_section(kind, options, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOSettings(RolloutSettings):
+    """Keys of PPO, with torchtune's names."""
+
+    ppo_batch_size: int = option(COUNT)
+    gradient_accumulation_steps: int = option(COUNT)
+    enable_kv_cache: bool = option(BOOL, True)
+    min_response_length: int | None = option(COUNT_OR_0 | NULL, None)
+    penalise_no_eos: bool = option(BOOL)
+    reward_penalty: float = option(REWARD)
+    whiten_rewards: bool = option(BOOL)
+    gamma: float = option(FINITE)
+    lmbda: float = option(FINITE)
+    kl_coeff: float = option(COST)
+    loss: PPOLoss = option(SECTION, PPOLoss(), convert=partial(_loss_of, PPOLoss))
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of an iteration."""
+        return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
+
+    def iterations(self, ranks: int) -> int:
+        """Iterations of the run, at least one; `num_steps` counts the samples of all ranks."""
+        size = self.batch_size * ranks
+        if self.num_steps < size:
+            raise ConfigError(
+                f"num_steps is {self.num_steps}, but one iteration takes {size} samples: batch_size {self.batch_size} "
+                f"× {count_of(ranks, 'rank')}; raise num_steps, or lower batch_size"
+            )
+        return self.num_steps // size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +170,8 @@ class GRPOSettings(RolloutSettings):
     """Keys of GRPO; those of torchtune's recipe come first."""
 
     grpo_samples: int = option(AT_LEAST_2)
-    loss: GRPOLoss = option(SECTION, GRPOLoss(), convert=_grpo_loss)
+    loss: GRPOLoss = option(SECTION, GRPOLoss(), convert=partial(_loss_of, GRPOLoss))
     scale_rewards: bool = option(BOOL, True)
-    without_signal: str = option(one_of("drop", "keep"), "drop")
-    resample_groups: int = option(COUNT_OR_0, 0)
     lora: LoraSettings | None = None
     """Keys of the adapters, if the run trains adapters."""
 
@@ -194,7 +189,6 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     if not OmegaConf.is_dict(policy := cfg.get(POLICY_SECTION)):
         raise ConfigError(f"{POLICY_SECTION} is missing: add a section with a _component_")
     ppo = keys.read(PPOSettings, cfg)
-    keys.read(PPOLossSettings, cfg.get("loss"), prefix="loss.")
     cfg = cast(DictConfig, OmegaConf.merge(cfg, {"model": policy}))
     return _read(cfg, "PPO", _of_ppo(cfg, ppo), (*NOT_SUPPORTED, "save_adapter_weights_only")), ppo
 

@@ -95,7 +95,7 @@ def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
     if kind == "full_ppo":
         sizes = (f"batch_size={SAMPLES}", f"ppo_batch_size={SAMPLES}", "gradient_accumulation_steps=1")
         return ppo_config(folder, *same, *sizes, *overrides)
-    one_group = ("batch_size=1", f"grpo_samples={SAMPLES}", "resample_groups=0", "without_signal=keep")
+    one_group = ("batch_size=1", f"grpo_samples={SAMPLES}")
     return grpo_config(kind, folder, *same, *one_group, *overrides)
 
 

@@ -109,7 +109,7 @@ def _config(variant: Variant, folder: Path, *overrides: str) -> DictConfig:
             variant.kind,
             folder,
             *(f"dataset.samples={STEPS_PER_EPOCH * ROWS * variant.ranks}", f"num_steps={STEPS}"),
-            *(f"batch_size={ROWS}", f"ppo_epochs={UPDATES}", "resample_groups=0", "optimizer.momentum=0.9"),
+            *(f"batch_size={ROWS}", f"ppo_epochs={UPDATES}", "optimizer.momentum=0.9"),
             *overrides,
         )
     samples = STEPS_PER_EPOCH * ROWS * MICROBATCHES * variant.ranks

@@ -76,7 +76,7 @@ def ours(folder: Path, loss: Loss) -> tuple[list[Update], list[Rollout]]:
         f"grpo_samples={ANSWERS}",
         f"max_generated_tokens={NEW}",
         f"temperature={TEMPERATURE}",
-        *("num_steps=1", "ppo_epochs=2", "forward_batch_size=1", "resample_groups=0", "without_signal=keep"),
+        *("num_steps=1", "ppo_epochs=2", "forward_batch_size=1"),
         f"loss={{epsilon: 0.2, epsilon_high: {loss.high}, kl_coeff: {KL}, average: {loss.average}}}",
         f"scale_rewards={loss.scaled}",
     )

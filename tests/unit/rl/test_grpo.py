@@ -1,14 +1,13 @@
 """GRPO's arithmetic, compared with published formulas."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.grpo import SignalWatch, advantages_of, cause_of_update, prepared
+from torchtune_adaptive.rl.grpo import SignalWatch, advantages_of, cause_of_update, keep_advantages
 from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
@@ -54,7 +53,7 @@ def test_loss_of_any_split_equals_the_formulas(average: str) -> None:
     draw = torch.Generator().manual_seed(0)
     loss = GRPOLoss(epsilon=0.2, epsilon_high=0.28, kl_coeff=0.05, average=average)
     everyone = answers([1, 0, 0.5, 2, 2, 7], [3, 7, 1, 2, 5, 4])
-    step = prepared(everyone, GRPOSettings(**SIZES, loss=loss))
+    divisor, _ = keep_advantages(everyone, GRPOSettings(**SIZES, loss=loss))
     before, reference, log_probs = (torch.randn(6, MOST, generator=draw, dtype=torch.float64) / 3 for _ in range(3))
     log_probs.requires_grad_()
     advantages, counts = results_of(everyone, ADVANTAGES).double(), results_of(everyone, COUNTS)
@@ -68,7 +67,7 @@ def test_loss_of_any_split_equals_the_formulas(average: str) -> None:
     for split in ([6], [1, 5], [2, 2, 2], [1] * 6):
         microbatches = zip(*(tensor.split(split) for tensor in tensors), strict=True)
         parts = [weighted(*microbatch) for microbatch in microbatches]
-        total = torch.stack(parts).sum() / step.divisor
+        total = torch.stack(parts).sum() / divisor
         (gradient,) = torch.autograd.grad(total, log_probs)
         torch.testing.assert_close(total, truth, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
@@ -81,13 +80,10 @@ def test_advantages_are_normalized_by_mean_and_deviation_of_the_group() -> None:
     assert advantages_of(rewards, scaled=False).tolist() == [[0, -1, -1, 2], [0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize(("without_signal", "kept"), [("drop", [0, 1, 2]), ("keep", [0, 1, 2, 3, 4, 5])])
-def test_group_with_equal_rewards_is_dropped_or_kept(without_signal: str, kept: list[int]) -> None:
-    everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
-    step = prepared(everyone, GRPOSettings(**SIZES, without_signal=without_signal))
-    assert [each.number for each in step.rollouts] == kept
-    assert step.divisor == (11 if without_signal == "drop" else 22)
-    assert step.figures["groups_without_signal"] == 1
+def test_groups_with_equal_rewards_are_counted_and_stay_in_the_mean() -> None:
+    divisor, figures = keep_advantages(answers([1, 0, 0, 0.1, 0.1, 0.1], [3, 7, 1, 2, 5, 4]), GRPOSettings(**SIZES))
+    assert divisor == 22
+    assert figures["groups_without_signal"] == 1
 
 
 @pytest.mark.parametrize(
@@ -103,7 +99,7 @@ def test_invalid_result_is_refused_with_the_files_of_its_model(result: str, mess
         each.results[REFERENCE_LOG_PROBS] = torch.zeros(MOST)
     everyone[4].results[result] = everyone[4].results[result] + math.nan
     with pytest.raises(NotLearningError, match=f"^iteration 1: {message}"):
-        prepared(everyone, GRPOSettings(**SIZES))
+        keep_advantages(everyone, GRPOSettings(**SIZES))
 
 
 def test_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause() -> None:
@@ -116,20 +112,17 @@ def test_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause()
     assert cause_of_update(everyone, {"loss": math.inf, "kl": 0.1}, 0.05) == (" in stage train policy", "")
 
 
-def record(rewards: Sequence[list[float]]) -> SignalWatch:
+def record(*have_signal: bool) -> SignalWatch:
     watch = SignalWatch()
-    for each in rewards:
-        watch.record(prepared(answers(each, [3] * 6), GRPOSettings(**SIZES)))
+    for each in have_signal:
+        watch.record(has_signal=each)
     return watch
-
-
-EQUAL, DIFFERENT = [1, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0]
 
 
 def test_run_without_signal_warns_after_three_iterations_and_at_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watch = record([EQUAL] * 5)
+    watch = record(*[False] * 5)
     watch.warn()
     assert [line.partition(": the answers")[0] for line in caplog.messages] == [
         "no signal in 3 iterations",
@@ -138,7 +131,7 @@ def test_run_without_signal_warns_after_three_iterations_and_at_its_end(
 
 
 def test_run_with_signal_in_one_iteration_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    record([EQUAL, EQUAL, DIFFERENT, EQUAL, EQUAL]).warn()
+    record(False, False, True, False, False).warn()
     assert caplog.messages == []
 
 
@@ -147,8 +140,3 @@ def test_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:
     everyone[2].answer[-1] = 5
     assert share_cut_off(everyone, [5, 6]) == pytest.approx(1 / 3)
     assert share_cut_off(everyone, []) == pytest.approx(2 / 3)
-
-
-def test_all_groups_count_if_no_group_has_a_signal() -> None:
-    step = prepared(answers([1, 1, 1, 0, 0, 0], [3] * 6), GRPOSettings(**SIZES))
-    assert (len(step.rollouts), step.divisor) == (6, 18)

@@ -85,6 +85,8 @@ OF_PPO = [
     ("reward_penalty=-1e38", "reward_penalty is -1e+38: allowed is a number from -1e+12 to 1e+12"),
     ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
     ("loss.value_clip_range=null", "loss.value_clip_range is null: allowed is a number of at least 0, or .inf"),
+    ("loss._component_=torchtune.rlhf.loss.DPOLoss", "loss._component_ is torchtune.rlhf.loss.DPOLoss, but PPO has"),
+    ("loss.value_coef=5", "loss.value_coef is not a known key; allowed: epsilon, value_clip_range, value_coeff; did"),
     ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a number from 0 to 1e+12"),
 ]
 OF_GRPO = [
