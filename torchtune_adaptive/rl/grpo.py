@@ -29,7 +29,6 @@ from torchtune_adaptive.rl.settings import (
     GRPO_REFERENCE_FILES,
     LARGEST,
     POLICY_FILES,
-    REWARD_FILES,
     REWARD_SECTION,
     GRPOSettings,
 )
@@ -41,9 +40,8 @@ from torchtune_adaptive.rl.stages import (
     TRAIN_POLICY,
     RolloutStage,
     cause_of_stages,
-    check_weights,
+    check_frozen_results,
     generating,
-    refuse,
 )
 from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.metrics import Cause
@@ -109,7 +107,7 @@ def keep_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[in
     Return the number of tokens or answers that the loss is averaged over, and figures for the log.
     """
     size, average = grpo.grpo_samples, grpo.loss.average
-    _check_results(everyone, grpo)
+    check_frozen_results(everyone, GRPO_REFERENCE_FILES if grpo.lora is None else POLICY_FILES)
     rewards, counts = results_of(everyone, results.SCORE).view(-1, size), results_of(everyone, results.COUNTS)
     lengths, weights = counts.sum(1), torch.ones(len(everyone))
     if average == "answers":
@@ -126,16 +124,6 @@ def keep_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[in
         "groups_without_signal": int((rewards == rewards[:, :1]).all(1).sum()),
         "response_lengths": float(lengths.float().mean()),
     }
-
-
-def _check_results(everyone: Sequence[Rollout], grpo: GRPOSettings) -> None:
-    reference = POLICY_FILES if grpo.lora is not None else GRPO_REFERENCE_FILES
-    for name, what, remedy in (
-        (results.SCORE, "the reward model's score", check_weights(REWARD_FILES)),
-        (results.REFERENCE_LOG_PROBS, "the reference's log-probability", check_weights(reference)),
-    ):
-        if name in everyone[0].results:
-            refuse(results_of(everyone, name), f"iteration {everyone[0].iteration}: {what}", remedy)
 
 
 def figures_of_update(policy: StepResult, divisor: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
-from torchtune_adaptive.rl.limits import LimitFinder, check_room
+from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.rewards import Rewards
 from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gathered, groups_of, share_cut_off
 from torchtune_adaptive.rl.settings import RolloutSettings
@@ -22,7 +22,7 @@ from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer
+from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer, restore_limits
 
 
 class Iterations:
@@ -40,14 +40,11 @@ class Iterations:
     ) -> None:
         """Collective: search limits if configured, and restore schedules and limits of a resumed run."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
-        check_room((stage.model for stage in stages.values()), settings.adaptive, rl.max_generated_tokens)
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.rewards = Rewards(settings.config, tokenizer, self.stages.policy.sampling.stop_tokens)
         self.rewards.check(self.data.dataset[0])
-        self.trainer = Trainer(
-            run, model, self.data, optimization, self.stages.runners, limits=self.stages.state_dict, weights=weights
-        )
+        self.trainer = Trainer(run, model, self.data, optimization, self.stages.runners, weights=weights)
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began, self._cause = 0, 0.0, NO_CAUSE
@@ -69,7 +66,7 @@ class Iterations:
             total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
         )
         if progress.limit is not None:
-            self.stages.load_state_dict(progress.limit)
+            restore_limits(self.stages.runners, progress.limit)
 
     def _plot_epochs(self, total: int) -> tuple[EpochSizes, ...]:
         """Return all epochs of the run: past, current and remaining, for `total` iterations."""

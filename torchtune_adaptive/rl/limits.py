@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
@@ -49,46 +47,39 @@ Result = TypeVar("Result", SearchResult, Profile)
 Limits = Mapping[str, Limit]
 
 
-def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) -> None:
-    """Raise a ConfigError if the models cannot hold the longest answer and a prompt of the measured length."""
-    most, measured = max_seq_len_of(models), adaptive.sequence_length
-    if most is not None and most <= new:
-        raise ConfigError(
-            f"max_generated_tokens is {new}, but the models take at most {most} tokens (their max_seq_len) for prompt "
-            f"and answer together: set it to {most - 1} or less"
-        )
-    if most is not None and measured is not None and measured > most - new:
-        raise ConfigError(
-            f"adaptive.sequence_length is {measured}, but the models take at most {most} tokens (their max_seq_len), "
-            f"of which {new} are for the answer (max_generated_tokens): set it to {most - new} or less, or to null"
-        )
-
-
 class LimitFinder:
     """Finds the limit of each stage, with all models and optimizers in memory."""
 
     def __init__(self, trainer: Trainer, stages: RolloutStages, rl: RolloutSettings) -> None:
-        self._trainer, self._stages = trainer, stages
-        self._new, self._answers = rl.max_generated_tokens, rl.answers
+        self._trainer, self._stages, self._new = trainer, stages, rl.max_generated_tokens
         self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
-        self._most_tokens = max_seq_len_of(stage.model for stage in stages.by_name.values())
+        self._most_tokens = most = max_seq_len_of(stage.model for stage in stages.by_name.values())
+        if most is not None and most <= self._new:
+            raise ConfigError(
+                f"max_generated_tokens is {self._new}, but the models take at most {most} tokens (their max_seq_len) "
+                f"for prompt and answer together: set it to {most - 1} or less"
+            )
 
     def find(self, memory: MemorySource | None) -> Limits:
         """Collective: return configured or measured limits. Prompts that leave no room for an answer are refused."""
+        limits = self._limits(memory)
+        self._check_prompts(min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()))
+        return limits
+
+    def _limits(self, memory: MemorySource | None) -> Limits:
         budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
         if isinstance(budget, int):
             say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
-            return self._with_room(dict.fromkeys(configured, TokenLimit(budget)))
+            return dict.fromkeys(configured, TokenLimit(budget))
         if budget is None and not self._settings.use_maximum_batch_size:
-            return self._with_room(configured)
+            return configured
         if memory is None:
             what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
             say(f"{what} · {SKIPPED}{remedy}")
-            return self._with_room(configured)
+            return configured
         with self._as_in_training(memory):
             if budget is not None:
-                profiles = {stage: self._measured(memory, stage, profile_lengths) for stage in configured}
-                return self._with_room({stage: profile.limit for stage, profile in profiles.items()})
+                return {stage: self._measured(memory, stage, profile_lengths).limit for stage in configured}
             results: dict[str, SearchResult] = {}
             for stage in configured:
                 whole = self._stages.by_name[stage].samples
@@ -98,29 +89,21 @@ class LimitFinder:
             peak = peak_of(result) or 0
             lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
         say(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
-        return self._with_room({stage: RowLimit(result.rows) for stage, result in results.items()})
+        return {stage: RowLimit(result.rows) for stage, result in results.items()}
 
-    def _with_room(self, limits: Limits) -> Limits:
-        """Collective: refuse prompts that leave no room for an answer in a microbatch or in a model."""
-        longest = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values())
+    def _check_prompts(self, longest: int) -> None:
+        """Collective: refuse prompts that leave no room for an answer in `longest` tokens or in a model."""
         new, most = self._new, self._most_tokens
-        if longest <= new:
-            raise ConfigError(
-                f"a microbatch has room for {longest} tokens (adaptive.token_budget: "
-                f"{self._settings.adaptive.token_budget}), but even a prompt of one token and its answer may have "
-                f"{new + 1}: {ways_to_make_room(self._settings, 'lower max_generated_tokens')}"
-            )
         fact, ways = "", ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
         if most is not None and most < longest:
             longest, fact = most, f", since the models take at most {most} tokens (their max_seq_len)"
             ways = f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - new}"
         if longest < LONGEST_SAMPLE:
-            check_lengths(self._settings, self._data, longest - new, f" plus an answer{fact}; {ways}")
-        return limits
+            check_lengths(self._settings, self._data, max(0, longest - new), f" plus an answer{fact}; {ways}")
 
     @contextmanager
     def _as_in_training(self, memory: MemorySource) -> Iterator[None]:
-        """Collective: keep in memory what training has in every stage: optimizer state and rollouts."""
+        """Collective: keep the optimizer state in memory, as in training."""
         explained = fatal_where_memory_runs_out(
             lambda _: UnrecoverableError(
                 f"rank {dist.get_rank()} ran out of memory with all models, the gradients of those that are trained "
@@ -136,29 +119,21 @@ class LimitFinder:
                 for optimizer in self._optimization.optimizers:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
-                # Rollouts of this rank, and those gathered from all ranks.
-                worst, count = self._worst_rollout(), self._answers * (1 + dist.get_world_size())
-                rollouts = [deepcopy(worst) for _ in range(count)]
             yield
-            del rollouts
 
     def _measured(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
         """Collective: measure a stage. For generation, parameters stay gathered if one row then fits."""
-        policy, samples = self._stages.policy, self._stages.by_name[stage].samples
+        measure = partial(measure, self._trainer, memory=memory, most_rows=self._stages.by_name[stage].samples)
         try:
-            while True:
-                # in a separate record, because a later run first tries to keep parameters gathered
-                layer_by_layer = stage == GENERATE and not policy.keep_gathered
-                folder = (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
-                step = self._worst_step(memory, stage)
-                try:
-                    return measure(self._trainer, step, memory, most_rows=samples, folder=folder)
-                except OneRowDoesNotFitError:
-                    if stage != GENERATE or not policy.gathers:
-                        raise
-                self._stages.go_layer_by_layer()
+            return measure(self._worst_step(memory, stage), folder=stage.replace(" ", "_"))
+        except OneRowDoesNotFitError:
+            if stage != GENERATE or not self._stages.policy.gathers:
+                raise
         finally:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)
+        self._stages.go_layer_by_layer()
+        # in a separate record, because a later run first tries to keep parameters gathered
+        return measure(self._worst_step(memory, stage), folder=f"{GENERATE}_layer_by_layer")
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
         """Collective: return a step on the longest rollout. The stage that trains last updates all models."""

@@ -22,26 +22,21 @@ from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import Models
 from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
-from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, REWARD_FILES, PPOLoss, PPOSettings
-from torchtune_adaptive.rl.stages import cause_of_stages, check_weights, refuse
+from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, PPOLoss, PPOSettings
+from torchtune_adaptive.rl.stages import cause_of_stages, check_frozen_results
 from torchtune_adaptive.tune.metrics import Cause
 
 
 def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
     """Add advantages and returns to the rollouts of all ranks. Return figures for the log."""
+    check_frozen_results(rollouts, PPO_REFERENCE_FILES)
     counts, valued = results_of(rollouts, results.COUNTS), results_of(rollouts, results.VALUED)
     last = counts.sum(1) - 1
     scores, reference = results_of(rollouts, results.SCORE), results_of(rollouts, results.REFERENCE_LOG_PROBS)
     penalised = rlhf.get_reward_penalty_mask(~counts, last, ppo.penalise_no_eos, ppo.min_response_length)
     scores = torch.where(penalised, ppo.reward_penalty, scores)
     log_probs, values = results_of(rollouts, results.LOG_PROBS), results_of(rollouts, results.VALUES)
-    at = f"iteration {rollouts[0].iteration}"
-    refuse(scores, f"{at}: the reward model's score", check_weights(REWARD_FILES))
-    refuse(reference, f"{at}: the reference's log-probability", check_weights(PPO_REFERENCE_FILES))
-
     rewards, kl, kl_rewards = rlhf.get_rewards_ppo(scores, log_probs, reference, ppo.kl_coeff, valued.sum(1) - 1)
-    if log_probs.isfinite().all():
-        refuse(kl_rewards, f"{at}: the divergence times kl_coeff, which is {ppo.kl_coeff:g},", "lower kl_coeff")
     if ppo.whiten_rewards and valued.sum() > 1:
         rewards = rlhf.whiten(rewards, valued) * valued
     advantages, returns = rlhf.estimate_advantages(values, rewards, ppo.gamma, ppo.lmbda, masks=counts)

@@ -12,10 +12,9 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.checkpoints.progress import SavedLimits
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult
@@ -25,12 +24,11 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import Generate, RunMicrobatch
-from torchtune_adaptive.rl.rollouts import LOG_PROBS, VALUES, Rollout, results_of
-from torchtune_adaptive.rl.settings import LARGEST, REWARD
+from torchtune_adaptive.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout, results_of
+from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FILES
 from torchtune_adaptive.tune.distributed import dtype_of
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
 from torchtune_adaptive.tune.metrics import Cause
-from torchtune_adaptive.tune.trainer import restore_limits
 
 GENERATE, FIND_REWARDS = "generate", "rewards"
 SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"
@@ -100,8 +98,6 @@ class RolloutStages:
         self.results: dict[str, list[StepResult]] = {}
         """Results of the current iteration, by stage."""
         self.seconds: dict[str, float] = defaultdict(float)
-        # set by a failed stage, not by the search, which repeats its finding at the next start
-        self._gave_up_gathering = False
 
     def begin_iteration(self) -> None:
         """Clear results and timings."""
@@ -116,7 +112,6 @@ class RolloutStages:
         except LimitExhaustedError:
             if name != GENERATE or not self.policy.gathers:
                 raise
-            self._gave_up_gathering = True
             self.go_layer_by_layer()
             result = self.runners[name].run(rollouts, step=iteration)
         self.results.setdefault(name, []).append(result)
@@ -172,38 +167,27 @@ class RolloutStages:
             **memory,
         }
 
-    def state_dict(self) -> SavedLimits:
-        """Return the limits for a checkpoint."""
-        return self.runners.state_dict() | {"stays": not self._gave_up_gathering}
 
-    def load_state_dict(self, saved: SavedLimits) -> None:
-        """Restore the limits of a checkpoint."""
-        if not saved.get("stays", True) and self.policy.gathers:
-            self._gave_up_gathering = True
-            self.go_layer_by_layer()
-        restore_limits(self.runners, saved)
+def check_frozen_results(everyone: Sequence[Rollout], reference_files: str) -> None:
+    """Raise NotLearningError if a frozen model returned NaN, an infinite or a too large number for some answers.
 
-
-def refuse(numbers: Tensor, what: str, remedy: str) -> None:
-    """Raise NotLearningError if some numbers, of shape [answers, ...], are NaN, infinite or too large.
-
-    Advantages compare answers, so one bad number spoils all. Every rank must pass the same numbers.
+    Advantages compare answers, so one bad number spoils all.
     """
-    wrong = ~(numbers.abs() <= LARGEST)
-    if wrong.any():
-        answers = int(wrong.reshape(len(numbers), -1).any(1).sum())
-        raise NotLearningError(
-            f"{what} is {float(numbers[wrong][0]):g} for {answers} of {count_of(len(numbers), 'answer')}; allowed is "
-            f"{REWARD.allowed}: {remedy}"
-        )
-
-
-def check_weights(files: str) -> str:
-    """Return the remedy for bad numbers computed by a frozen model."""
-    return (
-        f"check that the weights in {files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range "
-        "of bf16"
-    )
+    for name, what, files in (
+        (SCORE, "the reward model's score", REWARD_FILES),
+        (REFERENCE_LOG_PROBS, "the reference's log-probability", reference_files),
+    ):
+        if name not in everyone[0].results:
+            continue
+        numbers = results_of(everyone, name).reshape(len(everyone), -1)
+        wrong = ~(numbers.abs() <= LARGEST)
+        if wrong.any():
+            number, answers = float(numbers[wrong][0]), int(wrong.any(1).sum())
+            raise NotLearningError(
+                f"iteration {everyone[0].iteration}: {what} is {number:g} for {answers} of "
+                f"{count_of(len(everyone), 'answer')}; allowed is {REWARD.allowed}: check that the weights in "
+                f"{files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range of bf16"
+            )
 
 
 def cause_of_stages(rollouts: Sequence[Rollout], losses: Mapping[str, float]) -> Cause:

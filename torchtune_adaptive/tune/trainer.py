@@ -129,13 +129,12 @@ class Trainer:
         stages: Stages[Any],
         *,
         loss_fn: nn.Module | None = None,
-        limits: Callable[[], SavedLimits] | None = None,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
         """Initialize before the batch sizes are known.
 
-        `loss_fn` marks a phase of a step for the search, `limits` returns the limits that a checkpoint keeps, and
-        `weights` is the config key that an error about NaN weights names.
+        `loss_fn` marks a phase of a step for the search. `weights` is the config key that an error about NaN weights
+        names.
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn = loss_fn
@@ -145,7 +144,6 @@ class Trainer:
         run.progress = replace(run.progress, dataset_fingerprint=data.fingerprint)
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
-        self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.place.device)
         self._cut = CutSamples(data, run.settings.tensor_parallel_dim)
@@ -226,7 +224,7 @@ class Trainer:
 
     def save(self) -> None:
         """Collective: save a checkpoint of the current position."""
-        progress = replace(self.run.progress, limit=self._limits())
+        progress = replace(self.run.progress, limit=self.stages.state_dict())
         loader_state = self.data.loader.state_dict()
         self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
 

@@ -1,15 +1,15 @@
 """Prompts that leave no space for an answer within the model's maximum length."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.rl.test_settings import PPO_DEMO, config
-from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
-from torchtune_adaptive.rl.limits import LimitFinder, check_room
+from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset, Longest
 from torchtune_adaptive.tune.samples import TEXT
@@ -17,20 +17,22 @@ from torchtune_adaptive.tune.samples import TEXT
 UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len": 20}, {"max_seq_len": 99}))
 
 
-@pytest.mark.parametrize(
-    ("new", "measured", "message"),
-    [
-        (20, None, r"max_generated_tokens is 20, .* 20 tokens .* set it to 19 or less"),
-        (12, 9, r"adaptive.sequence_length is 9, .* set it to 8 or less, or to null"),
-    ],
-)
-def test_answers_leave_space_for_a_prompt_of_the_measured_length(new: int, measured: int | None, message: str) -> None:
-    models: Any = (LONG, SHORT)
-    with pytest.raises(ConfigError, match=message):
-        check_room(models, AdaptiveConfig(sequence_length=measured), new)
-    check_room(models, AdaptiveConfig(sequence_length=measured and measured - 1), new - (measured is None))
-    unknown: Any = (UNKNOWN,)
-    check_room(unknown, AdaptiveConfig(sequence_length=measured), new)
+def finder_of(trainer: Any, models: Mapping[str, Any], new: int) -> LimitFinder:
+    stages: Any = SimpleNamespace(
+        by_name={name: SimpleNamespace(model=model) for name, model in models.items()},
+        runners=SimpleNamespace(limits={"generate": RowLimit(1)}),
+    )
+    rl: Any = SimpleNamespace(max_generated_tokens=new)
+    return LimitFinder(trainer, stages, rl)
+
+
+def test_answers_leave_space_for_a_prompt_in_every_model() -> None:
+    trainer: Any = SimpleNamespace(run=SimpleNamespace(settings=None), data=None, optimization=None)
+    models = {"generate": LONG, "values": SHORT}
+    with pytest.raises(ConfigError, match=r"max_generated_tokens is 20, .* 20 tokens .* set it to 19 or less"):
+        finder_of(trainer, models, 20)
+    finder_of(trainer, models, 19)
+    finder_of(trainer, {"generate": UNKNOWN}, 20)
 
 
 @pytest.mark.parametrize("cut_at", [None, 16, 8])
@@ -44,10 +46,7 @@ def test_prompt_without_space_for_an_answer_is_named_before_training_with_row_li
         data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=cut_at),
         optimization=None,
     )
-    asked = {name: SimpleNamespace(model=model) for name, model in (("generate", LONG), ("values", SHORT))}
-    stages: Any = SimpleNamespace(by_name=asked, runners=SimpleNamespace(limits={"generate": RowLimit(1)}))
-    rl: Any = SimpleNamespace(max_generated_tokens=12, answers=1)
-    finder, dataset.cut_at = LimitFinder(trainer, stages, rl), cut_at
+    finder, dataset.cut_at = finder_of(trainer, {"generate": LONG, "values": SHORT}, 12), cut_at
     monkeypatch.setattr(CheckedDataset, "longest", lambda self: Longest(2, len(self[2]["tokens"])))
     if cut_at == 8:
         finder.find(memory=None)
