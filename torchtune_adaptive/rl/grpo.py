@@ -24,7 +24,7 @@ from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import build_judge
-from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
+from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
 from torchtune_adaptive.rl.settings import (
     GRPO_REFERENCE_FILES,
     LARGEST,
@@ -108,7 +108,7 @@ def keep_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[in
     """
     size, average = grpo.grpo_samples, grpo.loss.average
     check_frozen_results(everyone, GRPO_REFERENCE_FILES if grpo.lora is None else POLICY_FILES)
-    rewards, counts = results_of(everyone, results.SCORE).view(-1, size), results_of(everyone, results.COUNTS)
+    rewards, counts = results_of(everyone, results.SCORE).view(-1, size), counts_of(everyone)
     lengths, weights = counts.sum(1), torch.ones(len(everyone))
     if average == "answers":
         weights /= lengths.clamp(min=1)

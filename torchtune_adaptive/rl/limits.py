@@ -148,10 +148,6 @@ class LimitFinder:
             if updates:
                 give_gradients(models)
 
-        def cut(whole: Rollout, length: int) -> Rollout:
-            with memory.unlimited():
-                return whole.prompting(length) if generates else whole.answered(length)
-
         def update(result: StepResult) -> None:
             self._optimization.update({stage.trains or "": result.target_tokens for stage in (*earlier, last)})
             give_gradients(models)  # as before this probe
@@ -160,7 +156,7 @@ class LimitFinder:
         return TrainingStep(
             runner=self._stages.runners[name],
             sample=rollout,
-            cut=cut,
+            cut=Rollout.prompting if generates else Rollout.answered,
             # Up to the knee, a longer rollout has a longer answer, then a longer prompt. Generation allocates the
             # longest answer at once, so only the prompt grows.
             shortest=new + 1 if generates else 2,

@@ -17,7 +17,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Sampling, draws, generate
-from torchtune_adaptive.rl.rollouts import Rollout, Sequences, answer_tokens, results_of, sequences_of, store
+from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens, counts_of, results_of, sequences_of, store, valued_of
 from torchtune_adaptive.tune.finetuning import logits_only_for
 
 
@@ -59,7 +59,7 @@ class Generate:
         return replace(least, answer=least.answer[:1]) if self.keep_gathered else least
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        """Collective: generate an answer for each rollout and store it with its masks."""
+        """Collective: generate an answer for each rollout and store it with its length."""
         prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
         drawn = draws([(self.sampling.seed, "generate", each.iteration, each.number) for each in rollouts], width)
         policy: Any = self.model
@@ -81,21 +81,18 @@ class Generate:
         finally:
             if keeps:
                 policy.set_reshard_after_forward(True)
-        counts, valued = answer_masks(answers, self.sampling.stop_tokens)
-        for rollout, answer, length in zip(rollouts, answers, counts.sum(1).tolist(), strict=True):
+        for rollout, answer, length in zip(
+            rollouts, answers, lengths_of(answers, self.sampling.stop_tokens), strict=True
+        ):
             rollout.answer, rollout.length = answer.clone(), length
-        store(rollouts, results.COUNTS, counts)
-        store(rollouts, results.VALUED, valued)
         return Totals(torch.zeros((), device=self.device), answer_tokens(rollouts))
 
 
-def answer_masks(answers: Tensor, stop_tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return masks of the tokens that count and of those that have a value, as torchtune's PPO recipe does."""
+def lengths_of(answers: Tensor, stop_tokens: Sequence[int]) -> list[int]:
+    """Return the number of tokens of each answer, up to its first stop token."""
     stops = torch.isin(answers, answers.new_tensor(stop_tokens))
-    counts = stops.cumsum(1) - stops.long() == 0
-    # torchtune's rule: a complete answer of more than one token has one extra value
-    more = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
-    return counts, counts | more
+    lengths: list[int] = (stops.cumsum(1) - stops.long() == 0).sum(1).tolist()
+    return lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,23 +104,23 @@ class AnswerScorer:
 
     def log_probs(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """Return log-probabilities [rollouts, new tokens], 0 for tokens that do not count."""
-        sequences = sequences_of(rollouts).to(self.device)
+        sequences = sequences_of(rollouts, self.device)
         with logits_only_for(model, sequences.of_answers):
             logits = model(sequences.tokens).float() / self.temperature
         of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
-        counts = results_of(rollouts, results.COUNTS, self.device)
+        counts = counts_of(rollouts, self.device)
         log_probs = -pad(of_token.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))
         return torch.where(counts, log_probs, 0.0)
 
     def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """Return values [rollouts, new tokens], 0 for tokens without a value."""
-        valued = results_of(rollouts, results.VALUED, self.device)
-        sequences = sequences_of(rollouts, valued.size(1)).to(self.device)
+        valued = valued_of(counts_of(rollouts, self.device))
+        sequences = sequences_of(rollouts, self.device, valued.size(1))
         return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
 
     def scores(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """Return the model's output [rollouts] at the last token of each answer."""
-        sequences: Sequences = sequences_of(rollouts).to(self.device)
+        sequences = sequences_of(rollouts, self.device)
         outputs: Tensor = model(sequences.tokens)[..., 0]
         return outputs.gather(1, sequences.last[:, None])[:, 0].float()
 
@@ -162,10 +159,14 @@ class TrainPolicy:
         # without stored log-probabilities, the policy has not changed since it generated
         before = of(results.LOG_PROBS) if results.LOG_PROBS in rollouts[0].results else log_probs.detach()
         reference = of(results.REFERENCE_LOG_PROBS) if self.kl_coeff else None
-        advantages, counts, weights = (of(name) for name in (results.ADVANTAGES, results.COUNTS, results.WEIGHT))
+        advantages, weights, counts = (
+            of(results.ADVANTAGES),
+            of(results.WEIGHT),
+            counts_of(rollouts, self.scorer.device),
+        )
         loss, sums = policy_loss(log_probs, before, advantages, counts, weights, self.clip, reference, self.kl_coeff)
         loss.backward()
-        return Totals(loss.detach(), int(results_of(rollouts, results.COUNTS).sum()), sums)
+        return Totals(loss.detach(), answer_tokens(rollouts), sums)
 
 
 def policy_loss(

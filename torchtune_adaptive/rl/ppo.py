@@ -21,7 +21,7 @@ from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Sampling
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import Models
-from torchtune_adaptive.rl.rollouts import Rollout, results_of, store
+from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
 from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, PPOLoss, PPOSettings
 from torchtune_adaptive.rl.stages import cause_of_stages, check_frozen_results
 from torchtune_adaptive.tune.metrics import Cause
@@ -30,8 +30,8 @@ from torchtune_adaptive.tune.metrics import Cause
 def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
     """Add advantages and returns to the rollouts of all ranks. Return figures for the log."""
     check_frozen_results(rollouts, PPO_REFERENCE_FILES)
-    counts, valued = results_of(rollouts, results.COUNTS), results_of(rollouts, results.VALUED)
-    last = counts.sum(1) - 1
+    counts = counts_of(rollouts)
+    valued, last = valued_of(counts), counts.sum(1) - 1
     scores, reference = results_of(rollouts, results.SCORE), results_of(rollouts, results.REFERENCE_LOG_PROBS)
     penalised = rlhf.get_reward_penalty_mask(~counts, last, ppo.penalise_no_eos, ppo.min_response_length)
     scores = torch.where(penalised, ppo.reward_penalty, scores)
@@ -74,11 +74,11 @@ class TrainValue:
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Add the gradients of the microbatch."""
         of = partial(results_of, rollouts, device=self.scorer.device)
-        before, returns, valued = of(results.VALUES), of(results.RETURNS), of(results.VALUED)
+        before, returns, valued = of(results.VALUES), of(results.RETURNS), valued_of(counts_of(rollouts))
         values = self.scorer.values(self.model, rollouts)
-        loss = value_loss(values, before, returns, valued, self.loss.value_clip_range)
+        loss = value_loss(values, before, returns, valued.to(self.scorer.device), self.loss.value_clip_range)
         (loss * self.loss.value_coeff).backward()
-        return Totals(loss.detach(), int(results_of(rollouts, results.VALUED).sum()))
+        return Totals(loss.detach(), int(valued.sum()))
 
 
 def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> dict[str, float]:

@@ -24,9 +24,8 @@ from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
-ADVANTAGES, RETURNS, COUNTS, VALUED, WEIGHT = "advantages", "returns", "counts", "valued", "weight"
-"""Results of a rollout: one number per token of its answer, except for score and weight. COUNTS masks the tokens that
-the policy sampled. VALUED includes the next token, if any, because the complete answer has a value."""
+ADVANTAGES, RETURNS, WEIGHT = "advantages", "returns", "weight"
+"""Results of a rollout: one number per token of its answer, except for score and weight."""
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Rollout:
     group: int | None = None
     """Number of the prompt's group, if the prompt has several answers."""
     fills: bool = False
-    """True for a filler, which only matches the other ranks' number of rollouts."""
+    """True for a filler, whose tokens do not count."""
 
     @property
     def tokens(self) -> Tensor:
@@ -71,8 +70,7 @@ class Rollout:
 
     def filler(self) -> Rollout:
         """Return a stand-in without any token that counts."""
-        nothing = torch.zeros_like(self.answer, dtype=torch.bool)
-        return replace(self.stand_in(), results={**self.results, COUNTS: nothing, VALUED: nothing}, fills=True)
+        return replace(self.stand_in(), fills=True)
 
     def prompting(self, most_length: int) -> Rollout:
         """Return this rollout with its prompt cut so that prompt and all new tokens have this length."""
@@ -81,17 +79,14 @@ class Rollout:
     def answered(self, whole_length: int) -> Rollout:
         """Return this rollout cut to this length, with the longest possible answer, which needs the most memory."""
         length = max(1, min(len(self.answer), whole_length - 1))
-        counts = torch.arange(len(self.answer)) < length
-        results = {**self.results, COUNTS: counts, VALUED: counts}
-        return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length, results=results)
+        return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length)
 
 
 def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
     """Return the rollout with the highest memory use: a full-length answer with the results of all stages."""
-    answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
     results = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
-    results |= {COUNTS: everywhere, VALUED: everywhere, SCORE: torch.zeros(()), WEIGHT: torch.ones(())}
-    return Rollout(0, 0, prompt, answer, length=new_tokens, results=results)
+    results |= {SCORE: torch.zeros(()), WEIGHT: torch.ones(())}
+    return Rollout(0, 0, prompt, prompt[:1].repeat(new_tokens), length=new_tokens, results=results)
 
 
 @dataclass(frozen=True)
@@ -105,23 +100,20 @@ class Sequences:
     last: Tensor
     """Position of a row's last token."""
 
-    def to(self, device: torch.device) -> Sequences:
-        """Copy all tensors to the device."""
-        return Sequences(*(tensor.to(device) for tensor in vars(self).values()))
-
     def of_answers(self, outputs: Tensor) -> Tensor:
         """Select the outputs that predict the answer tokens."""
         return outputs[torch.arange(len(outputs), device=outputs.device)[:, None], self.before]
 
 
-def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Sequences:
+def sequences_of(rollouts: Sequence[Rollout], device: torch.device | str, width: int | None = None) -> Sequences:
     """Build model inputs; `width` is the number of answer columns (default: the longest answer)."""
     lengths = torch.tensor([rollout.whole_length for rollout in rollouts])
     prompts = torch.tensor([len(rollout.prompt) for rollout in rollouts])
     width = max(rollout.length for rollout in rollouts) if width is None else width
     before = torch.minimum(prompts[:, None] - 1 + torch.arange(width), lengths[:, None] - 1)
     tokens = pad_sequence([rollout.tokens for rollout in rollouts], batch_first=True)
-    return Sequences(tokens, before, torch.stack([rollout.answer[:width] for rollout in rollouts]), lengths - 1)
+    answers = torch.stack([rollout.answer[:width] for rollout in rollouts])
+    return Sequences(*(tensor.to(device) for tensor in (tokens, before, answers, lengths - 1)))
 
 
 def store(rollouts: Sequence[Rollout], name: str, results: Tensor) -> None:
@@ -133,6 +125,18 @@ def store(rollouts: Sequence[Rollout], name: str, results: Tensor) -> None:
 def results_of(rollouts: Sequence[Rollout], name: str, device: torch.device | str = "cpu") -> Tensor:
     """Stack the named results of all rollouts."""
     return torch.stack([rollout.results[name] for rollout in rollouts]).to(device)
+
+
+def counts_of(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Tensor:
+    """Return a mask [rollouts, new tokens] of the tokens that the policy sampled."""
+    lengths = torch.tensor([0 if each.fills else each.length for each in rollouts], device=device)
+    return torch.arange(len(rollouts[0].answer), device=device) < lengths[:, None]
+
+
+def valued_of(counts: Tensor) -> Tensor:
+    """Return a mask of the tokens that have a value: as in torchtune, one more if an answer has several tokens."""
+    more = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
+    return counts | more
 
 
 def answer_tokens(rollouts: Sequence[Rollout]) -> int:

@@ -11,11 +11,11 @@ from torchtune_adaptive.rl.grpo import SignalWatch, advantages_of, cause_of_upda
 from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
-    COUNTS,
     REFERENCE_LOG_PROBS,
     SCORE,
     WEIGHT,
     Rollout,
+    counts_of,
     results_of,
     share_cut_off,
 )
@@ -29,8 +29,7 @@ def answers(rewards: list[float], lengths: list[int]) -> list[Rollout]:
     """Return answers with these rewards and lengths."""
     made = []
     for number, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
-        counts = torch.arange(MOST) < length
-        results = {SCORE: torch.tensor(float(reward)), COUNTS: counts}
+        results = {SCORE: torch.tensor(float(reward))}
         made.append(Rollout(number, 1, torch.ones(2).long(), torch.ones(MOST).long(), length, results))
     return made
 
@@ -56,7 +55,7 @@ def test_loss_of_any_split_equals_the_formulas(average: str) -> None:
     divisor, _ = keep_advantages(everyone, GRPOSettings(**SIZES, loss=loss))
     before, reference, log_probs = (torch.randn(6, MOST, generator=draw, dtype=torch.float64) / 3 for _ in range(3))
     log_probs.requires_grad_()
-    advantages, counts = results_of(everyone, ADVANTAGES).double(), results_of(everyone, COUNTS)
+    advantages, counts = results_of(everyone, ADVANTAGES).double(), counts_of(everyone)
     truth = expected(average, log_probs, before, reference, advantages, counts, 0.05)
     (wanted,) = torch.autograd.grad(truth, log_probs)
     tensors = log_probs, before, reference, advantages, counts, results_of(everyone, WEIGHT).double()

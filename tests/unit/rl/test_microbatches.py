@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torchtune.models.llama3_2 import llama3_2
 
 from torchtune_adaptive.rl.microbatches import AnswerScorer
-from torchtune_adaptive.rl.rollouts import COUNTS, Rollout
+from torchtune_adaptive.rl.rollouts import Rollout
 
 TEMPERATURE = 0.7
 WIDTH = 6
@@ -18,8 +18,7 @@ def rollouts() -> list[Rollout]:
     made = []
     for number, (prompt, length) in enumerate([(2, 5), (9, 1), (5, 3)]):
         tokens, answer = (torch.randint(0, 64, (count,), generator=generator) for count in (prompt, WIDTH))
-        counts = torch.arange(WIDTH) < length
-        made.append(Rollout(number, 0, tokens, answer, length=length, results={COUNTS: counts}))
+        made.append(Rollout(number, 0, tokens, answer, length=length))
     return made
 
 

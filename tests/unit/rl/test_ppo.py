@@ -11,25 +11,24 @@ from torchtune.rlhf.loss import PPOLoss
 
 from tests.unit.rl.test_settings import PPO_DEMO, config
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.microbatches import answer_masks, policy_loss
+from torchtune_adaptive.rl.microbatches import lengths_of, policy_loss
 from torchtune_adaptive.rl.ppo import cause_of_update, keep_advantages, value_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
-    COUNTS,
     LOG_PROBS,
     REFERENCE_LOG_PROBS,
     RETURNS,
     SCORE,
-    VALUED,
     VALUES,
     Rollout,
+    counts_of,
     results_of,
+    valued_of,
 )
 from torchtune_adaptive.rl.settings import PPOSettings, read_ppo_settings
 
 STOP = 9
 ANSWERS = torch.tensor([[1, 2, 9, 3, 9], [9, 1, 1, 1, 1], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [4, 9, 0, 0, 0]])
-COUNT_MASK, VALUE_MASK = answer_masks(ANSWERS, [STOP])
 
 
 def drawn(seed: int) -> Tensor:
@@ -38,19 +37,26 @@ def drawn(seed: int) -> Tensor:
 
 def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> list[Rollout]:
     """Return rollouts of iteration 5 after all stages without a backward."""
-    counts, valued = answer_masks(answers, [STOP])
+    lengths = lengths_of(answers, [STOP])
+    made = [
+        Rollout(at, 5, torch.arange(3), answer, length)
+        for at, (answer, length) in enumerate(zip(answers, lengths, strict=True))
+    ]
+    counts = counts_of(made)
+    valued = valued_of(counts)
     results = {
-        COUNTS: counts,
-        VALUED: valued,
         SCORE: scores,
         LOG_PROBS: drawn(0)[: len(answers), : answers.size(1)] * counts,
         REFERENCE_LOG_PROBS: reference * counts,
         VALUES: drawn(2)[: len(answers), : answers.size(1)] * valued,
     }
-    return [
-        Rollout(at, 5, torch.arange(3), answer, int(counts[at].sum()), {name: of[at] for name, of in results.items()})
-        for at, answer in enumerate(answers)
-    ]
+    for at, each in enumerate(made):
+        each.results |= {name: of[at] for name, of in results.items()}
+    return made
+
+
+COUNT_MASK = counts_of(rollouts(torch.zeros(5), drawn(1)))
+VALUE_MASK = valued_of(COUNT_MASK)
 
 
 def settings(**changes: object) -> PPOSettings:
@@ -69,7 +75,7 @@ def test_answers_end_where_torchtune_ends_them() -> None:
     padding, value_padding, _, _ = as_torchtune()
     assert torch.equal(COUNT_MASK, ~padding)
     assert torch.equal(VALUE_MASK, ~value_padding)
-    assert answer_masks(ANSWERS, [])[0].all()
+    assert lengths_of(ANSWERS, []) == [ANSWERS.size(1)] * len(ANSWERS)
 
 
 @pytest.mark.parametrize("whiten_rewards", [True, False])

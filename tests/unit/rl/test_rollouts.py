@@ -14,10 +14,9 @@ from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.rl.prompts import Prompts
 from torchtune_adaptive.rl.rollouts import (
-    COUNTS,
-    VALUED,
     answer_tokens,
     build_prompts,
+    counts_of,
     groups_of,
     sequences_of,
     worst_rollout,
@@ -32,13 +31,13 @@ def test_rollout_is_cut_to_the_measured_length_with_the_longest_answer() -> None
         cut = WORST.answered(length)
         assert cut.whole_length == length
         assert cut.length == min(NEW, length - 1)
-        assert cut.results[COUNTS].sum() == cut.results[VALUED].sum() == cut.length
-        assert sequences_of([cut]).tokens.shape == (1, length)
+        assert counts_of([cut]).sum() == cut.length
+        assert sequences_of([cut], "cpu").tokens.shape == (1, length)
     for length in range(NEW + 1, PROMPT + NEW + 1):
         generates = WORST.prompting(length)
         assert (generates.most_length, len(generates.answer)) == (length, NEW)
     assert (WORST.whole_length, WORST.most_length) == (PROMPT + NEW, PROMPT + NEW)
-    assert WORST.results[COUNTS].all()
+    assert counts_of([WORST]).all()
 
 
 def test_filler_tokens_do_not_count_and_fillers_have_no_group() -> None:
@@ -47,8 +46,8 @@ def test_filler_tokens_do_not_count_and_fillers_have_no_group() -> None:
     filler = group[0].filler()
     assert filler.group is None
     filler = WORST.filler()
-    assert not filler.results[COUNTS].any()
     filler.length = 7  # as after generation
+    assert not counts_of([filler]).any()
     assert answer_tokens([WORST, filler]) == NEW
 
 
