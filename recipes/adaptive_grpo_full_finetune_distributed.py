@@ -14,7 +14,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
-from torchtune_adaptive.rl.generation import sampling_of
+from torchtune_adaptive.rl.generation import build_generate
 from torchtune_adaptive.rl.grpo import (
     SignalWatch,
     build_policy,
@@ -54,7 +54,8 @@ class AdaptiveGRPOFullFinetuneDistributed:
         optimization = build_optimization(settings, policy, weights, place.device)
         run.resume(weights, policy, optimization, told={"seed": "seed"})
         tokenizer = components.build("tokenizer", settings.config)
-        stages = grpo_stages(policy, sampling_of(tokenizer, grpo, run.progress.seed), settings, grpo, place)
+        generate = build_generate(policy, tokenizer, settings, grpo, place.device, run.progress.seed)
+        stages = grpo_stages(policy, generate, settings, grpo, place)
         self.iterations = Iterations(run, policy, optimization, tokenizer, stages, grpo)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
         self.signal = SignalWatch()

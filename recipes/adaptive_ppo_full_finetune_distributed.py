@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
-from torchtune_adaptive.rl.generation import sampling_of
+from torchtune_adaptive.rl.generation import build_generate
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.models import PPO_CONTENTS, build_checkpointers, build_models
-from torchtune_adaptive.rl.ppo import cause_of_update, figures_of_update, keep_advantages, ppo_stages
+from torchtune_adaptive.rl.ppo import figures_of_update, keep_advantages, ppo_stages
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
-from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, cause_of_stages
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.trainer import Run
@@ -43,8 +43,8 @@ class AdaptivePPOFullFinetuneDistributed:
         optimization = build_optimization(settings, self.models.trained, weights, place.device)
         run.resume(weights, self.models.trained, optimization, told={"seed": "seed"})
         tokenizer = components.build("tokenizer", settings.config)
-        sampling = sampling_of(tokenizer, ppo, run.progress.seed)
-        stages = ppo_stages(self.models, sampling, settings, ppo, place.device)
+        generate = build_generate(self.models.policy, tokenizer, settings, ppo, place.device, run.progress.seed)
+        stages = ppo_stages(self.models, generate, ppo, place.device)
         self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo, TRAINED_FILES)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
 
@@ -63,7 +63,8 @@ class AdaptivePPOFullFinetuneDistributed:
             policy = self.stages.run_stage(TRAIN_POLICY, share, number)
             summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
             of_update = figures_of_update(value, policy, ppo.loss)
-            self.iterations.update(summed_over, of_update, cause_of_update(everyone, of_update))
+            losses = {TRAIN_VALUE: of_update["value_loss"], TRAIN_POLICY: of_update["policy_loss"]}
+            self.iterations.update(summed_over, of_update, cause_of_stages(everyone, losses))
         return figures
 
     def cleanup(self) -> None:

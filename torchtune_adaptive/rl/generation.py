@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchtune.modules import TransformerDecoder
 
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.tune.data import Tokenizer
+from torchtune_adaptive.tune.distributed import dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +37,6 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     seed: int = 0
     """Seed of all draws, combined with the iteration and the rollout's number."""
-
-
-def sampling_of(tokenizer: Tokenizer, rl: RolloutSettings, seed: int) -> Sampling:
-    """Build the sampling parameters; the tokenizer's stop tokens are the default."""
-    return Sampling(
-        temperature=rl.temperature,
-        top_k=rl.top_k,
-        pad_id=tokenizer.pad_id,
-        stop_tokens=rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ())),
-        seed=seed,
-    )
 
 
 def draws(keys: Sequence[tuple[object, ...]], count: int) -> Tensor:
@@ -143,3 +138,80 @@ def _caching(
             if hasattr(module, "kv_cache"):
                 module.kv_cache, module.cache_enabled = None, False
         model.train(training)
+
+
+@dataclass(kw_only=True)
+class Generate:
+    """Generates answers with the policy. Random draws depend only on seed, iteration and rollout."""
+
+    model: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    sampling: Sampling
+    reshards: bool
+    """True if training reshards parameters after each forward."""
+    keep_gathered: bool = True
+    """If True, parameters stay gathered while a microbatch generates; otherwise they are gathered for each token."""
+
+    @property
+    def gathers(self) -> bool:
+        """Return True if keeping parameters gathered takes memory that training does not need."""
+        return self.keep_gathered and self.reshards and isinstance(self.model, FSDPModule)
+
+    def stand_in(self, rollout: Rollout) -> Rollout:
+        """Return the smallest rollout that issues the same collectives.
+
+        If parameters stay gathered, one token suffices. A rank that cannot hold them must match its peers as well.
+        """
+        least = rollout.stand_in()
+        return replace(least, answer=least.answer[:1]) if self.keep_gathered else least
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        """Collective: generate an answer for each rollout and store it with its length."""
+        prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
+        drawn = draws([(self.sampling.seed, "generate", each.iteration, each.number) for each in rollouts], width)
+        policy: Any = self.model
+        # With a single token, no later one needs the gathered parameters.
+        keeps = self.gathers and width > 1
+        if keeps:
+            policy.set_reshard_after_forward(False)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                answers = generate(
+                    policy,
+                    prompts,
+                    drawn,
+                    self.sampling,
+                    device=self.device,
+                    dtype=self.dtype,
+                    groups=[rollout.group for rollout in rollouts],
+                ).cpu()
+        finally:
+            if keeps:
+                policy.set_reshard_after_forward(True)
+        lengths = lengths_of(answers, self.sampling.stop_tokens)
+        for rollout, answer, length in zip(rollouts, answers, lengths, strict=True):
+            rollout.answer, rollout.length = answer.clone(), length
+        return Totals(torch.zeros((), device=self.device), answer_tokens(rollouts))
+
+
+def lengths_of(answers: Tensor, stop_tokens: Sequence[int]) -> list[int]:
+    """Return the number of tokens of each answer, up to its first stop token."""
+    stops = torch.isin(answers, answers.new_tensor(stop_tokens))
+    lengths: list[int] = (stops.cumsum(1) - stops.long() == 0).sum(1).tolist()
+    return lengths
+
+
+def build_generate(
+    policy: nn.Module, tokenizer: Tokenizer, settings: Settings, rl: RolloutSettings, device: torch.device, seed: int
+) -> Generate:
+    """Build the microbatch function that generates answers; the tokenizer's stop tokens are the default."""
+    sampling = Sampling(
+        temperature=rl.temperature,
+        top_k=rl.top_k,
+        pad_id=tokenizer.pad_id,
+        stop_tokens=rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ())),
+        seed=seed,
+    )
+    reshards = settings.fsdp_reshard_after_forward
+    return Generate(model=policy, device=device, dtype=dtype_of(settings, device), sampling=sampling, reshards=reshards)

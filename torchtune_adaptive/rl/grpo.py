@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl import rollouts as results
-from torchtune_adaptive.rl.generation import Sampling
+from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import build_judge
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
@@ -41,7 +41,6 @@ from torchtune_adaptive.rl.stages import (
     RolloutStage,
     cause_of_stages,
     check_frozen_results,
-    generating,
 )
 from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.metrics import Cause
@@ -69,18 +68,18 @@ def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoin
 
 
 def grpo_stages(
-    policy: nn.Module, sampling: Sampling, settings: Settings, grpo: GRPOSettings, place: Place
+    policy: nn.Module, generate: Generate, settings: Settings, grpo: GRPOSettings, place: Place
 ) -> dict[str, RolloutStage]:
     """Collective: build the stages of GRPO, in order.
 
     The policy is scored only if an iteration has several updates, the reference only if `kl_coeff` is not 0.
     """
-    scorer = AnswerScorer(device=place.device, temperature=sampling.temperature)
+    scorer = AnswerScorer(device=place.device, temperature=grpo.temperature)
     loss, rows = grpo.loss, grpo.forward_batch_size * grpo.grpo_samples
     stage = partial(RolloutStage, samples=grpo.answers, rows=rows)
-    stages = {GENERATE: stage(generating(policy, sampling, settings, place.device))}
+    stages = {GENERATE: stage(generate)}
     if settings.config.get(REWARD_SECTION) is not None:
-        judge = build_judge(settings, place, REWARD_SECTION, sampling.seed)
+        judge = build_judge(settings, place, REWARD_SECTION, generate.sampling.seed)
         stages[FIND_REWARDS] = stage(Score(judge, scorer.scores, results.SCORE))
     if grpo.updates > 1:
         stages[SCORE_POLICY] = stage(Score(policy, scorer.log_probs, results.LOG_PROBS))

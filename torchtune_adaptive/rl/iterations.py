@@ -42,7 +42,7 @@ class Iterations:
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
-        self.rewards = Rewards(settings.config, tokenizer, self.stages.policy.sampling.stop_tokens)
+        self.rewards = Rewards(settings.config, tokenizer, self.stages.generate.sampling.stop_tokens)
         self.rewards.check(self.data.dataset[0])
         self.trainer = Trainer(run, model, self.data, optimization, self.stages.runners, weights=weights)
         self._figures: dict[str, float] = {}
@@ -108,7 +108,7 @@ class Iterations:
         everyone = gathered(mine)
         if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
             self.rewards.show(self.run.journal, everyone[:size], iteration)
-        cut_off = share_cut_off(everyone, self.stages.policy.sampling.stop_tokens)
+        cut_off = share_cut_off(everyone, self.stages.generate.sampling.stop_tokens)
         self._figures = {"cut_off": cut_off, **self.rewards.figures(everyone)}
         return everyone
 

@@ -127,7 +127,7 @@ class LimitFinder:
         try:
             return measure(self._worst_step(memory, stage), folder=stage.replace(" ", "_"))
         except OneRowDoesNotFitError:
-            if stage != GENERATE or not self._stages.policy.gathers:
+            if stage != GENERATE or not self._stages.generate.gathers:
                 raise
         finally:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)

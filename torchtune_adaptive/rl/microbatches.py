@@ -1,22 +1,19 @@
-"""Microbatch functions of the stages: generate answers, score them with a model, and train on them."""
+"""Microbatch functions of the stages that score answers with a model or train on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, pad
-from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.rl import rollouts as results
-from torchtune_adaptive.rl.generation import Sampling, draws, generate
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens, counts_of, results_of, sequences_of, store, valued_of
 from torchtune_adaptive.tune.finetuning import logits_only_for
 
@@ -30,69 +27,6 @@ class RunMicrobatch(Protocol):
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Run the microbatch and return its totals."""
-
-
-@dataclass(kw_only=True)
-class Generate:
-    """Generates answers with the policy. Random draws depend only on seed, iteration and rollout."""
-
-    model: TransformerDecoder
-    device: torch.device
-    dtype: torch.dtype
-    sampling: Sampling
-    reshards: bool
-    """True if training reshards parameters after each forward."""
-    keep_gathered: bool = True
-    """If True, parameters stay gathered while a microbatch generates; otherwise they are gathered for each token."""
-
-    @property
-    def gathers(self) -> bool:
-        """Return True if keeping parameters gathered takes memory that training does not need."""
-        return self.keep_gathered and self.reshards and isinstance(self.model, FSDPModule)
-
-    def stand_in(self, rollout: Rollout) -> Rollout:
-        """Return the smallest rollout that issues the same collectives.
-
-        If parameters stay gathered, one token suffices. A rank that cannot hold them must match its peers as well.
-        """
-        least = rollout.stand_in()
-        return replace(least, answer=least.answer[:1]) if self.keep_gathered else least
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        """Collective: generate an answer for each rollout and store it with its length."""
-        prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
-        drawn = draws([(self.sampling.seed, "generate", each.iteration, each.number) for each in rollouts], width)
-        policy: Any = self.model
-        # With a single token, no later one needs the gathered parameters.
-        keeps = self.gathers and width > 1
-        if keeps:
-            policy.set_reshard_after_forward(False)
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                answers = generate(
-                    policy,
-                    prompts,
-                    drawn,
-                    self.sampling,
-                    device=self.device,
-                    dtype=self.dtype,
-                    groups=[rollout.group for rollout in rollouts],
-                ).cpu()
-        finally:
-            if keeps:
-                policy.set_reshard_after_forward(True)
-        for rollout, answer, length in zip(
-            rollouts, answers, lengths_of(answers, self.sampling.stop_tokens), strict=True
-        ):
-            rollout.answer, rollout.length = answer.clone(), length
-        return Totals(torch.zeros((), device=self.device), answer_tokens(rollouts))
-
-
-def lengths_of(answers: Tensor, stop_tokens: Sequence[int]) -> list[int]:
-    """Return the number of tokens of each answer, up to its first stop token."""
-    stops = torch.isin(answers, answers.new_tensor(stop_tokens))
-    lengths: list[int] = (stops.cumsum(1) - stops.long() == 0).sum(1).tolist()
-    return lengths
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ over tokens, not means as in torchtune, so they do not depend on the split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,17 +14,15 @@ import torch
 from torch import Tensor, nn
 from torchtune import rlhf
 
-from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import stages
-from torchtune_adaptive.rl.generation import Sampling
+from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.models import Models
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
 from torchtune_adaptive.rl.settings import PPO_REFERENCE_FILES, PPOLoss, PPOSettings
-from torchtune_adaptive.rl.stages import cause_of_stages, check_frozen_results
-from torchtune_adaptive.tune.metrics import Cause
+from torchtune_adaptive.rl.stages import check_frozen_results
 
 
 def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
@@ -89,23 +87,17 @@ def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> d
     return {"loss": whole, "policy_loss": of_policy, "value_loss": of_value, **figures_of_policy(policy)}
 
 
-def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float]) -> Cause:
-    """Name the first stage whose results or loss are not finite."""
-    losses = {stages.TRAIN_VALUE: figures["value_loss"], stages.TRAIN_POLICY: figures["policy_loss"]}
-    return cause_of_stages(everyone, losses)
-
-
 def ppo_stages(
-    models: Models, sampling: Sampling, settings: Settings, ppo: PPOSettings, device: torch.device
+    models: Models, generate: Generate, ppo: PPOSettings, device: torch.device
 ) -> dict[str, stages.RolloutStage]:
     """Return the stages of PPO, in order."""
     (policy, value, reference, reward), loss = models, ppo.loss
-    scorer = AnswerScorer(device=device, temperature=sampling.temperature)
+    scorer = AnswerScorer(device=device, temperature=ppo.temperature)
     before = partial(stages.RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)
     rows = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
     training = partial(stages.RolloutStage, samples=ppo.ppo_batch_size, rows=rows)
     return {
-        stages.GENERATE: before(stages.generating(policy, sampling, settings, device)),
+        stages.GENERATE: before(generate),
         stages.FIND_REWARDS: before(Score(reward, scorer.scores, results.SCORE)),
         stages.SCORE_POLICY: before(Score(policy, scorer.log_probs, results.LOG_PROBS)),
         stages.SCORE_REFERENCE: before(Score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)),

@@ -42,12 +42,12 @@ TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a
 AT_LEAST_2 = Rule(
     lambda v: INTEGER.accepts(v) and v >= 2, "a whole number of at least 2, since answers to a prompt are compared"
 )
-FINITE = Rule(lambda v: NUMBER.accepts(v) and abs(v) < math.inf, "a finite number")
+TO_1 = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= 1, "a number from 0 to 1")
 LARGEST = 1e12
 """The squares of larger rewards, summed over tokens, may overflow in single precision."""
 REWARD = Rule(lambda v: NUMBER.accepts(v) and abs(v) <= LARGEST, f"a number from -{LARGEST:g} to {LARGEST:g}")
 COST = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= LARGEST, f"a number from 0 to {LARGEST:g}")
-FINITE_ABOVE_0 = Rule(lambda v: FINITE.accepts(v) and v > 0, "a finite number above 0")
+FINITE_ABOVE_0 = Rule(lambda v: NUMBER.accepts(v) and 0 < v < math.inf, "a finite number above 0")
 CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, for no clipping")
 MOST_EPOCHS = 100_000
 """The value of `epochs`; `num_steps` sets the length of a run."""
@@ -144,8 +144,8 @@ class PPOSettings(RolloutSettings):
     penalise_no_eos: bool = option(BOOL)
     reward_penalty: float = option(REWARD)
     whiten_rewards: bool = option(BOOL)
-    gamma: float = option(FINITE)
-    lmbda: float = option(FINITE)
+    gamma: float = option(TO_1)
+    lmbda: float = option(TO_1)
     kl_coeff: float = option(COST)
     loss: PPOLoss = option(SECTION, PPOLoss(), convert=partial(_loss_of, PPOLoss))
 
@@ -240,13 +240,6 @@ def _of_ppo(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
         size, of = getattr(ppo, part), getattr(ppo, whole)
         if of % size:
             yield f"{part} is {size} and {whole} is {of}: {whole} must be a multiple of {part}"
-    if (ppo.min_response_length or 0) > ppo.max_generated_tokens:
-        yield (
-            f"min_response_length is {ppo.min_response_length} and max_generated_tokens is {ppo.max_generated_tokens}: "
-            "every answer would be penalised as too short; lower min_response_length or set it to null"
-        )
-    if not (0 <= ppo.gamma <= 1 and 0 <= ppo.lmbda <= 1):
-        yield f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1"
     if cfg.get("resume_from_checkpoint") is True:
         yield (
             "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
@@ -261,9 +254,8 @@ def _of_grpo(cfg: DictConfig, grpo: GRPOSettings) -> Iterator[str]:
             f"{REWARD_FUNCTIONS} is missing: give a list of sections with a _component_ and a weight, or a "
             f"{REWARD_SECTION} with its {REWARD_FILES}"
         )
-    if (model is None) != (files is None):
-        given, missing = (REWARD_FILES, REWARD_SECTION) if model is None else (REWARD_SECTION, REWARD_FILES)
-        yield f"{given} is set, but {missing} is missing: set both, or remove it"
+    if model is not None and files is None:
+        yield f"{REWARD_SECTION} is set, but {REWARD_FILES} is missing: set both, or remove it"
     reference = cfg.get(GRPO_REFERENCE_FILES) is not None
     if grpo.lora is not None:
         if reference:

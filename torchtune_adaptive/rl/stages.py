@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
@@ -22,11 +20,10 @@ from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError, NotLearningError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
-from torchtune_adaptive.rl.generation import Sampling
-from torchtune_adaptive.rl.microbatches import Generate, RunMicrobatch
+from torchtune_adaptive.rl.generation import Generate
+from torchtune_adaptive.rl.microbatches import RunMicrobatch
 from torchtune_adaptive.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FILES
-from torchtune_adaptive.tune.distributed import dtype_of
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
 from torchtune_adaptive.tune.metrics import Cause
 
@@ -57,24 +54,13 @@ class RolloutStage:
         return self.run_microbatch.model
 
 
-def generating(policy: nn.Module, sampling: Sampling, settings: Settings, device: torch.device) -> Generate:
-    """Build the microbatch function that generates answers."""
-    return Generate(
-        model=cast(TransformerDecoder, policy),
-        device=device,
-        dtype=dtype_of(settings, device),
-        sampling=sampling,
-        reshards=settings.fsdp_reshard_after_forward,
-    )
-
-
 class RolloutStages:
     """Runs the stages of an iteration and collects their results."""
 
     def __init__(self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> None:
         """Collective: build a step runner for each stage."""
         self.by_name = stages
-        self.policy = cast(Generate, stages[GENERATE].run_microbatch)
+        self.generate = cast(Generate, stages[GENERATE].run_microbatch)
         models = {id(stage.model): stage.model for stage in stages.values()}
         recovery = build_recovery(settings, on_change, *models.values())
         self.runners: Stages[Rollout] = Stages(
@@ -87,7 +73,7 @@ class RolloutStages:
                     # the length of an answer is unknown before generating, so plan for the maximum
                     kind=SampleKind(
                         length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
-                        stand_in=self.policy.stand_in if name == GENERATE else Rollout.stand_in,
+                        stand_in=self.generate.stand_in if name == GENERATE else Rollout.stand_in,
                         filler=Rollout.filler,
                     ),
                     stage=name,
@@ -110,8 +96,10 @@ class RolloutStages:
         try:
             result = self.runners[name].run(rollouts, step=iteration)
         except LimitExhaustedError:
-            if name != GENERATE or not self.policy.gathers:
+            if name != GENERATE or not self.generate.gathers:
                 raise
+            result = None
+        if result is None:  # outside of the handler, whose traceback keeps tensors alive
             self.go_layer_by_layer()
             result = self.runners[name].run(rollouts, step=iteration)
         self.results.setdefault(name, []).append(result)
@@ -123,7 +111,7 @@ class RolloutStages:
         say(
             f"{GENERATE}: gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
         )
-        self.policy.keep_gathered = False
+        self.generate.keep_gathered = False
         self.runners[GENERATE].start_over()
 
     @property

@@ -65,7 +65,7 @@ def run_stock_ppo(cfg: DictConfig) -> None:
 @contextmanager
 def given_to_ours() -> Iterator[None]:
     """While open, our policy returns the given answers, like torchtune's."""
-    with mock.patch("torchtune_adaptive.rl.microbatches.generate", _given):
+    with mock.patch("torchtune_adaptive.rl.generation.generate", _given):
         yield
 
 

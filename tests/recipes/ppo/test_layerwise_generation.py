@@ -101,7 +101,7 @@ def train(folder: Path, case: Case, kib: int, stop_at: int | None = None) -> Out
         train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
     stages = recipe.stages
     rows = getattr(stages.runners[GENERATE].limit, "rows", 0)
-    return Outcome(answers, stages.policy.keep_gathered, stages.runners.recoveries, rows)
+    return Outcome(answers, stages.generate.keep_gathered, stages.runners.recoveries, rows)
 
 
 def peak_of_a_row(folder: Path, stage: str) -> int:

@@ -11,8 +11,9 @@ from torchtune.rlhf.loss import PPOLoss
 
 from tests.unit.rl.test_settings import PPO_DEMO, config
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.microbatches import lengths_of, policy_loss
-from torchtune_adaptive.rl.ppo import cause_of_update, keep_advantages, value_loss
+from torchtune_adaptive.rl.generation import lengths_of
+from torchtune_adaptive.rl.microbatches import policy_loss
+from torchtune_adaptive.rl.ppo import keep_advantages, value_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     LOG_PROBS,
@@ -26,6 +27,7 @@ from torchtune_adaptive.rl.rollouts import (
     valued_of,
 )
 from torchtune_adaptive.rl.settings import PPOSettings, read_ppo_settings
+from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, cause_of_stages
 
 STOP = 9
 ANSWERS = torch.tensor([[1, 2, 9, 3, 9], [9, 1, 1, 1, 1], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [4, 9, 0, 0, 0]])
@@ -144,7 +146,7 @@ def test_failed_update_names_the_first_stage_with_non_finite_values(
     if result is not None:
         everyone[1].results[result][0] = math.nan
     keep_advantages(everyone, settings())  # models that are trained are not refused
-    fault = cause_of_update(everyone, dict(zip(("value_loss", "policy_loss"), losses, strict=True)))
+    fault = cause_of_stages(everyone, dict(zip((TRAIN_VALUE, TRAIN_POLICY), losses, strict=True)))
     assert fault.where == f" in stage {stage}"
 
 

@@ -13,7 +13,11 @@ from torchtune_adaptive.rl.settings import PPO_KEYS, read_grpo_lora_settings, re
 
 STOCK, OURS = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo"
 PPO_DEMO, GRPO_DEMO, LORA_DEMO = "adaptive/demo/ppo", "adaptive/demo/grpo", "adaptive/demo/grpo_lora"
-READERS = {PPO_DEMO: read_ppo_settings, GRPO_DEMO: read_grpo_settings, LORA_DEMO: read_grpo_lora_settings}
+READERS = {
+    PPO_DEMO: read_ppo_settings,
+    GRPO_DEMO: read_grpo_settings,
+    LORA_DEMO: read_grpo_lora_settings,
+}
 
 
 def config(name: str, *overrides: str) -> DictConfig:
@@ -77,10 +81,9 @@ OF_PPO = [
     ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
     ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
     ("resume_from_checkpoint=True", "set it to auto"),
-    ("gamma=2", "gamma is 2"),
+    ("gamma=2", "gamma is 2: allowed is a number from 0 to 1"),
     ("kl_coeff=1e38", "kl_coeff is 1e+38: allowed is a number from 0 to 1e+12"),
     ("kl_coeff=-0.1", "kl_coeff is -0.1: allowed is a number from 0 to 1e+12"),
-    ("min_response_length=999", "every answer would be penalised as too short"),
     ("reward_penalty=.nan", "reward_penalty is nan: allowed is a number from -1e+12 to 1e+12"),
     ("reward_penalty=-1e38", "reward_penalty is -1e+38: allowed is a number from -1e+12 to 1e+12"),
     ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
@@ -93,7 +96,6 @@ OF_GRPO = [
     ("grpo_samples=1", "grpo_samples is 1: allowed is a whole number of at least 2, since"),
     ("reward_functions=null", "reward_functions is missing"),
     ("reward_model={_component_: a.model}", "reward_model is set, but reward_checkpointer is missing"),
-    ("reward_checkpointer={_component_: a.files}", "reward_checkpointer is set, but reward_model is missing"),
     ("loss._component_=torchtune.rlhf.loss.PPOLoss", "loss._component_ is torchtune.rlhf.loss.PPOLoss, but GRPO has"),
     (
         "loss.kl_coef=5",
