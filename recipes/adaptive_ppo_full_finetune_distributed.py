@@ -15,8 +15,14 @@ from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.rl.generation import build_generate
 from torchtune_adaptive.rl.iterations import Iterations
-from torchtune_adaptive.rl.models import PPO_CONTENTS, build_checkpointers, build_models
-from torchtune_adaptive.rl.ppo import figures_of_update, keep_advantages, ppo_stages
+from torchtune_adaptive.rl.ppo import (
+    PPO_CONTENTS,
+    build_checkpointers,
+    build_models,
+    figures_of_update,
+    keep_advantages,
+    ppo_stages,
+)
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, cause_of_stages

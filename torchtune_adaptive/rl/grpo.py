@@ -23,7 +23,7 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
-from torchtune_adaptive.rl.models import build_judge
+from torchtune_adaptive.rl.ppo import build_judge
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
 from torchtune_adaptive.rl.settings import (
     GRPO_REFERENCE_FILES,
@@ -142,18 +142,14 @@ def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float], k
 class SignalWatch:
     """Warns if the answers to each prompt always have equal rewards, so that all advantages are 0."""
 
-    PATIENCE = 3
-    """Iterations before the first warning."""
-
     def __init__(self) -> None:
-        self._iterations = 0
-        self._had_signal = False
+        self._iterations, self._had_signal = 0, False
 
     def record(self, *, has_signal: bool) -> None:
-        """Record an iteration, and warn after `PATIENCE` of them."""
+        """Record an iteration, and warn after three of them."""
         self._iterations += 1
         self._had_signal |= has_signal
-        if self._iterations == self.PATIENCE:
+        if self._iterations == 3:
             self.warn()
 
     def warn(self) -> None:

@@ -43,7 +43,6 @@ class Iterations:
         self.data = build_prompts(settings, tokenizer, run.place.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.rewards = Rewards(settings.config, tokenizer, self.stages.generate.sampling.stop_tokens)
-        self.rewards.check(self.data.dataset[0])
         self.trainer = Trainer(run, model, self.data, optimization, self.stages.runners, weights=weights)
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +15,6 @@ from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens, counts_of, results_of, sequences_of, store, valued_of
 from torchtune_adaptive.tune.finetuning import logits_only_for
-
-
-class RunMicrobatch(Protocol):
-    """Runs one microbatch of rollouts through a model."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Model that runs."""
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        """Run the microbatch and return its totals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +124,32 @@ def policy_loss(
     }
     total = (losses * weights[:, None] * counts).sum()
     return total, {name: value.detach().float() for name, value in sums.items()}
+
+
+@dataclass(frozen=True)
+class TrainValue:
+    """Runs forward and backward of the value loss times its coefficient."""
+
+    model: nn.Module
+    scorer: AnswerScorer
+    clip_range: float
+    coeff: float
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        """Add the gradients of the microbatch."""
+        of = partial(results_of, rollouts, device=self.scorer.device)
+        before, returns, valued = of(results.VALUES), of(results.RETURNS), valued_of(counts_of(rollouts))
+        values = self.scorer.values(self.model, rollouts)
+        loss = value_loss(values, before, returns, valued.to(self.scorer.device), self.clip_range)
+        (loss * self.coeff).backward()
+        return Totals(loss.detach(), int(valued.sum()))
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> Tensor:
+    """Return half the sum of squared errors over the mask, using the larger of the clipped and the unclipped error."""
+    clipped = values.clamp(before - clip_range, before + clip_range)
+    errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    return 0.5 * torch.where(mask, errors, 0.0).sum()
 
 
 def figures_of_policy(policy: StepResult) -> dict[str, float]:

@@ -11,7 +11,6 @@ from torchtune.data import Message
 
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import did_you_mean, shown
 
 Prompt = dict[str, Any]
 
@@ -20,19 +19,15 @@ class Prompts(Dataset[Prompt]):
     """Tokenizes one column of a table as the prompt and passes all columns through."""
 
     def __init__(self, tokenizer: Any, rows: Any, column: str, system: str | None, template: str | None) -> None:
-        if column not in rows.column_names:
-            hint = did_you_mean(column, rows.column_names)
-            raise ConfigError(f"dataset.column is {column}, but the columns are {', '.join(rows.column_names)}{hint}")
-        if template is not None and len(rows):
-            try:
-                template.format(**rows[0])
-            except Exception as error:
-                raise ConfigError(
-                    f"dataset.template is {shown(template)}, which cannot be filled with the first row "
-                    f"({in_a_line(error)}): allowed is a text with columns in braces, of {', '.join(rows.column_names)}"
-                ) from error
         self._tokenizer, self._rows = tokenizer, rows
         self._column, self._system, self._template = column, system, template
+        try:
+            self[0]
+        except Exception as error:
+            raise ConfigError(
+                f"the first row makes no prompt ({in_a_line(error)}): set dataset.column to a column, or "
+                f"dataset.template to a text with columns in braces; there are {', '.join(rows.column_names)}"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -119,23 +119,11 @@ class Rewards:
     def __init__(self, cfg: DictConfig, tokenizer: Any, stop_tokens: Sequence[int]) -> None:
         self._functions, self._tokenizer, self._stop_tokens = functions_of(cfg), tokenizer, stop_tokens
 
-    def check(self, sample: Mapping[str, object]) -> None:
-        """Raise ConfigError if a function cannot be called with the columns of this sample."""
-        names = [*_columns_of(sample), *IN_WORDS]
-        for each in self._functions:
-            try:
-                inspect.signature(each.function).bind(**dict.fromkeys(names))
-            except TypeError as error:
-                raise ConfigError(
-                    f"reward function {each.name} is called with {', '.join(names)}, but {error}: set its other "
-                    f"arguments next to _component_ in {REWARD_FUNCTIONS}, and accept unused ones with **_"
-                ) from error
-
     def score(self, groups: Sequence[Group]) -> None:
         """Add the weighted rewards to the reward model's scores, if any."""
         for sample, rollouts in groups if self._functions else ():
             size = len(rollouts)
-            lists = {name: [sample[name]] * size for name in _columns_of(sample)}
+            lists = {name: [value] * size for name, value in sample.items() if name not in NOT_COLUMNS}
             lists |= zip(IN_WORDS, self._in_words(rollouts), strict=True)
             for rollout in (each for each in rollouts if SCORE in each.results):
                 rollout.results[BY_MODEL] = rollout.results[SCORE]
@@ -175,10 +163,6 @@ class Rewards:
         if BY_MODEL in everyone[0].results:
             rewards[BY_MODEL] = results_of(everyone, BY_MODEL)
         return {"success": success, **{name: float(values.mean()) for name, values in rewards.items()}}
-
-
-def _columns_of(sample: Mapping[str, object]) -> list[str]:
-    return [name for name in sample if name not in NOT_COLUMNS]
 
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")

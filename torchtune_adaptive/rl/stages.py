@@ -21,7 +21,7 @@ from torchtune_adaptive.errors import LimitExhaustedError, NotLearningError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.generation import Generate
-from torchtune_adaptive.rl.microbatches import RunMicrobatch
+from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
 from torchtune_adaptive.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FILES
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
@@ -40,7 +40,7 @@ STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 class RolloutStage:
     """A stage of an iteration and its configured sizes."""
 
-    run_microbatch: RunMicrobatch
+    run_microbatch: Generate | Score | TrainPolicy | TrainValue
     samples: int
     """Rollouts of one rank each time the stage runs: those of an iteration or, if the stage trains, of one update."""
     rows: int

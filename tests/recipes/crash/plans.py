@@ -25,7 +25,7 @@ from tests.recipes.crash.variants import (
     Variant,
     write_config,
 )
-from torchtune_adaptive.rl.models import VALUE_FOLDER
+from torchtune_adaptive.rl.ppo import VALUE_FOLDER
 
 WHAT_COUNTS_IS_WRITTEN = ("rename", "link", "unlink", "rmdir")
 """Operations at which a power failure would reveal missing syncs."""

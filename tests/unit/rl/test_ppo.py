@@ -12,8 +12,8 @@ from torchtune.rlhf.loss import PPOLoss
 from tests.unit.rl.test_settings import PPO_DEMO, config
 from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.rl.generation import lengths_of
-from torchtune_adaptive.rl.microbatches import policy_loss
-from torchtune_adaptive.rl.ppo import keep_advantages, value_loss
+from torchtune_adaptive.rl.microbatches import policy_loss, value_loss
+from torchtune_adaptive.rl.ppo import keep_advantages
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     LOG_PROBS,

@@ -97,6 +97,7 @@ def test_function_is_called_like_trls_with_its_keys_as_arguments() -> None:
         ("returning", {"value": "01"}, "in place of a list of 2 finite numbers"),
         ("returning", {"value": [1e39, 0.0]}, r"in place of a list of 2 finite numbers"),
         ("leaving", {}, "failed: SystemExit: enough"),
+        ("of_completions", {}, "failed: TypeError: .* got an unexpected keyword argument '"),
         ("broken", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
         ("late_failure", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
     ],
@@ -122,17 +123,6 @@ def test_failure_names_the_function_and_the_sample(name: str, options: dict[str,
 def test_entry_that_cannot_be_built_is_reported_under_its_key(entry: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"reward_functions\.{message}"):
         built(entry)
-
-
-def test_function_that_cannot_be_called_is_refused_before_generation() -> None:
-    sample = {"tokens": [1], "labels": [1], "answer": "2", INDEX: 7}
-    for name, message in {
-        "matching": "is called with answer, prompts, .*, but missing a required argument: 'pattern': set its other",
-        "of_completions": ".* but got an unexpected keyword argument 'answer': .* accept unused ones with",
-    }.items():
-        with pytest.raises(ConfigError, match=rf"reward function {name} {message}"):
-            rewards_of({"_component_": f"{HERE}.{name}"}).check(sample)
-    rewards_of({"_component_": f"{HERE}.as_trl_calls"}, {"_component_": f"{HERE}.Judge", "strictness": 1}).check(sample)
 
 
 def test_rewards_are_weighted_added_to_the_reward_models_and_reported_by_function() -> None:

@@ -91,13 +91,16 @@ def test_template_makes_a_prompt_from_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
-    [("Q {questin}=", "'Q {questin}=', .* (KeyError: 'questin')"), ({"question": None}, "{'question': None}, .* (A")],
+    ("column", "template", "message"),
+    [
+        ("questin", None, "KeyError: 'questin'"),
+        ("question", "Q {questin}=", "KeyError: 'questin'"),
+        ("question", {"question": None}, "AttributeError: .*"),
+    ],
 )
-def test_invalid_template_is_reported_with_the_columns(template: Any, message: str) -> None:
-    message = message.replace("(", r"\(").replace(")", r"\)")
-    with pytest.raises(ConfigError, match=rf"^dataset\.template is {message}.* in braces, of question, answer$"):
-        Prompts(DemoTokenizer(), ROWS, "question", None, template)
+def test_invalid_column_or_template_is_reported_with_the_columns(column: str, template: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^the first row makes no prompt \({message}\).* are question, answer$"):
+        Prompts(DemoTokenizer(), ROWS, column, None, template)
 
 
 def test_null_question_is_an_error() -> None:
