@@ -12,19 +12,17 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import leaving_no_trace
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
@@ -104,17 +102,10 @@ class LimitFinder:
     @contextmanager
     def _as_in_training(self, memory: MemorySource) -> Iterator[None]:
         """Collective: keep the optimizer state in memory, as in training."""
-        explained = fatal_where_memory_runs_out(
-            lambda _: UnrecoverableError(
-                f"rank {dist.get_rank()} ran out of memory with all models, the gradients of those that are trained "
-                "and the optimizer state: train on more ranks, with smaller models, or with an optimizer with less "
-                "state"
-            )
-        )
         trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
         with leaving_no_trace(trained, self._optimization.optimizers):
             # Without the memory limit, so that the error of the search shows how much memory is missing.
-            with explained, memory.unlimited():
+            with memory.unlimited():
                 give_gradients(trained)
                 for optimizer in self._optimization.optimizers:
                     optimizer.step()

@@ -52,15 +52,14 @@ class RewardFunction:
         """Name under which its rewards are stored."""
         return f"reward/{self.name}"
 
-    def error(self, answers: Sequence[str], sample: object, what: str) -> RewardError:
-        """Build an error that names the function, the sample and its first answer."""
-        first = shown(answers[0][:80])
-        return RewardError(f"reward function {self.name} {what} (sample {sample}; its first answer: {first})")
-
     def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
         """Return one reward per answer; raise RewardError for an exception or an invalid result."""
         answers: list[str] = lists["completions"]
-        error = partial(self.error, answers, sample)
+
+        def error(what: str) -> RewardError:
+            at = f"sample {sample}; its first answer: {shown(answers[0][:80])}"
+            return RewardError(f"reward function {self.name} {what} ({at})")
+
         own = {name: list(values) for name, values in lists.items()}  # a copy, which the function may modify
         try:
             returned = self.function(**own)
@@ -73,9 +72,11 @@ class RewardFunction:
             rewards = [0.0 if reward is None else float(reward) for reward in returned]
         except (TypeError, ValueError):
             rewards = []
-        finite = len(rewards) == len(answers) and torch.tensor(rewards).isfinite().all()  # in single precision
-        if isinstance(returned, str) or not finite:
-            raise error(f"returned {shown(returned)} in place of a list of {count_of(len(answers), 'finite number')}")
+        allowed = LARGEST / max(1.0, abs(self.weight))
+        fit = len(rewards) == len(answers) and all(abs(reward) <= allowed for reward in rewards)  # False for NaN
+        if isinstance(returned, str) or not fit:
+            numbers = f"{count_of(len(answers), 'number')} from -{allowed:g} to {allowed:g}"
+            raise error(f"returned {shown(returned)} in place of a list of {numbers} (its weight is {self.weight:g})")
         return rewards
 
 
@@ -131,13 +132,8 @@ class Rewards:
                 number = sample.get(INDEX, rollouts[0].number // size)
                 rewards = function(lists, number)
                 for rollout, reward in zip(rollouts, rewards, strict=True):
-                    so_far = rollout.results.get(SCORE, torch.zeros(()))
                     rollout.results[function.result] = torch.tensor(reward)
-                    rollout.results[SCORE] = so_far + function.weight * reward
-                    if so_far.abs() <= LARGEST and not rollout.results[SCORE].abs() <= LARGEST:
-                        what = f"returned {reward:g}: with its weight of {function.weight:g}, the reward is above"
-                        advice = f"{LARGEST:g} in size; lower weight in {REWARD_FUNCTIONS}"
-                        raise function.error(lists["completions"], number, f"{what} {advice}")
+                    rollout.results[SCORE] = rollout.results.get(SCORE, torch.zeros(())) + function.weight * reward
 
     def show(self, journal: Journal, group: Sequence[Rollout], iteration: int) -> None:
         """Log the answers and rewards of one group."""

@@ -14,6 +14,7 @@ from torchtune_adaptive.rl.rollouts import SCORE, Rollout
 from torchtune_adaptive.tune.samples import INDEX
 
 HERE = __name__
+PLACE = r"in place of a list of 2 numbers from -1e\+12 to 1e\+12 \(its weight is 1\)"
 GROUP = (
     {"prompts": ["1+1=", "1+1="], "completions": ["2", "11"], "completion_ids": [[50], [49, 49]], "answer": ["2", "2"]},
     5,
@@ -91,11 +92,15 @@ def test_function_is_called_like_trls_with_its_keys_as_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("returning", {"value": [1.0]}, r"returned \[1.0\] in place of a list of 2 finite numbers"),
-        ("returning", {"value": [1.0, float("nan")]}, r"returned \[1.0, nan\] in place of a list of 2 finite numbers"),
-        ("returning", {"value": 7}, "in place of a list of 2 finite numbers"),
-        ("returning", {"value": "01"}, "in place of a list of 2 finite numbers"),
-        ("returning", {"value": [1e39, 0.0]}, r"in place of a list of 2 finite numbers"),
+        ("returning", {"value": [1.0]}, rf"returned \[1.0\] {PLACE}"),
+        (
+            "returning",
+            {"value": [1.0, float("nan")]},
+            rf"returned \[1.0, nan\] {PLACE}",
+        ),
+        ("returning", {"value": 7}, PLACE),
+        ("returning", {"value": "01"}, PLACE),
+        ("returning", {"value": [1e39, 0.0]}, PLACE),
         ("leaving", {}, "failed: SystemExit: enough"),
         ("of_completions", {}, "failed: TypeError: .* got an unexpected keyword argument '"),
         ("broken", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
@@ -157,11 +162,9 @@ def test_built_in_functions() -> None:
 
 
 @pytest.mark.parametrize("reward", [1e30, 1e4])
-def test_function_with_too_large_weighted_reward_is_named(reward: float) -> None:
-    prompt = torch.tensor(DemoTokenizer().encode("1+1=", add_eos=False))
-    rollouts = [Rollout(0, 1, prompt, prompt, len(prompt))]
-    entries = [{"_component_": f"{HERE}.Judge", "strictness": each, "weight": 1e9} for each in (1, reward)]
-    with pytest.raises(RewardError) as failed:
-        rewards_of(*entries).score([({"tokens": prompt, INDEX: 7}, rollouts)])
-    assert str(failed.value).startswith(f"reward function Judge_1 returned {reward:g}: with its weight of 1e+09, ")
-    assert "lower weight in reward_functions (sample 7; its first answer: " in str(failed.value)
+def test_reward_that_is_too_large_after_its_weight_is_refused(reward: float) -> None:
+    with pytest.raises(
+        RewardError, match=r"in place of a list of 2 numbers from -1000 to 1000 \(its weight is 1e\+09\)"
+    ):
+        function("Judge", strictness=reward, weight=1e9)(*GROUP)
+    assert function("Judge", strictness=1.0, weight=1e9)(*GROUP) == [1.0, 1.0]
