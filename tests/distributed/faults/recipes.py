@@ -112,7 +112,7 @@ def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[
         recipe.stages.go_layer_by_layer()
     for runner in runners_of(recipe).values():
         runner.use_limit(RowLimit(SAMPLES))
-    return recipe, recipe.stages.state_dict()
+    return recipe, {stage: runner.state_dict() for stage, runner in runners_of(recipe).items()}
 
 
 def runners_of(recipe: Any) -> dict[str, StepRunner[Any]]:
@@ -166,12 +166,8 @@ class RecipeBench:
 
     def _allow(self, rows: int) -> None:
         """Reset the limits; the failing stage gets `rows` rows."""
-        if self.case.kind in ON_PAIRS:
-            for name, runner in self.runners.items():
-                runner.load_state_dict(self._fresh[name])
-        else:
-            self.stages.load_state_dict(self._fresh)
-        for runner in self.runners.values():
+        for name, runner in self.runners.items():
+            runner.load_state_dict(self._fresh[name])
             runner.use_limit(RowLimit(self.case.rows))
         self.runners[self.case.stage].use_limit(RowLimit(rows))
 
