@@ -49,21 +49,15 @@ def demo_checkpointer(
 
 
 def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: int = 0) -> None:
-    """Save generated weights at `path`; raise ConfigError if the file exists with other content."""
+    """Save generated weights at `path` unless the file exists."""
+    if path.is_file():
+        return
     buffer = io.BytesIO()  # torch.save would write the name of a file into it
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         torch.save(make(), buffer)
-    content = buffer.getvalue()
     try:
-        if not path.is_file():
-            replace_file(path, content)
-        elif path.read_bytes() != content:
-            raise ConfigError(
-                f"{path} differs from the weights that the demo generates with these settings, and is not overwritten: "
-                "move it away, or set another checkpoint_dir for this checkpointer; for your own weights, use "
-                "torchtune.training.FullModelTorchTuneCheckpointer"
-            )
+        replace_file(path, buffer.getvalue())
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {reason(error)}; free space, or set another checkpoint_dir for this checkpointer"
