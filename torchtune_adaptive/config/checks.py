@@ -44,37 +44,37 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Read the settings of a LoRA finetune, including those in the model's section."""
-    return _read_with_adapters(cfg, of_pairs=False)
+    return _read_with_adapters(cfg)
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
     """Read the settings of a full preference training."""
-    return _read(cfg, "preference training", *NOT_FOR_PAIRS, of_pairs=True)
+    return _read(cfg, "preference training", *NOT_FOR_PAIRS)
 
 
 def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Read the settings of a preference training with LoRA."""
-    return _read_with_adapters(cfg, of_pairs=True)
+    return _read_with_adapters(cfg)
 
 
-def _read_with_adapters(cfg: DictConfig, *, of_pairs: bool) -> tuple[Settings, LoraSettings]:
-    read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA, of_pairs=of_pairs)
+def _read_with_adapters(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
+    read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA)
     settings, adapters = together((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
 
 
-def _read(cfg: DictConfig, training: str, *not_supported: str, of_pairs: bool = False) -> Settings:
+def _read(cfg: DictConfig, training: str, *not_supported: str) -> Settings:
     settings = read_common(cfg)
     refuse(
         not_at_default(settings, not_supported, training),
         quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),
-        contradictions(settings, of_pairs=of_pairs),
+        contradictions(settings),
         token_budget(settings),
     )
     return settings
 
 
-def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[str]:
+def contradictions(settings: Settings) -> Iterator[str]:
     """Yield errors for values that exclude each other."""
     device, adaptive, dim = settings.device, settings.adaptive, settings.tensor_parallel_dim
     if settings.fsdp_cpu_offload and device.startswith("cpu"):
@@ -105,8 +105,6 @@ def contradictions(settings: Settings, *, of_pairs: bool = False) -> Iterator[st
             f"adaptive.search is {adaptive.search}, which provokes out-of-memory errors, but recovery is off "
             "(adaptive.recover_from_oom: False or optimizer_in_bwd): set adaptive.search: linear"
         )
-    if of_pairs and "collate_fn" in settings.config:  # torchtune's recipe does not read it either
-        yield f"collate_fn is {settings.collate_fn}, but preference training ignores it: remove the key"
 
 
 def token_budget(settings: Settings) -> Iterator[str]:
