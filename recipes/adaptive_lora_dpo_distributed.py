@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.checks import read_lora_dpo_settings
+from torchtune_adaptive.config.checks import read_lora_settings
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_pairs
@@ -28,7 +28,7 @@ class AdaptiveLoraDPODistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        settings, lora = read_lora_dpo_settings(cfg)
+        settings, lora = read_lora_settings(cfg)
         self.run = Run(settings, Contents("lora_dpo", lora, settings.save_adapter_weights_only))
 
     def setup(self) -> None:

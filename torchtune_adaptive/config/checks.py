@@ -43,24 +43,15 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Read the settings of a LoRA finetune, including those in the model's section."""
-    return _read_with_adapters(cfg)
+    """Read the settings of a finetune or preference training with LoRA, including those in the model's section."""
+    read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA)
+    settings, adapters = together((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
+    return settings, adapters
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
     """Read the settings of a full preference training."""
     return _read(cfg, "preference training", *NOT_FOR_PAIRS)
-
-
-def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Read the settings of a preference training with LoRA."""
-    return _read_with_adapters(cfg)
-
-
-def _read_with_adapters(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA)
-    settings, adapters = together((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
-    return settings, adapters
 
 
 def _read(cfg: DictConfig, training: str, *not_supported: str) -> Settings:

@@ -58,7 +58,7 @@ CHECKS = "torchtune_adaptive.config.checks:read_{}_settings"
 FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed", "full", CHECKS.format("full"))
 LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", "lora", CHECKS.format("lora"))
 FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed", "full_dpo", CHECKS.format("full_dpo"))
-LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed", "lora_dpo", CHECKS.format("lora_dpo"))
+LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed", "lora_dpo", CHECKS.format("lora"))
 
 
 def _rl(kind: str) -> tuple[str, str]:
