@@ -27,6 +27,8 @@ from torchtune_adaptive.lifecycle.entry_point import run_query
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+NOTHING_FITS = "no other setting fits, not even on 8 times the ranks: lower sequence_length, or use a larger card"
+
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
     """Print the predicted peak memory; raise an AdaptiveError if the config does not fit."""
@@ -37,25 +39,24 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
             f"world_size={started}"
         )
     request = read_request(cfg, name_of(path), overrides)
-    variants, forecasts, tried = [*request.variants()], [], []
-    as_table, advise = request.plan.format == "table", request.plan.advise
+    variants, as_table, advise = [*request.variants()], request.plan.format == "table", request.plan.advise
+    forecasts = []
     for variant in variants:
         if len(variants) > 1 or variant.lengths:
             steps = f"{variant.steps} steps of {variant.length} tokens at most, {count_of(variant.ranks, 'rank')}"
             print(f"rehearsing {steps}", file=sys.stderr, flush=True)
         forecasts.append(rehearse_recipe(variant))
-        if as_table:
-            print(output.as_text(forecasts[-1]), flush=True)
+    if as_table:
+        print(output.as_text(forecasts[0]) if len(variants) == 1 else output.table(forecasts), flush=True)
     fits = any(forecast.fits for forecast in forecasts)
-    for variant in variants if advise or (advise is None and not fits) else ():
-        alternatives = list(try_alternatives(variant))
-        tried += alternatives
-        if as_table:
-            print(output.alternatives_as_text(alternatives), flush=True)
+    tries = variants if advise or (advise is None and not fits) else []
+    tried = output.fastest_first([found for variant in tries for found in try_alternatives(variant)])
+    if as_table and tries:
+        print(output.table(tried) if tried else NOTHING_FITS, flush=True)
     if not as_table:
-        print(output.as_json(forecasts, tried))
+        print(output.as_json([*forecasts, *tried]))
     if not fits:
-        others_fit = any(each.forecast.fits for each in tried)
+        others_fit = any(each.fits for each in tried)
         remedy = "the settings above fit" if others_fit else "advise=True tries every other setting"
         raise AdaptiveError(f"the config does not fit; {remedy}")
 

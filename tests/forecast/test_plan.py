@@ -66,25 +66,28 @@ def test_progress_is_shown_on_a_terminal_only(
 @pytest.mark.smoke
 def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(tmp_path: Path) -> None:
     question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False")
-    found = answer(*question, cwd=tmp_path)
-    (chosen,) = (row for row in found["predictions"] if row["chosen"])
+    (chosen,) = answer(*question, cwd=tmp_path)
     assert chosen["rows"] > 8
+    assert [size["rows"] for size in chosen["sizes"] if size["chosen"]] == [chosen["rows"]]
     assert chosen["allocated_bytes"] < chosen["reserved_bytes"] <= chosen["usable_bytes"] == 3 * GIB
-    (command,) = found["commands"]
-    assert f"batch_size={chosen['rows']}" in command
-    given = answer(*question, f"batch_size={chosen['rows']}", cwd=tmp_path)
-    (row,) = given["predictions"]
-    assert (row["rows"], row["fits"], row["allocator_retries"]) == (chosen["rows"], True, 0)
+    assert f"batch_size={chosen['rows']}" in chosen["command"]
+    (row,) = answer(*question, f"batch_size={chosen['rows']}", cwd=tmp_path)
+    assert (row["rows"], row["fits"], row["sizes"]) == (chosen["rows"], True, [])
     # the run starts with an empty cache
     assert row["reserved_bytes"] == pytest.approx(chosen["reserved_bytes"], rel=0.03)
+    assert row["tokens_per_second"] == pytest.approx(2 * 512 * row["rows"] / row["seconds"])
 
 
-def test_each_number_of_ranks_has_a_prediction_and_more_ranks_need_less(tmp_path: Path) -> None:
-    found = answer(*DEMO, "world_size=[2,4]", "memory_limit=h100", "batch_size=4", "use_maximum_batch_size=False",
-                   "sequence_length=512", cwd=tmp_path)  # fmt: skip
-    first, second = found["predictions"]
-    assert (first["ranks"], second["ranks"]) == (2, 4)
-    assert first["allocated_bytes"] > second["allocated_bytes"]
+def test_numbers_of_ranks_and_gpus_give_one_table_whose_fastest_row_has_the_command(tmp_path: Path) -> None:
+    sizes = ("batch_size=4", "use_maximum_batch_size=False", "sequence_length=512")
+    ended = run_plan(*DEMO, "world_size=[2,4]", "memory_limit=l4,h100", *sizes, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    _, *lines = ended.stdout.splitlines()
+    rows = [line.split() for line in lines[:4]]
+    assert [row[:3] for row in rows] == [[card, ranks, "yes"] for ranks in "24" for card in ("l4", "h100")]
+    assert [line for line in lines[:4] if line.endswith("4 rows of 512 tokens  <- fastest")] == [lines[3]]
+    assert float(rows[1][3]) > float(rows[3][3]), "more ranks need less"
+    assert lines[-1].startswith("train with: tune run --nproc_per_node 4 ")
 
 
 def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_path: Path) -> None:
@@ -94,7 +97,10 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_
     assert ended.stderr.splitlines()[-1] == "error: the config does not fit; the settings above fit"
     assert "does not fit: out of memory in step 1" in ended.stdout
     assert "enable_activation_checkpointing=True" in ended.stdout
-    assert "train the first with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout
+    rates = [float(line.split()[8].replace(",", "")) for line in ended.stdout.splitlines() if " tokens enable_" in line]
+    assert rates == sorted(rates, reverse=True)
+    assert len(rates) == 2
+    assert "train with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -106,8 +112,9 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_
     ],
 )
 def test_every_recipe_has_a_prediction_by_stage(config: str, stages: set[str], tmp_path: Path) -> None:
-    found = answer(f"adaptive/demo/{config}", "device=cuda", "memory_limit=4GiB", "world_size=2", cwd=tmp_path)
-    assert stages <= {row["stage"] for row in found["predictions"] if row["chosen"]}
+    (found,) = answer(f"adaptive/demo/{config}", "device=cuda", "memory_limit=4GiB", "world_size=2", cwd=tmp_path)
+    assert stages <= {size["stage"] for size in found["sizes"] if size["chosen"]}
+    assert (found["seconds"] is None) == (config == "ppo"), "in PPO's rehearsed steps, answers end at once"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +164,7 @@ def test_no_other_setting_is_tried_if_fewer_rows_fit(monkeypatch: pytest.MonkeyP
     asked = read_request(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
     (tried,) = alternatives.try_alternatives(asked)
     # the same samples per step
-    assert " batch_size=64 use_maximum_batch_size=True " in training_command(tried.forecast)
+    assert " batch_size=64 use_maximum_batch_size=True " in training_command(tried)
 
 
 def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Path) -> None:
@@ -203,8 +210,7 @@ def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
 
 def test_varying_lengths_are_reported_over_time(tmp_path: Path) -> None:
     question = (*DEMO, "world_size=2", "memory_limit=4500MiB", "lengths=100:2000", "steps=30", "batch_size=16")
-    found = answer(*question, "use_maximum_batch_size=False", "gradient_accumulation_steps=1", cwd=tmp_path)
-    (over_time,) = found["over_time"]
+    (over_time,) = answer(*question, "use_maximum_batch_size=False", "gradient_accumulation_steps=1", cwd=tmp_path)
     assert len(over_time["steps"]) == 30
     assert over_time["recoveries"] > 0
     assert len({step["allocated_bytes"] for step in over_time["steps"]}) > 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from omegaconf import DictConfig
 from torchtune.config._utils import _get_component_from_path
@@ -28,20 +27,13 @@ FEWER_ROWS: Overrides = ("use_maximum_batch_size=True",)
 EVERY_SECOND_LAYER: Overrides = ("enable_activation_checkpointing=False", "ac_mode=selective", "ac_option=2")
 
 
-class Alternative(NamedTuple):
-    """Other settings and their forecast."""
-
-    overrides: Overrides
-    forecast: Forecast
-
-
-def try_alternatives(request: PlanRequest) -> Iterator[Alternative]:
+def try_alternatives(request: PlanRequest) -> Iterator[Forecast]:
     """Yield settings that fit; with `advise=True`, all single changes, whether they fit or not."""
     everything, fitting = request.plan.advise is True, 0
-    for candidate, overrides in _candidates(request):
+    for candidate in _candidates(request):
         if not _is_valid(candidate.cfg):
             continue
-        words = " ".join(overrides)
+        words = " ".join(candidate.changes)
         at = f"{count_of(candidate.ranks, 'rank')}, {candidate.length} tokens"
         print(f"trying {words} ({at})", file=sys.stderr, flush=True)
         try:
@@ -50,18 +42,18 @@ def try_alternatives(request: PlanRequest) -> Iterator[Alternative]:
             print(f"{words}: {str(error).splitlines()[0]}", file=sys.stderr)
             continue
         if forecast.fits or everything:
-            yield Alternative(overrides, forecast)
+            yield forecast
         fitting += forecast.fits
-        if not everything and (fitting == ENOUGH or (forecast.fits and overrides == FEWER_ROWS)):
+        if not everything and (fitting == ENOUGH or (forecast.fits and candidate.changes == FEWER_ROWS)):
             return
 
 
-def _candidates(request: PlanRequest) -> Iterator[tuple[PlanRequest, Overrides]]:
+def _candidates(request: PlanRequest) -> Iterator[PlanRequest]:
     """Yield single changes; then each change with all cheaper ones; then more ranks."""
     fewer = [FEWER_ROWS] * ((request.batch_size or 1) > 1)
     single = [*fewer, *changes_that_save_memory(request.cfg, request.ranks)]
     for overrides in single:
-        yield request.with_overrides(overrides), overrides
+        yield request.with_overrides(overrides)
     if request.plan.advise:
         return
     together: Overrides = ()
@@ -71,10 +63,10 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[PlanRequest, Overrides]]
             continue
         together = tuple({each.partition("=")[0]: each for each in (*together, *overrides)}.values())
         if together not in single:
-            yield request.with_overrides(together), together
+            yield request.with_overrides(together)
     ranks = 2 * request.ranks
     while ranks <= MOST_MORE_RANKS * request.ranks:
-        yield request.with_ranks(ranks), (f"world_size={ranks}",)
+        yield request.with_ranks(ranks)
         ranks *= 2
 
 

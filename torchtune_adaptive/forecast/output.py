@@ -10,26 +10,23 @@ from typing import Any
 
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import value_at
-from torchtune_adaptive.forecast.alternatives import Alternative
 from torchtune_adaptive.forecast.rehearse_recipe import Forecast
 from torchtune_adaptive.forecast.request import PlanRequest, is_lora, trains_on_pairs, trains_on_rollouts
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
+from torchtune_adaptive.rehearse.compare import Option, as_table
 from torchtune_adaptive.rehearse.result import FRAGMENTED
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
+from torchtune_adaptive.rehearse.step_time import time_lines
 from torchtune_adaptive.rl.settings import POLICY_SECTION
-
-Row = dict[str, Any]
 
 
 def as_text(forecast: Forecast) -> str:
-    """Return the heading, a table for each stage, the memory of training, the command and notes."""
-    lines = [_heading(forecast.request)]
-    for stage in forecast.searches or [""]:
-        cells = [_cells(row) for row in rows_of(forecast) if row["stage"] == stage]
-        lines += [f"{stage}:"] * bool(stage) + [in_columns([("rows", "tokens", "allocated", "reserved", ""), *cells])]
-        if (reason := forecast.searches.get(stage, {}).get("reason")) is not None:
-            lines.append(f"{count_of(forecast.searches[stage]['rows'], 'row')}: {reason}")
-    rehearsal = forecast.rehearsal
+    """Return the heading, a table for each search, memory and time of training, the command and notes."""
+    lines, rehearsal, option = [_heading(forecast.request)], forecast.rehearsal, option_of(forecast)
+    for stage, search in forecast.searches.items():
+        cells = [_cells(size) for size in sizes_of(forecast) if size["stage"] == stage]
+        lines += [f"{stage}:"] * bool(stage) + [in_columns([("rows", "tokens", "allocated", ""), *cells])]
+        lines += [f"{count_of(search['rows'], 'row')}: {search['reason']}"] * (search.get("reason") is not None)
     if forecast.fits:
         sizes = [format_bytes(forecast.most[f"{name}_bytes"]) for name in ("allocated", "reserved")]
         flushing = sum(step["flushes"] > 0 for step in rehearsal.steps)
@@ -38,6 +35,8 @@ def as_text(forecast: Forecast) -> str:
         if forecast.request.lengths:
             over_time = f"; {count_of(len(rehearsal.caught), 'recovery', 'recoveries')}, {steps}"
         lines.append(f"in training: {sizes[0]} allocated, {sizes[1]} reserved at most{over_time}")
+        if option.time and rehearsal.work:
+            lines += time_lines(option.time, rehearsal.work, option.gpu.name, option.ranks)
         lines.append(f"train with: {training_command(forecast)}")
     else:
         lines.append(forecast.why_not)
@@ -45,49 +44,46 @@ def as_text(forecast: Forecast) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in notes(forecast))])
 
 
-def alternatives_as_text(tried: Sequence[Alternative]) -> str:
-    """Return a table of other settings, and the command for the first that fits."""
-    if not tried:
-        return "no other setting fits, not even on 8 times the ranks: lower sequence_length, or use a larger card"
-    lines: list[tuple[str, ...]] = [("with", "", "reserved")]
-    for overrides, forecast in tried:
-        rows = f" {count_of(forecast.rows, 'row')}" if forecast.rows else ""
-        fits = f"fits{rows}" if forecast.fits else "does not fit"
-        lines.append((" ".join(overrides), fits, format_bytes(forecast.most["reserved_bytes"])))
-    commands = [training_command(each.forecast) for each in tried if each.forecast.fits]
-    return "\n".join([in_columns(lines), *(f"train the first with: {command}" for command in commands[:1])])
+def table(forecasts: Sequence[Forecast]) -> str:
+    """Return a table of settings, and the command of the fastest that fits."""
+    first, *_ = fastest_first(forecasts)
+    command = f"\ntrain with: {training_command(first)}" if first.fits else ""
+    return as_table([option_of(each) for each in forecasts]) + command
 
 
-def as_json(forecasts: Sequence[Forecast], tried: Sequence[Alternative] = ()) -> str:
-    """Return every figure as JSON."""
-    failed = [f"{_heading(each.request)}: {each.why_not}" for each in forecasts if not each.fits]
-    result = {
-        "predictions": [row for forecast in forecasts for row in rows_of(forecast)],
-        "commands": [training_command(forecast) for forecast in forecasts if forecast.fits],
-        "alternatives": [
-            {
-                "overrides": " ".join(overrides),
-                "ranks": forecast.request.ranks,
-                "tokens": forecast.request.length,
-                "rows": forecast.rows,
-                "fits": forecast.fits,
-                "reserved_bytes": forecast.most["reserved_bytes"],
-            }
-            for overrides, forecast in tried
-        ],
-        "over_time": [
-            {
-                "ranks": forecast.request.ranks,
-                "rows": forecast.rows,
-                "steps": forecast.rehearsal.steps,
-                "recoveries": len(forecast.rehearsal.caught),
-            }
-            for forecast in forecasts
-            if forecast.request.lengths
-        ],
-        "notes": [*dict.fromkeys(note for forecast in forecasts for note in notes(forecast)), *failed],
+def fastest_first(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Sort settings by their tokens per second; those that do not fit are last."""
+    return sorted(forecasts, key=lambda each: (not each.fits, -(option_of(each).tokens_per_second or 0)))
+
+
+def option_of(forecast: Forecast) -> Option:
+    """Return the forecast as a row of a table of GPUs."""
+    request, found = forecast.request, forecast.rehearsal
+    reserved = forecast.most["reserved_bytes"] if forecast.fits else found.run_peaks["reserved_bytes"]
+    rows = f"{count_of(forecast.rows, 'row')} of " if forecast.rows else ""
+    label = f"{rows}{request.length} tokens {' '.join(request.changes)}".strip()
+    return Option(request.gpu, request.ranks, found, forecast.fits, reserved, found.usable_bytes, None, label)
+
+
+def as_json(forecasts: Sequence[Forecast]) -> str:
+    """Return a row for each setting, as `tune-adaptive rehearse` does, with more figures."""
+    return json.dumps([_as_dict(forecast) for forecast in forecasts], indent=2)
+
+
+def _as_dict(forecast: Forecast) -> dict[str, Any]:
+    return {
+        **option_of(forecast).as_dict(),
+        "verdict": forecast.rehearsal.verdict() if forecast.fits else forecast.why_not,
+        "overrides": " ".join(forecast.request.changes),
+        "tokens": forecast.request.length,
+        "rows": forecast.rows,
+        "allocated_bytes": forecast.most["allocated_bytes"],
+        "command": training_command(forecast) if forecast.fits else None,
+        "sizes": list(sizes_of(forecast)),
+        "steps": forecast.rehearsal.timed_steps,
+        "recoveries": len(forecast.rehearsal.caught),
+        "notes": notes(forecast),
     }
-    return json.dumps(result, indent=2)
 
 
 def _heading(request: PlanRequest) -> str:
@@ -106,52 +102,30 @@ def _heading(request: PlanRequest) -> str:
     return " · ".join(parts)
 
 
-def rows_of(forecast: Forecast) -> Iterator[Row]:
-    """Yield a row for each size that a search measured, or for the given size."""
-    request = forecast.request
-    given: Row = {
-        "ranks": request.ranks,
-        "usable_bytes": forecast.rehearsal.usable_bytes,
-        "stage": "",
-        "tokens": request.length,
-        "rows": forecast.rows,
-        "allocated_bytes": forecast.most["allocated_bytes"] or None,
-        "reserved_bytes": forecast.most["reserved_bytes"] or None,
-        "bound_by": None,
-        "fits": forecast.fits,
-        "allocator_retries": forecast.most["flushes"],
-        "chosen": forecast.fits,
-    }
-    if not forecast.searches:
-        yield given
+def sizes_of(forecast: Forecast) -> Iterator[dict[str, Any]]:
+    """Yield each size that a search measured, by stage."""
     for stage, search in forecast.searches.items():
         for probe in search.get("probes") or search["points"]:
-            peak, phases = probe["peak"], probe["peak"]["phase_bytes"]
-            chosen = forecast.fits and probe["rows"] == search.get("rows")
-            # only then do the rehearsed steps have microbatches of this size
-            in_steps = chosen and not stage and not request.lengths
+            peak = probe["peak"]
             yield {
-                **given,
                 "stage": stage,
-                "tokens": probe["length"] or request.length,
                 "rows": probe["rows"],
-                "allocated_bytes": max(phases.values()) if peak["fits"] else None,
-                "reserved_bytes": given["reserved_bytes"] if in_steps else None,
-                "bound_by": max(phases, key=phases.get) if phases else None,
+                "tokens": probe["length"] or forecast.request.length,
+                "allocated_bytes": max(peak["phase_bytes"].values()) if peak["fits"] else None,
                 "fits": peak["fits"],
-                "allocator_retries": peak["retries"],
-                "chosen": chosen,
+                "flushes": peak["retries"],
+                "chosen": forecast.fits and probe["rows"] == search.get("rows"),
             }
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    remark = "<- chosen" if row["chosen"] else ""
-    if not row["fits"]:
+def _cells(size: dict[str, Any]) -> tuple[str, ...]:
+    remark = "<- chosen" if size["chosen"] else ""
+    if not size["fits"]:
         remark = "out of memory"
-    elif row["allocator_retries"]:
+    elif size["flushes"]:
         remark = "fits only by flushing the cache (slow)"
-    sizes = (format_bytes(row[name]) if row[name] else "" for name in ("allocated_bytes", "reserved_bytes"))
-    return str(row["rows"] or 1), str(row["tokens"]), *sizes, remark
+    allocated = format_bytes(size["allocated_bytes"]) if size["allocated_bytes"] else ""
+    return str(size["rows"] or 1), str(size["tokens"]), allocated, remark
 
 
 def notes(forecast: Forecast) -> list[str]:

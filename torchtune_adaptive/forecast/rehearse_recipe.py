@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,8 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
                 raise AdaptiveError(f"adaptive_plan rehearses the recipe on a null device: {error}") from error
         if rehearsal.interrupted:
             raise KeyboardInterrupt
+        if trains_on_rollouts(request.cfg):  # answers end at once, so the time of a step is unknown
+            rehearsal = replace(rehearsal, traced={})
         forecast = Forecast(request, rehearsal)
         if not rehearsal.fits and not rehearsal.errors:
             printed = log.read_text().strip()

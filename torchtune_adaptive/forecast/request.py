@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class PlanSettings:
     """number of ranks, or several numbers to compare, such as `[1,2,4,8]`. The command starts no other process, so any
     number works"""
     memory_limit: str | float | None = option(TEXT | keys.NUMBER | NULL, None)
-    """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null:
-    `adaptive.memory_limit`, or its smallest entry if it is a list"""
+    """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`), or several to compare, such
+    as `4090,h100`. null: `adaptive.memory_limit`, or its smallest entry if it is a list"""
     memory_overhead: str | int | None = option(TEXT | one_of(0) | NULL, None)
     """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`, or `1GiB` for one
     process"""
@@ -60,7 +61,7 @@ class PlanSettings:
     steps: int | None = option(COUNT | NULL, None)
     """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
     format: str = option(one_of("table", "json"), "table")
-    """output format. `json` has every figure, including settings that were tried and memory over the steps"""
+    """output format. `json` has a row for each setting, like that of `tune-adaptive rehearse`, with every figure"""
     advise: bool | None = option(keys.BOOL | NULL, None)
     """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
 
@@ -117,6 +118,8 @@ class PlanRequest:
     plan: PlanSettings
     config_name: str
     overrides: Sequence[str] = ()
+    changes: Overrides = ()
+    """Those that distinguish an alternative from the request."""
 
     @property
     def ranks(self) -> int:
@@ -134,19 +137,22 @@ class PlanRequest:
         return recipe_of(self.cfg).read(self.cfg)[0]
 
     def variants(self) -> Iterator[PlanRequest]:
-        """Yield a request for each number of ranks and each length."""
-        lengths = self.plan.sequence_length
-        for ranks in self.plan.rank_counts:
-            for length in lengths if isinstance(lengths, tuple) else (lengths,):
-                yield replace(self, plan=replace(self.plan, world_size=ranks, sequence_length=length))
+        """Yield a request for each number of ranks, length and GPU."""
+        lengths, memory = self.plan.sequence_length, self.plan.memory_limit
+        every_length = lengths if isinstance(lengths, tuple) else (lengths,)
+        cards = memory.split(",") if isinstance(memory, str) else (memory,)
+        for ranks, length, card in product(self.plan.rank_counts, every_length, cards):
+            plan = replace(self.plan, world_size=ranks, sequence_length=length, memory_limit=card)
+            yield replace(self, plan=plan)
 
     def with_ranks(self, ranks: int) -> PlanRequest:
         """Return this request for another number of ranks."""
-        return replace(self, plan=replace(self.plan, world_size=ranks))
+        return replace(self, plan=replace(self.plan, world_size=ranks), changes=(f"world_size={ranks}",))
 
     def with_overrides(self, overrides: Overrides) -> PlanRequest:
         """Return this request with more overrides."""
-        return replace(self, cfg=override(self.cfg, overrides), overrides=[*self.overrides, *overrides])
+        return replace(self, cfg=override(self.cfg, overrides), overrides=[*self.overrides, *overrides],
+                       changes=overrides)  # fmt: skip
 
     @cached_property
     def lengths(self) -> list[int]:
