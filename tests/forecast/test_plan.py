@@ -97,7 +97,7 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_
     assert ended.stderr.splitlines()[-1] == "error: the config does not fit; the settings above fit"
     assert "does not fit: out of memory in step 1" in ended.stdout
     assert "enable_activation_checkpointing=True" in ended.stdout
-    rates = [float(line.split()[8].replace(",", "")) for line in ended.stdout.splitlines() if " tokens enable_" in line]
+    rates = [float(line.split()[8].replace(",", "")) for line in ended.stdout.splitlines() if "  yes  " in line]
     assert rates == sorted(rates, reverse=True)
     assert len(rates) == 2
     assert "train with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout

@@ -943,6 +943,31 @@ def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:
         assert answer.found.splitlines()[0] in page
 
 
+def test_advice_has_only_arguments_with_which_the_script_fits(rehearse: Rehearse) -> None:
+    script = """
+    import argparse, torch
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--per_device_train_batch_size", type=int)
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
+    parser.add_argument("--gradient_checkpointing")  # has no effect
+    asked = parser.parse_args()
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        for _ in range(asked.gradient_accumulation_steps):
+            rows = asked.per_device_train_batch_size * 2**16
+            model(torch.ones(rows, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+    """
+    command = ("train.py", "--per_device_train_batch_size", "8")
+    answer = rehearse(script, "--memory", "4GiB", "--memory-overhead", "0", "--advise", command=command)
+    assert answer.status == 1
+    assert {row["with"] for row in answer.found["remedies"]} == {
+        f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {8 // rows}" for rows in (1, 2)
+    }
+    assert all(row["fits"] and row["seconds"] > 0 for row in answer.found["remedies"])
+
+
 def test_varying_steps_and_fragmented_memory_are_reported() -> None:
     steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}

@@ -23,6 +23,7 @@ from torchtune_adaptive.rehearse.compare import as_json as rows_as_json
 from torchtune_adaptive.rehearse.compare import as_table, compare, largest, range_in
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
+from torchtune_adaptive.rehearse.remedies import try_remedies
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import check, rehearse
 
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--real", action="store_true", help="run on the GPUs of this machine, with the same report")
     parser.add_argument("--compare", action="store_true", help="run on the GPUs of this machine, rehearse, and compare")
+    parser.add_argument(
+        "--advise", action="store_true", help="if memory runs out, rehearse arguments of transformers or torchtitan too"
+    )
     parser.add_argument(
         "--price", type=_prices, action="extend", default=[], metavar="NAME=PRICE",
         help="price of a GPU for an hour, for example h100=2.49; adds the cost of a million tokens",
@@ -131,7 +135,16 @@ def run(options: argparse.Namespace) -> int:
         from torchtune_adaptive.rehearse.result import draw
 
         draw(found, options.picture)
-    print(shown.as_json() if options.format == "json" else shown.as_text())
+    remedies = None
+    if options.advise and found.out_of_memory and not on_gpus:
+        remedies = try_remedies(partial(_quietly, settings), command, cards[0], found.ranks)
+    if options.format == "json":
+        tried = {} if remedies is None else {"remedies": [row.as_dict() for row in remedies]}
+        print(json.dumps({**json.loads(shown.as_json()), **tried}, indent=2))
+    else:
+        print(shown.as_text())
+        if remedies is not None:
+            print(f"\n{as_table(remedies) if remedies else 'no other argument was found with which it fits'}")
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else FAILED
 
 

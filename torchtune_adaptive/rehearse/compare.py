@@ -65,7 +65,7 @@ class Option(NamedTuple):
             "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
             "reserved_bytes": self.reserved_bytes, "usable_bytes": self.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
-            "tokens_per_second": self.tokens_per_second, "cost_per_million_tokens": self.cost,
+            "tokens_per_second": self.tokens_per_second, "cost_per_million_tokens": self.cost, "with": self.label,
         }  # fmt: skip
 
 
@@ -78,9 +78,9 @@ def compare(
     rows: dict[tuple[str, int | None], Option] = {}
     first = {(largest.name, each): (command, largest, each) for each in ranks}
     again = {}
-    for (_, each), found in _in_parallel(rehearse, first):
+    for (_, each), found in in_parallel(rehearse, first):
         for card in cards:
-            row = _row(found, card, found.usable_bytes - largest.memory + card.memory, prices)
+            row = row_of(found, card, found.usable_bytes - largest.memory + card.memory, prices)
             if (
                 row.fits
                 or card is largest
@@ -89,16 +89,19 @@ def compare(
                 rows[card.name, each] = row
             else:
                 again[card.name, each] = (command, card, each)
-    for (name, each), found in _in_parallel(rehearse, again):
-        rows[name, each] = _row(found, again[name, each][1], found.usable_bytes, prices)
+    for (name, each), found in in_parallel(rehearse, again):
+        rows[name, each] = row_of(found, again[name, each][1], found.usable_bytes, prices)
     return [rows[card.name, each] for each in ranks for card in cards]
 
 
-def _row(found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, float]) -> Option:
+def row_of(
+    found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, float], label: str = ""
+) -> Option:  # fmt: skip
+    """Return the row of a rehearsal on a GPU with this much usable memory."""
     reserved = found.run_peaks["reserved_bytes"]
     fits = found.fits and max(reserved, found.next_bytes) <= usable
     answered = fits or found.out_of_memory is not None or (found.fits and reserved > usable)
-    return Option(card, found.ranks, found, fits if answered else None, reserved, usable, prices.get(card.name))
+    return Option(card, found.ranks, found, fits if answered else None, reserved, usable, prices.get(card.name), label)
 
 
 def as_table(rows: Sequence[Option]) -> str:
@@ -167,7 +170,7 @@ def largest(
     while high - low > 1:
         tried = [value for value in _next(low, high, limits, found) if value not in found]
         cases = {value: (with_value(command, value), card, ranks) for value in tried}
-        for value, result in _in_parallel(rehearse, cases):
+        for value, result in in_parallel(rehearse, cases):
             found[value] = result
             report(f"{value}: {result.verdict()}")
             if not result.fits and result.out_of_memory is None:
@@ -191,7 +194,7 @@ def _next(low: int, high: int, limits: tuple[int, int], found: Mapping[int, Rehe
     return [guess, min(guess + 1, high - 1)] if guess > low + 1 or high - low < 4 else [guess, (low + high) // 2]
 
 
-def _in_parallel(
+def in_parallel(
     rehearse: Rehearse, cases: Mapping[_Key, tuple[Sequence[str], Gpu, int | None]]
 ) -> Iterator[tuple[_Key, RehearsalResult]]:
     """Yield results as they are found. The processes are forked before torch is imported."""

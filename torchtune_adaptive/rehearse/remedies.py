@@ -1,0 +1,96 @@
+"""Rehearse a command with arguments that need less memory. Only arguments that the script accepts are offered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torchtune_adaptive.rehearse.compare import Option, Rehearse, in_parallel, row_of
+from torchtune_adaptive.rehearse.gpus import Gpu
+
+
+class Switches(NamedTuple):
+    """Arguments of a trainer that change the memory of a step."""
+
+    known_by: str
+    """Pattern of an argument by which a command of this trainer is recognized."""
+    batch_size: str
+    accumulation: str
+    """Argument that keeps the samples of a step if the batch is smaller; empty if there is none."""
+    others: Sequence[tuple[str, str]]
+
+
+TRAINERS = (
+    Switches(
+        r"--(per_device_train_batch_size|gradient_accumulation_steps|output_dir)",
+        "--per_device_train_batch_size", "--gradient_accumulation_steps",
+        (
+            ("--gradient_checkpointing", "True"), ("--use_liger_kernel", "True"), ("--optim", "adamw_torch_8bit"),
+            ("--optim", "adamw_bnb_8bit"),
+        ),
+    ),
+    Switches(
+        r"--(job|model|training)\.\w+",
+        "--training.local_batch_size", "",
+        (("--activation_checkpoint.mode", "selective"), ("--activation_checkpoint.mode", "full")),
+    ),
+)  # fmt: skip
+"""transformers' TrainingArguments, and torchtitan."""
+MORE_RANKS = 2, 4, 8
+
+
+def changes(command: Sequence[str]) -> list[Mapping[str, str]]:
+    """Return single changes of a trainer's arguments: smaller batches with the same samples per step, then others."""
+    given = _arguments(command)
+    trainer = next((each for each in TRAINERS if any(re.match(each.known_by, name) for name in given)), None)
+    if trainer is None:
+        return []
+    found: list[Mapping[str, str]] = []
+    batch, accumulated = given.get(trainer.batch_size, ""), given.get(trainer.accumulation, "1")
+    for parts in (2, 4, 8) if batch.isdecimal() and accumulated.isdecimal() else ():
+        if int(batch) % parts == 0:
+            kept = {trainer.accumulation: str(int(accumulated) * parts)} if trainer.accumulation else {}
+            found.append({trainer.batch_size: str(int(batch) // parts), **kept})
+    return found + [{name: value} for name, value in trainer.others if given.get(name) != value]
+
+
+def with_changes(command: Sequence[str], changed: Mapping[str, str]) -> list[str]:
+    """Return the command with arguments replaced or, if it lacks them, added."""
+    kept: list[str] = []
+    is_value = False
+    for word in command:
+        if not (is_value and not word.startswith("--")) and _name(word) not in changed:
+            kept.append(word)
+        is_value = _name(word) in changed and "=" not in word
+    return [*kept, *(word for pair in changed.items() for word in pair)]
+
+
+def _name(word: str) -> str:
+    """Return the name of an argument such as --batch-size=4, with underscores; empty for other words."""
+    return "--" + word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
+
+
+def _arguments(command: Sequence[str]) -> dict[str, str]:
+    """Return the arguments of a command; the value of one without a value is True."""
+    values = [*command[1:], "--"]
+    return {
+        _name(word): word.partition("=")[2] or ("True" if value.startswith("--") else value)
+        for word, value in zip(command, values, strict=True)
+        if word.startswith("--")
+    }
+
+
+def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[Option]:
+    """Return the changes with which the command fits, the fastest first. Changes that the script refuses are left out.
+
+    More ranks are tried only if they may share the memory: if there is more than one already.
+    """
+    cases = {
+        " ".join(f"{name} {value}" for name, value in changed.items()): (with_changes(command, changed), card, ranks)
+        for changed in changes(command)
+    }
+    if ranks > 1:
+        cases |= {f"--ranks {times * ranks}": (list(command), card, times * ranks) for times in MORE_RANKS}
+    rows = [row_of(found, card, found.usable_bytes, {}, label) for label, found in in_parallel(rehearse, cases)]
+    return sorted((row for row in rows if row.fits), key=lambda row: -(row.tokens_per_second or 0))
