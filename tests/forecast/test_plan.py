@@ -65,7 +65,8 @@ def test_progress_is_shown_on_a_terminal_only(
 
 @pytest.mark.smoke
 def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(tmp_path: Path) -> None:
-    question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False")
+    question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False",
+                "gradient_accumulation_steps=1")  # fmt: skip
     (chosen,) = answer(*question, cwd=tmp_path)
     assert chosen["rows"] > 8
     assert [size["rows"] for size in chosen["sizes"] if size["chosen"]] == [chosen["rows"]]
