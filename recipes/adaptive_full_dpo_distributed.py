@@ -10,15 +10,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_pairs
-from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, disable_dropout
 from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.preference import PAIRS, POLICY, build_preference_loss, build_stages, figures_of
+from torchtune_adaptive.tune.preference import (
+    PAIRS,
+    POLICY,
+    Passes,
+    build_models,
+    build_preference_loss,
+    build_stages,
+    build_validation_of_pairs,
+    figures_of,
+)
 from torchtune_adaptive.tune.trainer import Run, Trainer
 
 if TYPE_CHECKING:
@@ -35,15 +42,18 @@ class AdaptiveFullDPODistributed:
         """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, place = self.run, self.run.settings, self.run.place
         weights = run.checkpoints.load()
-        self.model = build_full_model(settings, place, weights)
-        disable_dropout(self.model)
+        self.model, reference = build_models(settings, place, weights, with_adapters=run.contents.lora is not None)
         self.optimization = build_optimization(settings, self.model, weights, place.device)
         run.resume(weights, self.model, self.optimization)
         loss_fn = build_preference_loss(settings.config)
-        self.data = build_pairs(settings, components.build("tokenizer", settings.config), place.mesh)
-        reference = build_frozen_model(settings, place, load_reference(settings))
-        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device, run.journal.event)
-        self.trainer = Trainer(run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn)
+        tokenizer = components.build("tokenizer", settings.config)
+        self.data = build_pairs(settings, tokenizer, place.mesh)
+        passes = Passes(self.model, reference, loss_fn, self.data, settings, place.device)
+        self.stages = build_stages(passes, run.journal.event)
+        validation = build_validation_of_pairs(passes, self.stages, tokenizer, place.mesh)
+        self.trainer = Trainer(
+            run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn, validation=validation
+        )
         set_batch_sizes(self.trainer)
 
     def train(self) -> None:

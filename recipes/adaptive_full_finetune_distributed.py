@@ -16,8 +16,8 @@ from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_data
-from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner
-from torchtune_adaptive.tune.model import build_full_model
+from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner, build_validation
+from torchtune_adaptive.tune.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.trainer import Run, Trainer
 
@@ -35,14 +35,19 @@ class AdaptiveFullFinetuneDistributed:
         """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, place = self.run, self.run.settings, self.run.place
         weights = run.checkpoints.load()
-        self.model = build_full_model(settings, place, weights)
+        build_model = build_full_model if run.contents.lora is None else build_lora_model
+        self.model = build_model(settings, place, weights)
         self.optimization = build_optimization(settings, self.model, weights, place.device)
         run.resume(weights, self.model, self.optimization)
         loss_fn = build_loss(settings, self.model)
-        self.data = build_data(settings, components.build("tokenizer", settings.config), loss_fn, place.mesh)
+        tokenizer = components.build("tokenizer", settings.config)
+        self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
         self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place, run.journal.event)
+        validation = build_validation(self.runner, loss_fn, self.data, tokenizer, settings, place)
         stages = Stages({"": self.runner})
-        self.trainer = Trainer(run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn)
+        self.trainer = Trainer(
+            run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn, validation=validation
+        )
         set_batch_sizes(self.trainer)
 
     def train(self) -> None:

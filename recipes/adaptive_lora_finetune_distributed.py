@@ -2,62 +2,31 @@
 
     tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config llama3_1/8B_lora
 
-Takes every config of torchtune's lora_finetune_distributed unchanged.
+Takes every config of torchtune's lora_finetune_distributed unchanged. Everything except the model is as in
+adaptive_full_finetune_distributed.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from adaptive_full_finetune_distributed import AdaptiveFullFinetuneDistributed
+
 from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_lora_settings
-from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
-from torchtune_adaptive.tune.batch_size import set_batch_sizes
-from torchtune_adaptive.tune.data import build_data
-from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner
-from torchtune_adaptive.tune.model import build_lora_model
-from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.trainer import Run, Trainer
+from torchtune_adaptive.tune.trainer import Run
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-class AdaptiveLoraFinetuneDistributed:
-    """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
+class AdaptiveLoraFinetuneDistributed(AdaptiveFullFinetuneDistributed):
+    """One run that trains adapters."""
 
     def __init__(self, cfg: DictConfig) -> None:
         settings, lora = read_lora_settings(cfg)
         self.run = Run(settings, Contents("lora", lora, settings.save_adapter_weights_only))
-
-    def setup(self) -> None:
-        """Collective: build model, optimizer and data, and find the batch size."""
-        run, settings, place = self.run, self.run.settings, self.run.place
-        weights = run.checkpoints.load()
-        self.model = build_lora_model(settings, place, weights)
-        self.optimization = build_optimization(settings, self.model, weights, place.device)
-        run.resume(weights, self.model, self.optimization)
-        loss_fn = build_loss(settings, self.model)
-        self.data = build_data(settings, components.build("tokenizer", settings.config), loss_fn, place.mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place, run.journal.event)
-        stages = Stages({"": self.runner})
-        self.trainer = Trainer(run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn)
-        set_batch_sizes(self.trainer)
-
-    def train(self) -> None:
-        """Collective: run the remaining steps and save checkpoints."""
-        with self.trainer.training() as steps:
-            for step in steps:
-                result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
-                with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
-                    grad_norm = self.optimization.update(result.target_tokens)
-                self.trainer.done(result, grad_norm)
-
-    def cleanup(self) -> None:
-        """Collective: finish saves and leave the process group."""
-        self.trainer.close()
 
 
 if __name__ == "__main__":

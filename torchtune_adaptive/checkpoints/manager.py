@@ -92,7 +92,7 @@ class CheckpointManager:
         self._claim = start.claim
         self._directory, self._staging = start.claim.directory, start.claim.staging
         self._save_every = settings.save_every_n_steps
-        self._keep_last = settings.keep_last_n_checkpoints
+        self._keep_last, self._keep_best = settings.keep_last_n_checkpoints, settings.keep_best_checkpoint
         self._serial = start.serial
         # A restarted launcher repeats its command, which may name this checkpoint; `auto` needs only the newest.
         named = start.files if settings.resume_from_checkpoint is True else None
@@ -180,6 +180,7 @@ class CheckpointManager:
             identity=self._identity,
             saved_at=now(),
             files={},
+            best_step=progress.best_step if self._keep_best else None,
         )
         self._serial += 1
         written = Written(name, manifest, list(random_states))

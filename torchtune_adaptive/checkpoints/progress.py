@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
@@ -70,6 +71,11 @@ class Progress:
     """None before the first epoch and in torchtune's checkpoints."""
     ranks: int
     """Data-parallel ranks; in a resumed run, those of the earlier run."""
+    validated_step: int = 0
+    """The last step after which the run was validated."""
+    best_val_loss: float = math.inf
+    best_step: int | None = None
+    """The step with the lowest validation loss."""
     dataset_samples: int | None = None
     dataset_fingerprint: Mapping[str, Any] | None = None
     """Fingerprint by which a resumed run detects changed data; None if unavailable."""
@@ -105,6 +111,11 @@ class Progress:
             samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
             step=self.step + 1,
         )
+
+    def after_validation(self, loss: float) -> Progress:
+        """Return the progress after a validation of the current step."""
+        best = replace(self, best_val_loss=loss, best_step=self.step) if loss < self.best_val_loss else self
+        return replace(best, validated_step=self.step)
 
     def after_epoch(self, sizes: EpochSizes) -> Progress:
         """Return the progress at the end of the current epoch."""

@@ -98,6 +98,8 @@ class Manifest:
     """The part of the config that must not change on resume."""
     saved_at: str
     files: Mapping[str, FileRecord]
+    best_step: int | None = None
+    """The step of the checkpoint to keep because its validation loss is the lowest so far."""
 
 
 @dataclass(frozen=True)
@@ -257,15 +259,17 @@ def publish(claim: Claim, name: str) -> Path:
 
 
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None, damaged: Collection[int] = ()) -> None:
-    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from` and that of a finished run.
+    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best and that of a finished run.
 
     Checkpoints with the serials `damaged` are neither counted nor removed.
     """
     found = find_checkpoints(directory)
     complete = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.serial not in damaged]
-    for checkpoint in complete[len(complete) if keep_last is None else keep_last :]:
-        if checkpoint.name != resumed_from and not (checkpoint.manifest and checkpoint.manifest.finished):
-            remove(checkpoint.path)
+    manifests = {checkpoint.path: checkpoint.manifest for checkpoint in complete if checkpoint.manifest}
+    best_step = next((manifest.best_step for manifest in manifests.values()), None)  # as the newest one names it
+    for path, manifest in [*manifests.items()][len(complete) if keep_last is None else keep_last :]:
+        if path.name != resumed_from and not manifest.finished and manifest.position.step != best_step:
+            remove(path)
 
 
 def remove(folder: Path) -> None:

@@ -20,6 +20,7 @@ SECTIONS = (
     "model",
     "tokenizer",
     "dataset",
+    "dataset_val",
     "loss",
     "optimizer",
     "lr_scheduler",
@@ -96,6 +97,13 @@ def contradictions(settings: Settings) -> Iterator[str]:
             f"adaptive.search is {adaptive.search}, which provokes out-of-memory errors, but recovery is off "
             "(adaptive.recover_from_oom: False or optimizer_in_bwd): set adaptive.search: linear"
         )
+    if settings.run_val_every_n_steps is not None and settings.config.get("dataset_val") is None:
+        yield (
+            f"run_val_every_n_steps is {settings.run_val_every_n_steps}, but dataset_val is missing: add a section "
+            "like dataset, or set run_val_every_n_steps to null"
+        )
+    if settings.keep_best_checkpoint and settings.run_val_every_n_steps is None:
+        yield "keep_best_checkpoint is True, but run_val_every_n_steps is null: set it, or keep_best_checkpoint: False"
 
 
 def token_budget(settings: Settings) -> Iterator[str]:

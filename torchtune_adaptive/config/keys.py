@@ -242,6 +242,14 @@ class Settings:
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)
     shuffle: bool = option(BOOL)
     collate_fn: str = option(TEXT, "torchtune.data.padded_collate_sft")
+    run_val_every_n_steps: int | None = option(COUNT | NULL, None)
+    """compute `val_loss`, the loss on all of `dataset_val`, every N steps. `dataset_val` is a section like `dataset`.
+    null: never"""
+    batch_size_val: int | None = option(COUNT | NULL, None)
+    """rows of a microbatch in validation. null: the limit that training has at that time"""
+    keep_best_checkpoint: bool = option(BOOL, False)
+    """save a checkpoint whenever `val_loss` is the lowest so far, and never remove the best one because of
+    `keep_last_n_checkpoints`"""
     clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = option(BOOL, False)
 

@@ -154,6 +154,8 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
             "output_dir": str(folder),
             "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},
             "profiler": None,
+            "run_val_every_n_steps": None,
+            "keep_best_checkpoint": False,
             "seed": cfg.get("seed") or 0,
             "shuffle": False,
             "device": "cuda",

@@ -27,6 +27,7 @@ START = "start"
 SEARCH = "search"
 SCHEDULE = "schedule"
 EPOCH = "epoch"
+VALIDATION = "validation"
 """Kinds of event, in addition to those of a Change."""
 
 Record = dict[str, Any]
@@ -51,6 +52,7 @@ class Event:
     after: int | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
+    val_loss: float | None = None
 
 
 class Journal:

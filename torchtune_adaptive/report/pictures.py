@@ -64,13 +64,16 @@ def _draw(figure: Figure, timeline: Timeline) -> None:
 
     has_memory = bool(timeline.series("peak_bytes", "budget_bytes")[0])
     limits = {name: changes for name, changes in _limits(timeline).items() if _changes(changes) or not has_memory}
-    panels = max(1, len(limits) + has_memory)
+    validated = [event for event in timeline.events if is_number(event.get("val_loss"))]
+    panels = max(1, len(limits) + has_memory + bool(validated))
     end = max(record["step"] for record in (*timeline.steps, *timeline.events[-1:])) + BETWEEN
     figure.set_size_inches(7.2, 1.4 + 2 * panels)
     figure.suptitle(run_title(timeline), x=0.02, ha="left", fontsize=14)
     grid = figure.subplots(panels, sharex=True, squeeze=False)[:, 0]
     for axes, (name, changes) in zip(grid, limits.items(), strict=False):
         _draw_limit(axes, name, changes, end)
+    if validated:
+        _draw_losses(grid[len(limits)], timeline, validated)
     if has_memory:
         _draw_memory(grid[-1], timeline)
     for axes in grid:
@@ -140,6 +143,13 @@ def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) ->
     if len(set(sizes)) <= 4:
         axes.set_yticks(sorted(set(sizes)))
         axes.yaxis.set_major_formatter("{x:.3g}" if unit else "{x:.0f}")
+
+
+def _draw_losses(axes: Axes, timeline: Timeline, validated: Sequence[Record]) -> None:
+    axes.set_title("loss", loc="left", fontsize=11)
+    axes.plot(*timeline.series("loss"), color=SKY, lw=1.2, label="training loss")
+    steps, losses = [event["step"] for event in validated], [event["val_loss"] for event in validated]
+    axes.plot(steps, losses, color=GREEN, lw=1.2, marker="o", ms=4, label="validation loss")
 
 
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:

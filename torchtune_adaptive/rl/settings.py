@@ -59,6 +59,7 @@ NOT_SUPPORTED = (
     "enable_activation_offloading",
     "enable_async_checkpointing",
     "optimizer_in_bwd",
+    "run_val_every_n_steps",
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
 """Keys of finetuning that contradict `num_steps`."""

@@ -116,6 +116,9 @@ def set_batch_sizes(trainer: Trainer) -> None:
     stages.use_limits(trainer.schedule.limits_of(stages, sized.epochs[run.progress.epochs_run]))
     if run.progress.limit is not None:
         restore_limits(stages, run.progress.limit)
+        if (validation := trainer.validation) is not None:
+            validation.use_limits_of(stages)
+            restore_limits(validation.stages, run.progress.limit)
 
 
 def _with_dataset(progress: Progress, samples: int) -> Progress:

@@ -284,6 +284,16 @@ class StepLoader(Generic[Item]):
         )
         return islice(iter(self._loader), steps)
 
+    def all_samples(self, samples_each: int) -> Iterator[list[tuple[Item, bool]]]:
+        """Yield the whole dataset without shuffling, in lists of up to `samples_each` of this rank's samples.
+
+        All ranks get equally many. The bool is True if a sample was repeated for that, and must not count.
+        """
+        ranks, samples = self._sampler, len(self._dataset)  # type: ignore[arg-type]
+        places = range(ranks.rank, ranks.total_size, ranks.num_replicas)
+        for first in range(0, len(places), samples_each):
+            yield [(self._dataset[at % samples], at >= samples) for at in places[first : first + samples_each]]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the last epoch for torchtune's recipes; the adaptive recipes do not read it."""
         return {} if self._loader is None else dict(self._loader.state_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,10 +29,11 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.lifecycle.console import say
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
-from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.data import Data, Tokenizer, build_data
 from torchtune_adaptive.tune.distributed import Place
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device, is_padded, targets_of
+from torchtune_adaptive.tune.validation import VALIDATION, Validation, build_validation_data
 
 OnChange = Callable[[Change], object]
 
@@ -87,37 +89,10 @@ class ForwardBackward:
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         """Run one microbatch."""
-        kind, ignored = self.data.kind, self.data.kind.ignored_label
-        batch = self.data.collate(kind.rows_of(samples))
-        # torchtune counts labels before the shift, which includes a label at the first token. Without padding, that
-        # count would depend on the split into microbatches.
-        target_tokens = int(batch["labels"].ne(ignored).sum())
-        # Shift: each position predicts the next token.
-        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
-        learned_tokens = int(labels.ne(ignored).sum())
-        if self._by_tokens:
-            target_tokens = learned_tokens
-        if (targets := targets_of(batch, labels, ignored)) is not None:
-            labels, targets = labels[:, targets], targets.to(self.device)
-        if missing := -labels.size(1) % self._chunks:
-            labels = pad(labels, (0, missing), value=ignored)
-        choose = partial(_chosen, targets=targets, missing=missing) if targets is not None or missing else None
-        batch_to_device(batch, self.device)
         with clearing_offloaded_on_error(self.activations):
-            with self.activations, allowing_long_rows(self.model, batch), logits_only_for(self._decoder, choose):
-                logits = self.model(**batch)
-            chunks = [logits] if isinstance(logits, Tensor) else logits
-            if not learned_tokens:
-                # The mean over zero tokens is NaN, and peers wait for a backward: use a loss of zero.
-                loss = torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
-            elif isinstance(logits, Tensor):
-                loss = (
-                    self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1).to(self.device))
-                    * target_tokens
-                )
-            else:  # losses that take chunks reshape them
-                loss = self.loss_fn(logits, labels.to(self.device)) * target_tokens
-            del logits, chunks  # free the logits before the backward
+            loss, tokens, learned_tokens = self._loss(samples)
+            target_tokens = learned_tokens if self._by_tokens else tokens
+            loss = loss * target_tokens
             total = loss.detach()
             if self._updates:  # the optimizer runs inside the backward, so scale now
                 # FSDP averages over ranks: scale this rank's sum so that the result is the mean over all tokens.
@@ -125,6 +100,42 @@ class ForwardBackward:
                 loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
             loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
+
+    @torch.no_grad()
+    def evaluate(self, samples: Sequence[Sample]) -> Totals:
+        """Return the loss of one microbatch, which adds up exactly for any split."""
+        loss, _, learned_tokens = self._loss(samples)
+        return Totals(loss * learned_tokens, learned_tokens)
+
+    def _loss(self, samples: Sequence[Sample]) -> tuple[Tensor, int, int]:
+        """Return the mean loss, the labels as torchtune counts them, and those that count in the loss.
+
+        torchtune counts labels before the shift, which includes a label at the first token. Without padding, that
+        count would depend on the split into microbatches.
+        """
+        kind, ignored = self.data.kind, self.data.kind.ignored_label
+        batch = self.data.collate(kind.rows_of(samples))
+        tokens = int(batch["labels"].ne(ignored).sum())
+        # Shift: each position predicts the next token.
+        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
+        learned_tokens = int(labels.ne(ignored).sum())
+        if (targets := targets_of(batch, labels, ignored)) is not None:
+            labels, targets = labels[:, targets], targets.to(self.device)
+        if missing := -labels.size(1) % self._chunks:
+            labels = pad(labels, (0, missing), value=ignored)
+        choose = partial(_chosen, targets=targets, missing=missing) if targets is not None or missing else None
+        batch_to_device(batch, self.device)
+        with self.activations, allowing_long_rows(self.model, batch), logits_only_for(self._decoder, choose):
+            logits = self.model(**batch)
+        if not learned_tokens:
+            # The mean over zero tokens is NaN, and peers wait for a backward: use a loss of zero.
+            chunks = [logits] if isinstance(logits, Tensor) else logits
+            loss = torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
+        elif isinstance(logits, Tensor):
+            loss = self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1).to(self.device))
+        else:  # losses that take chunks reshape them
+            loss = self.loss_fn(logits, labels.to(self.device))
+        return loss, tokens, learned_tokens
 
 
 def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
@@ -161,6 +172,19 @@ def clearing_offloaded_on_error(activations: AbstractContextManager[object]) -> 
                 activations.curr_graph_id = None
                 activations.curr_autograd_node = None
         raise
+
+
+def build_validation(
+    training: StepRunner[Sample], loss_fn: nn.Module, data: Data, tokenizer: Tokenizer, settings: Settings, place: Place
+) -> Validation | None:
+    """Collective: build the evaluation of `dataset_val` with this model; None if the config asks for none."""
+    if settings.run_val_every_n_steps is None:
+        return None
+    build = partial(build_data, tokenizer=tokenizer, loss_fn=loss_fn, mesh=place.mesh)
+    validated = build_validation_data(settings, data, build)
+    without_offloading = replace(settings, enable_activation_offloading=False)
+    evaluate = ForwardBackward(training.model, loss_fn, validated, without_offloading, place.device).evaluate
+    return Validation(settings, validated, {VALIDATION: (training.model, evaluate)}, training.recovery)
 
 
 def build_step_runner(

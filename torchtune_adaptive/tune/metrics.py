@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +26,10 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError, NotLearningError
-from torchtune_adaptive.formatting import count_of, shown
+from torchtune_adaptive.formatting import count_of, format_bytes, shown
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Event, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class Metrics:
         self._memory: MemorySource | None = None
         self._step_began = time.perf_counter()
         self._first, self._latest = (0, ""), ""
+        self._first_step_ended: float | None = None
+        self._samples_since = 0
         self._skipped = 0
         self._logger_failed = False
         if self._shown:
@@ -82,10 +85,16 @@ class Metrics:
         self._memory = memory
 
     def epoch(
-        self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, called: str = "steps"
+        self,
+        sizes: EpochSizes,
+        later: Sequence[EpochSizes],
+        steps: Iterable[Item],
+        steps_done: int = 0,
+        called: str = "steps",
     ) -> Iterator[Item]:
-        """Yield the steps of an epoch and show their progress."""
-        self._samples_per_step = sizes.samples_per_step
+        """Yield the steps of an epoch and show their progress; `later` epochs follow."""
+        self._samples_per_step, self._left = sizes.samples_per_step, sizes.steps - steps_done
+        self._samples_later = sum(each.steps * each.samples_per_step for each in later)
         what = f"epoch {sizes.epoch}"
         with progress_bar(what, sizes.steps, called, done=steps_done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
@@ -129,25 +138,61 @@ class Metrics:
         if self._shown:
             self._first = self._first if self._first[0] else (step, headline)
             self._latest = headline.split()[-1]
-            self._bar.set_postfix_str(headline, refresh=False)
+            self._bar.set_postfix_str(", ".join((headline, *self._pace(figures, run))), refresh=False)
             self._bar.update()
         if step % self._settings.log_every_n_steps != 0:
             return
         if self._shown:
             on_device = self._settings.log_peak_memory_stats and self._device.type != "cpu"
             peaks = training.get_memory_stats(device=self._device) if on_device else {}
-            try:
-                self._logger.log_dict({**figures, **peaks}, step=step)
-            except OSError as error:  # a full disk: the next checkpoint has a better error
-                if not self._logger_failed:
-                    logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
-                self._logger_failed = True
+            self._log_dict(step, {**figures, **peaks})
             self._journal.step(step, {**figures, **run})
         if self._memory is not None:
             self._memory.reset_peak()
 
-    def close(self) -> None:
-        """Log the first and the last loss, and draw the picture of the run."""
+    def _pace(self, figures: Mapping[str, float], run: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the time left of run and epoch, judged by the steps after the first, then speed, padding and memory."""
+        now, self._left = time.perf_counter(), self._left - 1
+        if self._first_step_ended is None:
+            self._first_step_ended = now
+        else:
+            self._samples_since += self._samples_per_step
+            per_sample, in_epoch = (
+                (now - self._first_step_ended) / self._samples_since,
+                self._left * self._samples_per_step,
+            )
+            run_left, epoch_left = (
+                timedelta(seconds=round(per_sample * samples)) for samples in (in_epoch + self._samples_later, in_epoch)
+            )
+            yield f"{run_left} left (epoch {epoch_left})"
+        yield f"{run['target_tokens_per_second']:,.0f} tokens/s"
+        if "padding_fraction" in figures:
+            yield f"{100 * figures['padding_fraction']:.0f} % padding"
+        if "peak_bytes" in run:
+            yield f"{format_bytes(run['peak_bytes'])} of {format_bytes(run['budget_bytes'])}"
+
+    def log_validation(self, step: int, figures: Mapping[str, float], *, best: bool) -> None:
+        """Log a validation after this step; its time and memory do not count in the next step."""
+        self._step_began = time.perf_counter()
+        if self._memory is not None:
+            self._memory.reset_peak()
+        if self._shown:
+            values = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            line = f"step {step}: {values}{' (the lowest loss so far)' * best}"
+            logger.info("%s", line)
+            self._log_dict(step, figures)
+            self._journal.event(Event(kind=VALIDATION, step=step, reason=line, val_loss=figures["val_loss"]))
+
+    def _log_dict(self, step: int, figures: Mapping[str, Any]) -> None:
+        try:
+            self._logger.log_dict(figures, step=step)
+        except OSError as error:  # a full disk: the next checkpoint has a better error
+            if not self._logger_failed:
+                logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
+            self._logger_failed = True
+
+    def close(self, progress: Progress) -> None:
+        """Log the first and the last loss and the best validation, and draw the picture of the run."""
         if not self._shown:
             return
         step, first = self._first
@@ -155,6 +200,8 @@ class Metrics:
             what = "trained" if THIS_RUN.phase is RunPhase.SAVED else "so far"
             since, directory = "" if step == 1 else f" from step {step}", checkpoint_directory(self._settings)
             skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
+            if progress.best_step is not None:
+                skipped += f", best val_loss {progress.best_val_loss:.4f} after step {progress.best_step}"
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()

@@ -8,10 +8,11 @@ So activations of reference and policy are never in memory together, and each st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple, cast
 
 import torch
 from omegaconf import DictConfig
@@ -20,27 +21,34 @@ from torch.nn.functional import cross_entropy, pad
 from torchtune.modules.peft import disable_adapter
 from torchtune.training import get_act_offloading_ctx_manager
 
+from torchtune_adaptive.checkpoints.loading import load_reference
+from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult, Totals
-from torchtune_adaptive.engine.step import Stages, StepRunner
+from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import shown
-from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.data import Data, Tokenizer, build_pairs
+from torchtune_adaptive.tune.distributed import Meshes, Place
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery, clearing_offloaded_on_error, plan_padding
+from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
 from torchtune_adaptive.tune.samples import FILLER, Sample
-from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device
+from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device, evaluating
+from torchtune_adaptive.tune.validation import COUNT, VALIDATION, Validation, build_validation_data, stages_of
 
 REFERENCE = "reference log-probabilities"
 POLICY = "policy"
 """The names of the stages."""
 
+VALIDATION_REFERENCE = f"{VALIDATION}, {REFERENCE}"
+
 KEPT = "reference_log_probs"
 """Key for the reference log-probabilities of a pair: chosen, rejected."""
 
 PAIRS = "pairs"
+ACCURACY = "rewards/accuracies"
 ANSWERS = ("chosen", "rejected")
 
 
@@ -76,45 +84,20 @@ def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Sum over each row; `lengths` separates the rows if they are concatenated."""
     if values.size(0) == len(lengths):
         return values.sum(-1)
-    sums: Tensor = _SumsOfParts.apply(values[0], list(lengths))
-    return sums
-
-
-class _SumsOfParts(torch.autograd.Function):
-    """Sums over parts of one row.
-
-    `index_add` is not deterministic on a GPU. `segment_reduce` adds sequentially, which loses a digit at 4096 values.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, row: Tensor, lengths: list[int]) -> Tensor:
-        ctx.lengths = lengths
-        sums = row.new_empty(len(lengths))
-        for part, total in zip(row.split(lengths), sums, strict=True):
-            torch.sum(part, dim=0, out=total)
-        return sums
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        of_parts = zip(gradient, ctx.lengths, strict=True)
-        return torch.cat([of_part.expand(length) for of_part, length in of_parts]), None
+    # `index_add` is not deterministic on a GPU, and `segment_reduce` loses a digit at 4096 values
+    return torch.stack([part.sum() for part in values[0].split(list(lengths))])
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters and dropout of a LoRA model."""
-    training = model.training
-    model.eval()
-    try:
-        with disable_adapter(model):
-            yield
-    finally:
-        model.train(training)
+    with evaluating(model), disable_adapter(model):
+        yield
 
 
 @torch.no_grad()
 def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor) -> dict[str, Tensor]:
-    sums = {PAIRS: counted.sum(), "rewards/accuracies": ((rewards[0] > rewards[1]) * counted).sum()}
+    sums = {PAIRS: counted.sum(), ACCURACY: ((rewards[0] > rewards[1]) * counted).sum()}
     means, tokens = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
     if means.size(0) == len(tokens):  # ignore padding
         means = means * (torch.arange(means.size(1), device=means.device) < tokens[:, None])
@@ -127,52 +110,88 @@ def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor)
     return sums
 
 
-def build_stages(
-    policy: nn.Module,
-    reference: nn.Module,
-    loss_fn: nn.Module,
-    data: Data,
-    settings: Settings,
-    device: torch.device,
-    on_change: OnChange,
-) -> Stages[Sample]:
-    """Collective: build both stages, with an initial limit of `batch_size` pairs.
+@dataclass(frozen=True)
+class Passes:
+    """The passes of both stages over a microbatch of pairs.
 
-    If policy and reference are the same model, the reference stage disables its adapters.
+    If policy and reference are the same model, the reference is the policy with its adapters disabled.
     """
-    plan_padding(data, policy, settings, device)
-    as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
-    activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
 
-    def refer(pairs: Sequence[Sample]) -> Totals:
-        with torch.no_grad(), as_reference():
-            scores = score(reference, pairs, data, device)
+    policy: nn.Module
+    reference: nn.Module
+    loss_fn: nn.Module
+    data: Data
+    settings: Settings
+    device: torch.device
+
+    @cached_property
+    def _activations(self) -> AbstractContextManager[object]:
+        context = get_act_offloading_ctx_manager(self.policy, self.settings.enable_activation_offloading)
+        return cast(AbstractContextManager[object], context)
+
+    @torch.no_grad()
+    def refer(self, pairs: Sequence[Sample]) -> Totals:
+        """Store the log-probabilities of the reference in the pairs."""
+        with without_adapters(self.policy) if self.reference is self.policy else nullcontext():
+            scores = score(self.reference, pairs, self.data, self.device)
         for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
             pair[KEPT] = log_probs
         return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
 
-    def train(pairs: Sequence[Sample]) -> Totals:
+    def train(self, pairs: Sequence[Sample]) -> Totals:
         """Accumulate the gradients of the policy, summed over pairs."""
-        asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
-        counted = torch.tensor([FILLER not in pair for pair in pairs], device=device).float()
-        with clearing_offloaded_on_error(activations):
-            with activations:
-                scores = score(policy, pairs, data, device)
-            losses, *rewards = loss_fn(*scores.log_probs, *asked)
-            sums = _sums_over_pairs(scores, rewards, counted)
-            target_tokens = scores.target_tokens
-            del scores  # free the logits before the backward
-            loss = (losses * counted).sum()  # a filler has loss ln 2 but must not count
+        with clearing_offloaded_on_error(self._activations):
+            loss, target_tokens, sums = self._loss(pairs)
             loss.backward()
         return Totals(loss.detach(), target_tokens, sums)
 
-    recovery = build_recovery(settings, on_change, *dict.fromkeys((policy, reference)))
+    @torch.no_grad()
+    def evaluate(self, pairs: Sequence[Sample]) -> Totals:
+        """Return the loss and the accuracy of the rewards, summed over pairs."""
+        loss, target_tokens, sums = self._loss(pairs)
+        return Totals(loss, target_tokens, {COUNT: sums[PAIRS], f"val_{ACCURACY}": sums[ACCURACY]})
 
-    def runner_of(model: nn.Module, run: Callable[[Sequence[Sample]], Totals], stage: str) -> StepRunner[Sample]:
-        kind, limit = data.kind.for_steps(model), RowLimit(settings.batch_size)
-        return StepRunner(model, run, kind=kind, limit=limit, recovery=recovery, stage=stage)
+    def _loss(self, pairs: Sequence[Sample]) -> tuple[Tensor, int, dict[str, Tensor]]:
+        asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(self.device)
+        counted = torch.tensor([FILLER not in pair for pair in pairs], device=self.device).float()
+        with self._activations:
+            scores = score(self.policy, pairs, self.data, self.device)
+        losses, *rewards = self.loss_fn(*scores.log_probs, *asked)
+        sums = _sums_over_pairs(scores, rewards, counted)
+        return (losses * counted).sum(), scores.target_tokens, sums  # a filler has loss ln 2 but must not count
 
-    return Stages({REFERENCE: runner_of(reference, refer, REFERENCE), POLICY: runner_of(policy, train, POLICY)})
+
+def build_models(
+    settings: Settings, place: Place, checkpoint: State, *, with_adapters: bool
+) -> tuple[nn.Module, nn.Module]:
+    """Collective: build the policy and the reference, which with adapters are the same model."""
+    if with_adapters:
+        policy = build_lora_model(settings, place, checkpoint)
+        return policy, policy
+    policy = build_full_model(settings, place, checkpoint)
+    disable_dropout(policy)
+    return policy, build_frozen_model(settings, place, load_reference(settings))
+
+
+def build_stages(passes: Passes, on_change: OnChange) -> Stages[Sample]:
+    """Collective: build both stages, with an initial limit of `batch_size` pairs."""
+    plan_padding(passes.data, passes.policy, passes.settings, passes.device)
+    recovery = build_recovery(passes.settings, on_change, *dict.fromkeys((passes.policy, passes.reference)))
+    runs = {REFERENCE: (passes.reference, passes.refer), POLICY: (passes.policy, passes.train)}
+    return stages_of(runs, passes.data, passes.settings.batch_size, recovery)
+
+
+def build_validation_of_pairs(
+    passes: Passes, stages: Stages[Sample], tokenizer: Tokenizer, mesh: Meshes
+) -> Validation | None:
+    """Collective: build the evaluation of `dataset_val` by both stages; None if the config asks for none."""
+    settings = passes.settings
+    if settings.run_val_every_n_steps is None:
+        return None
+    data = build_validation_data(settings, passes.data, partial(build_pairs, tokenizer=tokenizer, mesh=mesh))
+    own = replace(passes, data=data, settings=replace(settings, enable_activation_offloading=False))
+    runs = {VALIDATION_REFERENCE: (own.reference, own.refer), VALIDATION: (own.policy, own.evaluate)}
+    return Validation(settings, data, runs, stages.training.recovery)
 
 
 def build_preference_loss(cfg: DictConfig) -> nn.Module:
@@ -197,7 +216,7 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
     """Return torchtune's metrics of the answers, means over pairs or tokens. Synchronizes with the GPU."""
     sums = {name: float(value) for name, value in results[POLICY].sums.items()}
-    names = ["rewards/accuracies", *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
+    names = [ACCURACY, *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
     figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in names}
     figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
     for answer in ANSWERS:

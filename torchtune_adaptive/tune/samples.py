@@ -117,11 +117,15 @@ class Kind:
 
     def filler(self, sample: Sample) -> Sample:
         """Return a stand-in without labels, which passes through the model but adds no loss."""
-        short = {**self.stand_in(sample), FILLER: True}
+        return self.without_labels(self.stand_in(sample))
+
+    def without_labels(self, sample: Sample) -> Sample:
+        """Return the sample as a filler of the same length."""
+        filler, ignored = {**sample, FILLER: True}, self.ignored_label
         for key in (fields.labels for fields in self.sequences):
-            labels, ignored = short[key], self.ignored_label
-            short[key] = torch.full_like(labels, ignored) if isinstance(labels, Tensor) else [ignored] * len(labels)
-        return short
+            labels = sample[key]
+            filler[key] = torch.full_like(labels, ignored) if isinstance(labels, Tensor) else [ignored] * len(labels)
+        return filler
 
     def rows_of(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the rows of a microbatch: the first sequences of all samples, then the second ones.

@@ -36,6 +36,7 @@ from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics,
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.schedule import log_left_out
+from torchtune_adaptive.tune.validation import LOSS, Validation
 
 Samples = tuple[list[Sample], list[Sample] | None]
 
@@ -52,7 +53,7 @@ class Run:
         build: Callable[[DictConfig, Path, Files | None], Checkpointer] = build_checkpointer,
     ) -> None:
         """Collective: join the process group and find the checkpoint to start from."""
-        self.settings = settings
+        self.settings, self.contents = settings, contents
         self.place = join(settings)
         self._start = find_start(settings, contents.recipe, steps=steps)
         self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
@@ -129,6 +130,7 @@ class Trainer:
         stages: Stages[Any],
         *,
         loss_fn: nn.Module | None = None,
+        validation: Validation | None = None,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
         """Initialize before the batch sizes are known.
@@ -137,7 +139,7 @@ class Trainer:
         names.
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
-        self.loss_fn = loss_fn
+        self.loss_fn, self.validation = loss_fn, validation
         # other data are allowed if the config names the files to resume from, and the run is between two epochs
         if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
             check_same_data(data.dataset, data.fingerprint, run.progress.dataset_fingerprint)
@@ -165,6 +167,8 @@ class Trainer:
         self._profiler.start()
         with self.memory_of_this_rank() as memory:
             self.stages.watch(memory)
+            if self.validation is not None:
+                self.validation.stages.watch(memory)
             self.run.metrics.watch(memory)
             with closing(self._steps(called)) as steps:  # closes the progress bar before an error
                 yield steps
@@ -177,9 +181,11 @@ class Trainer:
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
             record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.place.ranks)
             self.optimization.use_lr_factor(sizes.lr_factor)
+            self._validate_if_due()  # a resumed run that was stopped before it
             with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
-            for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
+            later = self.schedule.epochs[run.progress.epochs_run + 1 :]
+            for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, called):
                 self._cut.count(samples)
                 yield Step(run.progress.step + 1, samples, upcoming)
             log_left_out(sizes, run.settings, run.progress, self.data.loader)
@@ -217,14 +223,34 @@ class Trainer:
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
         self._profiler.step()
         self._stopping = asked_to_stop
-        if run.checkpoints.is_due(run.progress, asked_to_stop):
+        best = self._validate_if_due()
+        if run.checkpoints.is_due(run.progress, self._stopping or (best and run.settings.keep_best_checkpoint)):
             if self._losses.worth_saving(run.progress.step, ends_epoch=False):
                 self.save()
-            run.checkpoints.stop_if_asked(run.progress, asked_to_stop)
+            run.checkpoints.stop_if_asked(run.progress, self._stopping)
+
+    def _validate_if_due(self) -> bool:
+        """Collective: validate if it is due, and return True if the loss is the lowest so far.
+
+        A stop comes first; the resumed run then validates before it goes on.
+        """
+        run, validation = self.run, self.validation
+        if validation is None or self._stopping or not validation.is_due(run.progress):
+            return False
+        validation.use_limits_of(self.stages)
+        figures = validation.run(run.progress.step, self._sizes.samples_per_step)
+        if figures is None:
+            self._stopping = True
+            return False
+        run.progress = run.progress.after_validation(figures[LOSS])
+        best = run.progress.best_step == run.progress.step
+        run.metrics.log_validation(run.progress.step, figures, best=best)
+        return best
 
     def save(self) -> None:
         """Collective: save a checkpoint of the current position."""
-        progress = replace(self.run.progress, limit=self.stages.state_dict())
+        own = {} if self.validation is None else self.validation.stages.state_dict()
+        progress = replace(self.run.progress, limit={**self.stages.state_dict(), **own})
         loader_state = self.data.loader.state_dict()
         self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
 
@@ -232,7 +258,7 @@ class Trainer:
         """Collective: finish pending saves, draw the picture of the run, and leave the process group."""
         self.run.checkpoints.close()
         self.stages.training.close()
-        self.run.metrics.close()
+        self.run.metrics.close(self.run.progress)
         self.run.close()
 
 

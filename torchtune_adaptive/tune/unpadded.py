@@ -288,19 +288,28 @@ def _mixing(model: nn.Module, device: torch.device) -> str | None:
     )
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode for a while."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _logits(model: nn.Module, device: torch.device, row: Sequence[Sequence[int]]) -> list[Tensor]:
     """Collective: return the logits of each sample of a row, without dropout, gradients or compilation."""
     batch = concatenated([{"tokens": list(tokens), "labels": list(tokens)} for tokens in row], ignored=-100)
     del batch["labels"]
     batch_to_device(batch, device)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), allowing_long_rows(model, batch):
+        eager = torch.compiler.set_stance("force_eager")
+        with evaluating(model), torch.no_grad(), eager, allowing_long_rows(model, batch):
             logits = model(**batch)
     finally:
-        for module in training:
-            module.training = True
         if isinstance(model, FSDPModule):
             settle(model)
     of_row = logits[0] if isinstance(logits, Tensor) else torch.cat(list(logits), dim=1)[0]

@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -206,6 +207,19 @@ def test_pruning_keeps_newest_final_and_resumed_checkpoints(
     newest = {each.name for each in found[:keep_last]}
     stays = {each.name for each, last in zip(reversed(found), finished, strict=True) if last} | {f"step_{resumed_from}"}
     assert kept == (newest | stays) & {each.name for each in found}
+
+
+@pytest.mark.parametrize(("named", "kept"), [(None, ["step_3"]), (1, ["step_1", "step_3"])])
+def test_pruning_keeps_the_checkpoint_that_the_newest_one_names_as_the_best(
+    tmp_path: Path, named: int | None, kept: list[str]
+) -> None:
+    for serial in range(4):
+        path, best = save(tmp_path, f"step_{serial}", serial), named if serial == 3 else 0
+        found = read_manifest(path)
+        assert isinstance(found, Manifest)
+        write_manifest(path, replace(found, best_step=best, position=replace(found.position, step=serial)))
+    store.prune(tmp_path, keep_last=1, resumed_from=None)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
 
 
 def test_pruning_keeps_incomplete_checkpoints(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_misspelled_key_is_an_error_with_the_intended_key(slip: str, meant: str)
         check_keys(OmegaConf.create({slip: 1}), aloud=True)
 
 
-@pytest.mark.parametrize("key", ["my_note", "batch_size_val", "ppo_batch_size", "low_cpu_ram"])
+@pytest.mark.parametrize("key", ["my_note", "batch_size_test", "ppo_batch_size", "low_cpu_ram"])
 def test_custom_key_is_reported_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
         check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=True)
@@ -54,6 +54,13 @@ OURS = [field.name for field in dataclasses.fields(AdaptiveConfig)]
 def test_adaptive_key_at_the_top_level_is_an_error_with_its_full_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} has no effect here: did you mean adaptive\.{name}\? "):
         check_keys(OmegaConf.create({"batch_size": 2, name: 1}), aloud=False)
+
+
+def test_validation_needs_a_dataset_and_a_best_checkpoint_needs_validation() -> None:
+    with pytest.raises(ConfigError, match=r"^run_val_every_n_steps is 5, but dataset_val is missing: add a section"):
+        FULL.read(read_config(config_files()["adaptive/demo/full"], ["run_val_every_n_steps=5"]))
+    with pytest.raises(ConfigError, match=r"^keep_best_checkpoint is True, but run_val_every_n_steps is null: set it"):
+        FULL.read(read_config(config_files()["adaptive/demo/full"], ["keep_best_checkpoint=True"]))
 
 
 def test_all_wrong_keys_are_reported_together() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.saved_figures import is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.report.test_tables import GIB
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
-from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, Event, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, VALIDATION, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import (
     MARKS,
     REPORT_FILE,
@@ -84,6 +84,18 @@ def test_limit_is_plotted_by_step_with_marks_at_changes(tmp_path: Path, drawn: l
     assert line_of(memory, "peak")[1] == [pytest.approx(step / 32) for step in range(1, STEPS + 1)]
     assert titles(figure) == ["most rows in a microbatch", MEMORY]
     assert {MARKS[RECOVERY][2], MARKS[GROWTH][2], "limit", "lowered", "budget"} < set(legend_of(figure))
+
+
+def test_losses_of_a_validated_run_have_a_panel(tmp_path: Path, drawn: list[Any]) -> None:
+    journal = started(tmp_path)
+    for step in (1, 2, 3, 4):
+        journal.step(step, {"loss": 5.0 - step, "peak_bytes": GIB, "budget_bytes": GIB})
+    for step in (2, 4):
+        journal.event(Event(kind=VALIDATION, step=step, reason="", val_loss=6.0 - step))
+    figure = drawn_run(tmp_path, drawn)
+    assert titles(figure) == ["loss", MEMORY]
+    assert line_of(figure.axes[0], "training loss") == ([1, 2, 3, 4], [4, 3, 2, 1])
+    assert line_of(figure.axes[0], "validation loss") == ([2, 4], [4, 2])
 
 
 def test_title_summarizes_the_run(tmp_path: Path) -> None:

@@ -151,3 +151,11 @@ def test_sample_order_takes_at_most_20_bytes_per_sample() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20 * 10**6
+
+
+@pytest.mark.parametrize(("samples", "world_size"), [(10, 3), (2, 3), (6, 2), (5, 1)])
+def test_all_samples_count_once_in_equally_many_shares_of_each_rank(samples: int, world_size: int) -> None:
+    ranks = [step_loader(rank, world_size, shuffle=False, samples=samples) for rank in range(world_size)]
+    shares = [list(loader.all_samples(2)) for loader in ranks]
+    assert len({tuple(map(len, of_rank)) for of_rank in shares}) == 1
+    assert sorted(sample for sample, repeated in chain(*chain(*shares)) if not repeated) == list(range(samples))

@@ -3,15 +3,20 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
+from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal, read_timeline
 from torchtune_adaptive.tune import metrics
-from torchtune_adaptive.tune.metrics import Cause, LossWatch, record_epoch
+from torchtune_adaptive.tune.metrics import Cause, LossWatch, Metrics, record_epoch
 
 PLANS = tuple(
     EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
@@ -120,3 +125,27 @@ def test_run_with_only_nan_losses_fails(message: list[str]) -> None:
 def test_optimizer_in_the_backward_has_already_updated_the_weights(message: list[str]) -> None:
     LossWatch(2).record(1, math.nan, 10, None)
     assert message == ["step 1: the loss is nan; the weights may be NaN now"]
+
+
+def test_progress_has_time_left_speed_padding_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: list[str]
+) -> None:
+    """Steps of 10 seconds, the first of 100, in an epoch of 4 steps of 2 samples; then comes one of 2 steps of 4."""
+    clock, shown = iter((0, 0, 100, 110, 120, 130)), []
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(metrics.components, "build", lambda *_: mock.Mock())
+    settings = Settings(**NEEDED, config=OmegaConf.create({}))
+    ours = Metrics(replace(settings, output_dir=str(tmp_path)), torch.device("cpu"), Journal(tmp_path))
+    bar = mock.MagicMock()
+    bar.__enter__.return_value.set_postfix_str = lambda text, refresh: shown.append(text)
+    monkeypatch.setattr(metrics, "progress_bar", lambda *_, **__: bar)
+    figures = {"skipped_updates": 0, "padding_fraction": 0.123}
+    run = {"target_tokens_per_second": 1234.5, "peak_bytes": 2**30, "budget_bytes": 2**31}
+    for step in ours.epoch(replace(PLANS[0], steps=4, samples_per_step=2), [PLANS[1]], [1, 2, 3]):
+        ours.log(step, f"loss {step}", figures, run)
+    rest = "1,234 tokens/s, 12 % padding, 1.0 GiB of 2.0 GiB"
+    assert shown == [
+        f"loss 1, {rest}",
+        f"loss 2, 0:01:00 left (epoch 0:00:20), {rest}",
+        f"loss 3, 0:00:50 left (epoch 0:00:10), {rest}",
+    ]

@@ -1,0 +1,120 @@
+"""Validation: the loss on all of `dataset_val`, between two steps of training.
+
+Its passes are stages without a backward. They have their own limits, so running out of memory here changes nothing in
+training, which is bitwise the same without validation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from torchtune_adaptive.checkpoints.progress import Progress
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.snapshot import RngState
+from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
+from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.fingerprint import seeded
+from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.unpadded import evaluating
+
+VALIDATION = "validation"
+"""The name of the stage that computes the loss."""
+LOSS = "val_loss"
+COUNT = "count"
+"""Key of the sum by which losses that are not means over tokens are divided."""
+
+StagePasses: TypeAlias = Mapping[str, tuple[nn.Module, Callable[[Sequence[Sample]], Totals]]]
+"""Model and microbatch function of each stage, in order; the last one returns the loss."""
+
+
+def build_validation_data(settings: Settings, training: Data, build: Callable[[Settings], Data]) -> Data:
+    """Collective: build `dataset_val` like `dataset`, without padding if training has none."""
+    config = settings.config.copy()
+    config.dataset = config.dataset_val
+    whole = replace(settings, config=config, shuffle=False, batch_size=1, gradient_accumulation_steps=1)
+    with drawing_nothing(), _naming_its_dataset():
+        data = build(whole)
+    if not training.kind.padded and not data.packed:
+        data.remove_padding()
+    return data
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Restore all random generators at the end."""
+    rng = RngState.capture()
+    with seeded(0):
+        yield
+    rng.restore()
+
+
+@contextmanager
+def _naming_its_dataset() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, SampleError) as error:
+        kind = SampleError if isinstance(error, SampleError) else ConfigError
+        raise kind(f"dataset_val: {error}") from error
+
+
+def stages_of(passes: StagePasses, data: Data, rows: int, recovery: Recovery) -> Stages[Sample]:
+    """Build the stages, with an initial limit by rows."""
+    stages: Stages[Sample] = Stages()
+    for stage, (model, run) in passes.items():
+        kind, limit = data.kind.for_steps(model), RowLimit(rows)
+        stages[stage] = StepRunner(model, run, kind=kind, limit=limit, recovery=recovery, stage=stage)
+    return stages
+
+
+class Validation:
+    """Evaluates the model on `dataset_val`."""
+
+    def __init__(self, settings: Settings, data: Data, passes: StagePasses, recovery: Recovery) -> None:
+        """The recovery is that of training; its models include those of `passes`."""
+        self._every, self._rows, self._data = settings.run_val_every_n_steps or 0, settings.batch_size_val, data
+        self.stages = stages_of(passes, data, 1, recovery)
+        for runner in self.stages.values():
+            runner.trains = False
+        self._model = self.stages.training.model
+        data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(self._model), max_seq_len_of([self._model])
+
+    def is_due(self, progress: Progress) -> bool:
+        """Return True after every N steps, once."""
+        return progress.step % self._every == 0 and progress.validated_step < progress.step
+
+    def use_limits_of(self, training: Stages[Sample]) -> None:
+        """Allow the current limits of training, or `batch_size_val` rows."""
+        for runner, limit in zip(self.stages.values(), training.limits.values(), strict=True):
+            runner.use_limit(limit if self._rows is None else RowLimit(self._rows))
+
+    def run(self, step: int, samples_each: int) -> dict[str, float] | None:
+        """Collective: return the loss, a mean over target tokens or pairs, and other means over pairs.
+
+        `samples_each` samples of each rank are planned, and repeated after running out of memory, together. Returns
+        None if a rank was asked to stop meanwhile.
+        """
+        sums: dict[str, torch.Tensor | float] = defaultdict(float)
+        shares = self._data.loader.all_samples(max(samples_each, self._rows or 0))
+        with drawing_nothing(), evaluating(self._model), _naming_its_dataset():
+            for share in shares:
+                samples = [self._data.kind.without_labels(each) if repeated else each for each, repeated in share]
+                *_, result = self.stages.run(samples, step=step).values()
+                if result.asked_to_stop:
+                    return None
+                counted = {COUNT: torch.tensor(result.target_tokens), **result.sums}
+                for name, value in {LOSS: result.loss_sum, **counted}.items():
+                    sums[name] += value.double()
+        if not (count := float(sums.pop(COUNT))):
+            raise ConfigError("dataset_val: no sample has a token to learn (all labels are masked)")
+        return {name: float(value) / count for name, value in sums.items()}
