@@ -1,7 +1,6 @@
-"""The time of every step of a recipe, by the wall and by the processor.
+"""Measure the wall time and CPU time of every step of a recipe.
 
-In a module of its own, which a benchmark's main module and the recipes in its ranks import alike: a class of the main
-module would be another one in each rank.
+This is a separate module, because a class of a benchmark's main module would be a different class in each rank.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class Moment(NamedTuple):
 
 
 class Clock:
-    """A metric logger that keeps the time of every step."""
+    """Metric logger that stores the time of every step."""
 
     times: list[Moment] = []  # noqa: RUF012 - the recipes build their loggers themselves and share it
 

@@ -1,8 +1,8 @@
-"""What dealing samples to ranks is worth and what it costs: waiting simulated up to 512 ranks, and one real exchange.
+"""Measure the benefit and cost of dealing samples to ranks: simulated waits of up to 512 ranks, and a real exchange.
 
 Goal: a step takes at most 1.02 times its useful work at any number of ranks, and is planned in less than 30 ms at 512
-ranks of 64 samples. The work of a step is its tokens; ranks meet after each microbatch, so a step takes as long as the
-fullest rank of each does. An exchange is real: two ranks on this machine, and nothing else for them to do.
+ranks of 64 samples. The work of a step is its tokens; ranks synchronize after each microbatch, so the duration of a
+microbatch is that of the rank with most tokens. The exchange is real, between two otherwise idle ranks of this machine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def exchange(lengths: Lengths) -> dict[str, float]:
 
 
 def time_exchange(lengths: Lengths) -> tuple[float, float, float]:
-    """Collective: of a step, the wall time and the CPU time in ms, and the kB that this rank sends."""
+    """Collective: return wall time (ms), CPU time (ms) and sent kB of this rank, per step."""
     count, ranks, rank = lengths.samples_per_step, dist.get_world_size(), dist.get_rank()
     dataset = CheckedDataset(RandomTokens(lengths, STEPS * count * ranks, seed=0))
     steps = [[dataset[(step * count + at) * ranks + rank] for at in range(count)] for step in range(STEPS)]
@@ -103,7 +103,7 @@ def time_exchange(lengths: Lengths) -> tuple[float, float, float]:
 
 
 class CountSent(ExitStack):
-    """While open, counts what a dealer gives to other ranks."""
+    """Context manager that counts the bytes that a dealer sends to other ranks."""
 
     def __enter__(self) -> CountSent:
         self.bytes = 0

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, in order of value, for a few minutes on a GPU without a network.
+"""Measurements that need a GPU, the most valuable first, for a few minutes on a GPU without a network.
 
     python -m benchmarks.gpu_day [--only recovery rehearsals ...] [--into FOLDER]
 

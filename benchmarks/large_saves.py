@@ -1,7 +1,7 @@
-"""A checkpoint of 8.3 GB, saved and resumed by our recipe and by stock's: how long training waits for either.
+"""Measure how long training waits for a checkpoint of 8.3 GB, saved and resumed by our recipe and by stock's.
 
-Each side by itself, in processes of its own, since two models of this size do not fit beside each other in 24 GiB. One
-round a side by default: a save takes a minute.
+Each side runs alone in separate processes, since two models of this size do not fit into 24 GiB. By default there is
+one round per side: a save takes a minute.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(side: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def start_and_save(side: str, folder: Path, resumed: tuple[str, ...] = ()) -> tuple[float, float]:
-    """Collective: seconds until the recipe could train and, unless it is resumed, of its pause for a checkpoint."""
+    """Collective: return the seconds until the recipe could train and, unless it resumes, of its pause for a save."""
     config = demo_config("full", folder, *MODEL, *resumed, "epochs=2")
     ours = side == "ours"
     with nullcontext() if ours else stock_on_cpu():

@@ -1,4 +1,4 @@
-"""The demo of PPO over several seeds: the mean reward after 30 iterations beside that of the first.
+"""Train the PPO demo with several seeds, and compare the mean rewards of the first and the thirtieth iteration.
 
     python -m benchmarks --only learning
 
@@ -58,12 +58,12 @@ def row_of(seed: int) -> dict[str, float]:
 
 
 def train(folder: Path, seed: int, port: int) -> None:
-    """Collective: the demo with this seed."""
+    """Collective: train the demo with this seed."""
     run_ppo(ppo_config(folder, *AS_THE_DEMO, f"seed={seed}"), port)
 
 
 def check(first: Sequence[float], last: Sequence[float]) -> None:
-    """Fails where the rise may be the seeds' doing."""
+    """Fail if the difference between seeds could explain the rise."""
     rise = statistics.mean(last) - statistics.mean(first)
     explained = TIMES_WHAT_SEEDS_EXPLAIN * max(statistics.stdev(first), statistics.stdev(last))
     assert rise > explained, f"mean reward rises by {rise:.3f}, and seeds explain {explained:.3f}"

@@ -1,4 +1,4 @@
-"""Step time of our recipes against the stock recipes at the same batch, alternating in one process group.
+"""Compare the step time of our recipes with the stock recipes, at the same batch, alternating in one process group.
 
 Goal 1.00, bound 1.01 in the median of CPU seconds. Both recipes train the same model on the same samples; an epoch of
 one, an epoch of the other, in turns. A pair is the ratio of two neighbouring epochs: of their CPU seconds from the
@@ -102,7 +102,7 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
 
 
 def time_both(case: Case, folder: Path, pairs: int, device: str = "cpu") -> list[tuple[Moment, Moment]]:
-    """Collective: what a step of stock and of ours takes, a pair for every two neighbouring epochs."""
+    """Collective: return the time of a step with stock and with ours, for each pair of neighbouring epochs."""
     began = time.monotonic()
     ours = load_ours(case.recipe)(case.config(folder / "ours"))
     with sharding_always() if case.sharded else nullcontext():
@@ -126,7 +126,7 @@ def time_both(case: Case, folder: Path, pairs: int, device: str = "cpu") -> list
 
 
 def _goes_on(done: int, pairs: int, began: float) -> bool:
-    """Collective: as rank 0 finds."""
+    """Collective: return the decision of rank 0."""
     told = [done < min(pairs, LEAST_PAIRS) or (done < pairs and time.monotonic() - began < CASE_S)]
     dist.broadcast_object_list(told)
     return told[0]
@@ -134,13 +134,13 @@ def _goes_on(done: int, pairs: int, began: float) -> bool:
 
 @contextmanager
 def sharding_always() -> Iterator[None]:
-    """Our recipe as stock's for LoRA, over one rank too."""
+    """Shard the model of our recipe on one rank too, as stock's LoRA recipe does."""
     with mock.patch("torchtune_adaptive.tune.model.is_sharded", return_value=True):
         yield
 
 
 def _pair(stock: Any, ours: Any, stock_first: bool) -> tuple[Moment, Moment]:
-    """An epoch of each. Who goes first alternates: a machine that slows down slows both."""
+    """Run an epoch of each. The order alternates, so that a machine that slows down affects both."""
     if stock_first:
         before = _stock_epoch(stock)
         return before, time_of_our_epoch(ours)
@@ -161,7 +161,7 @@ def time_of_our_epoch(recipe: Any) -> Moment:
 
 
 def time_of_a_step(recipe: Any) -> Moment:
-    """Rank 0 is the only one to log, and so to know. CPU seconds are a mean: nothing is left out of them."""
+    """Return the times of a step on rank 0, the only rank that logs. CPU seconds are a mean over all steps."""
     Clock.times.clear()
     recipe.train()
     if not Clock.times:

@@ -3,8 +3,8 @@
 Goal: at least 3.2, 2.0 and 1.05 times the target tokens per second of stock's rows, and 1.3, 1.3 and 1.1 times that of
 its packs, in one process; on two ranks, where waiting ends too, more. Stock's rows, and its packs, are the most that
 fit, found by the search; the token budget is the profile's, once without padding and once with it. None runs out of
-memory. Epochs of the four take turns; a ratio is of two neighbouring ones. While they are timed nothing limits or
-counts memory, which would slow all down; that each stays within the limit is measured in an epoch before.
+memory. Epochs of the four take turns; a ratio is of two neighbouring ones. While they are timed, memory is neither
+limited nor counted, since this would slow all down. An epoch before checks that each stays within the limit.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def random_tokens(
 
 
 class Figures:
-    """A metric logger that keeps what every step logs."""
+    """Metric logger that stores the figures of every step."""
 
     steps: list[Mapping[str, Any]] = []  # noqa: RUF012 - the recipes build their loggers themselves and share it
 
@@ -157,7 +157,7 @@ class Figures:
 
 
 class Contender:
-    """Collective: a recipe that is set up once and trains its epochs one by one."""
+    """Collective: a recipe that is set up once and trains one epoch per call."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.recipe = load_ours("full")(demo_config("full", folder, *COMMON, *overrides))
@@ -173,7 +173,7 @@ class Contender:
         return result
 
     def epoch(self, *, limited: bool = False) -> Epoch:
-        """Collective: the next one; within its memory limit, or free of what the limit and the start of a run cost."""
+        """Collective: train the next epoch, either under the memory limit, or without the cost of limit and start."""
         Figures.steps.clear()
         self.target_tokens = 0
         dist.barrier()
@@ -215,7 +215,7 @@ class Epoch(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Neighbouring epochs."""
+    """One epoch of each contender."""
 
     stock: Epoch
     budget: Epoch
@@ -224,7 +224,7 @@ class Round(NamedTuple):
 
 
 def compare(lengths: Lengths, folder: Path, pairs: int) -> dict[str, Any]:
-    """Collective: all ways in one process group; what rank 0 knows of them."""
+    """Collective: compare all contenders in one process group; return the figures of rank 0."""
     contenders = set_up(lengths, folder, epochs=pairs + 1)
     recoveries = []
     for contender in contenders:
@@ -242,7 +242,7 @@ def compare(lengths: Lengths, folder: Path, pairs: int) -> dict[str, Any]:
 
 
 def set_up(lengths: Lengths, folder: Path, epochs: int) -> list[Contender]:
-    """Collective: all of them on the same samples, in steps of about the same tokens."""
+    """Collective: set up all contenders on the same samples, with about the same tokens per step."""
     ranks = int(os.environ["WORLD_SIZE"])
     samples = lengths.samples_per_step * EPOCH_STEPS * ranks
     packs = len(random_tokens(None, lengths=lengths.name, samples=samples, packed=True))
@@ -309,7 +309,7 @@ def _balance(recipe: Any) -> float:
 
 
 def _split(lengths: Sequence[int], limit: Limit, *, padded: bool) -> Plan:
-    """Collective: the plan of this rank, as a runner makes it."""
+    """Collective: return the plan that a runner makes for this rank."""
     if not limit.by_length:
         return plan_step(lengths, limit)
     own = plan_step(lengths, limit, padded=padded)
@@ -317,14 +317,14 @@ def _split(lengths: Sequence[int], limit: Limit, *, padded: bool) -> Plan:
 
 
 def _everywhere(mine: Any) -> list[Any]:
-    """Collective: what each rank has, in order of rank."""
+    """Collective: return the values of all ranks, in order of rank."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
 
 
 def packing_share(lengths: Lengths, limit: Limit, tokens_per_second: float) -> dict[str, float]:
-    """What planning a step of 4096 samples costs a rank, and its share of the time to train them at its rate."""
+    """Return the time to plan a step of 4096 samples on a rank, and its share of the time to train them."""
     draw = random.Random(0)
     drawn = [lengths.draw_length(draw) for _ in range(4096)]
     times = []

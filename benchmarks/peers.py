@@ -1,4 +1,4 @@
-"""How accelerate and Lightning find a batch size, on a model of ours. Needs the extra `bench`."""
+"""Search for a batch size with accelerate and Lightning, on one of our models. Needs the extra `bench`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 3
 
 
 class Found(NamedTuple):
-    """What a search answered, and what it went through."""
+    """The result of a search, and its trials."""
 
     rows: int
     probes: int
@@ -73,7 +73,7 @@ def by_lightning(mode: str, trained: Trained, device: object) -> Found:
 
 
 class Module(LightningModule):
-    """The model as Lightning wants it; the step is that of `Trained.train`."""
+    """LightningModule of the model; a step is that of `Trained.train`."""
 
     def __init__(self, trained: Trained) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Module(LightningModule):
 
 
 class _Repeated(Dataset[Tensor]):
-    """One sample over and over, more often than any search asks for it."""
+    """Dataset that repeats one sample, more often than any search reads it."""
 
     def __init__(self, sample: Tensor) -> None:
         self._sample = sample
@@ -115,7 +115,7 @@ class _Repeated(Dataset[Tensor]):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without advice on workers, and a line for each trial."""
+    """Suppress Lightning's advice on workers, and its line for each trial."""
     logger = logging.getLogger("pytorch_lightning")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""What `adaptive_plan` answers for every config of this package but the demos, as 1, 8 and 64 ranks of three cards.
+"""Run `adaptive_plan` for every config of this package except the demos, on 1, 8 and 64 ranks of three cards.
 
-Each answer is written down as soon as it is there, and a run goes on where the last one ended: delete the file to begin
-anew. An answer takes 10 to 40 CPU seconds.
+Each answer is saved at once, and the next run continues with the missing ones. To start over, delete the file. An
+answer takes 10 to 40 CPU seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What running out of memory costs: the step that survives it, beside a restart from a checkpoint.
+"""Measure the cost of an out-of-memory error: a recovered step, compared with a restart from a checkpoint.
 
 Goal: less than 2 step times lost, wherever the memory runs out. Rank 1 of 2 fails once at a chosen point of a step; a
 pair is an undisturbed step and the disturbed one that follows it, which is run again with half the rows.
@@ -42,7 +42,7 @@ WARM_UP_STEPS, UNDISTURBED_STEPS = 1, 1
 
 @dataclass(frozen=True)
 class Point:
-    """Where in a step memory runs out."""
+    """A point of a step at which memory runs out."""
 
     name: str
     microbatch: int
@@ -59,7 +59,7 @@ POINTS = [
 
 
 class Cost(NamedTuple):
-    """What running out of memory took once, in seconds."""
+    """The cost of one out-of-memory error, in seconds."""
 
     step_s: float
     """Undisturbed."""
@@ -70,7 +70,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class Fault:
-    """Runs out of memory once, where `point` says, as soon as it is armed."""
+    """Injects one out-of-memory error at `point`, once it is armed."""
 
     point: Point
     armed: bool = False
@@ -128,12 +128,12 @@ def lost(costs: Sequence[Cost]) -> dict[str, Any]:
 
 
 def time_recoveries(point: int, pairs: int) -> list[Cost]:
-    """Collective: an undisturbed step and a disturbed one, in pairs."""
+    """Collective: time pairs of an undisturbed and a disturbed step."""
     return [_one_recovery(POINTS[point]) for _ in range(pairs)]
 
 
 def _one_recovery(point: Point) -> Cost:
-    """Collective: with a model and a limit of its own, since recovery leaves a smaller limit behind."""
+    """Collective: time one recovery, with a new model and limit, because recovery lowers the limit."""
     trained, fault = Trained(SHAPE, limit=ROWS), Fault(point)
     fault.watch(trained.model)
     undisturbed = [_timed_step(trained, recoveries=0) for _ in range(WARM_UP_STEPS + UNDISTURBED_STEPS)]
@@ -146,7 +146,7 @@ def _one_recovery(point: Point) -> Cost:
 
 
 def _timed_step(trained: Trained, recoveries: int) -> float:
-    """Collective: the seconds of a step, with the update."""
+    """Collective: return the seconds of a step, including the update."""
     dist.barrier()
     began = time.perf_counter()
     result = trained.runner.run([trained.sample] * (ROWS * MICROBATCHES), step=1)
@@ -197,7 +197,7 @@ def _one_restart(folder: Path, name: str) -> Cost:
 
 
 def steps_of(folder: Path, name: str, *overrides: str, count: int, timeout_s: float = 120) -> list[float]:
-    """Starts the recipe and kills it after so many steps; when each of them had ended."""
+    """Start the recipe, kill it after `count` steps, and return the time at which each step ended."""
     log = folder / f"{name}.txt"
     logging = (f"metric_logger.log_dir={folder}", f"metric_logger.filename={log.name}")
     with running([*RECIPE, *logging, *overrides], folder) as process:
@@ -207,7 +207,7 @@ def steps_of(folder: Path, name: str, *overrides: str, count: int, timeout_s: fl
 
 @contextmanager
 def running(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, which ends with the block, as all that it has started does."""
+    """Run a command; at the end of the block, end it and all processes that it has started."""
     executable, mark = Path(sys.executable).parent / command[0], uuid.uuid4().hex
     with open(folder / "output.txt", "wb") as output:
         process = subprocess.Popen(
@@ -229,7 +229,7 @@ def running(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
 
 
 def _lines(path: Path, count: int, over: Callable[[], object]) -> Iterator[None]:
-    """Comes back at each of the first lines of a file, as soon as it is written."""
+    """Yield when each of the first lines of a file has been written."""
     seen = 0
     while seen < count:
         if over():

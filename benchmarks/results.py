@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: a table for people, JSON with machine and versions for comparison."""
+"""Write the figures of a benchmark: a table, and JSON with machine and versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark has measured."""
+    """The measurements of a benchmark."""
 
     rows: Sequence[Row]
     """Rows of the JSON."""
@@ -35,13 +35,13 @@ class Result:
 
 
 def compared(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The second of each pair over the first: both were measured side by side."""
+    """Return the ratio of the second of each pair to the first; the two were measured in turns."""
     ratios = [second / first for first, second in pairs]
     return {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios), "pairs": len(ratios)}
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned columns; floats with three digits behind the point, and nothing for None."""
+    """Format rows as aligned columns; floats have three decimals, and None is empty."""
     header = list(rows[0])
     cells = [[_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Linux tells the model only here."""
+    """Return the model of the processor from /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -5,8 +5,8 @@
 One run on two ranks, whose iterations take turns: with the limits that its searches have found, and with the smallest
 of these in every stage. That is what a search of the policy alone gives, or, where the critic is larger, what it should
 have given. The learning rate is 0, so both sides answer the same prompts with the same tokens and train on the same
-advantages. Goal: an iteration of PPO 1.3 times as fast. While iterations are timed nothing limits or counts memory,
-which would slow both down.
+advantages. Goal: an iteration of PPO 1.3 times as fast. While iterations are timed, memory is neither limited
+nor counted, since this would slow both down.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HALVES = {"generating": (GENERATE,), "forward": FORWARD, "training": (TRAIN_VALU
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained, and in how much memory."""
+    """Model sizes and memory limit."""
 
     name: str
     width: int
@@ -152,7 +152,7 @@ def random_prompts(tokenizer: Any, *, samples: int, tokens: int) -> RandomPrompt
 
 
 class Cost(NamedTuple):
-    """What an iteration takes."""
+    """The cost of an iteration."""
 
     wall_s: float
     cpu_s: float
@@ -199,7 +199,7 @@ def config_of(shape: Shape, folder: Path) -> DictConfig:
 
 
 def iterate(recipe: Any, rows: Mapping[str, int], prompts: Sequence[Any]) -> Cost:
-    """Collective: the first iteration, once more."""
+    """Collective: repeat the first iteration."""
     recipe.stages.runners.use_limits({stage: RowLimit(count) for stage, count in rows.items()})
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()

@@ -1,4 +1,4 @@
-"""For how long training stands still for a checkpoint: our recipes beside stock's, waiting and asynchronous.
+"""Measure how long a checkpoint pauses training, with our recipes and stock's, synchronous and asynchronous.
 
 Goal: no longer than stock's; asynchronously, no longer than a copy of the state to the host's memory takes, which is
 measured beside them. Both recipes hold the same model and optimizer on the same ranks and save in turns. Asynchronous
@@ -99,7 +99,7 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
 
 
 def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = MODEL) -> tuple[list[Pauses], int]:
-    """Collective: the pauses of each round but the first, and the bytes of one of our checkpoints."""
+    """Collective: return the pauses of each round except the first, and the bytes of one of our checkpoints."""
     ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *model, *case.options))
     ours.setup()
     have_optimizer_state(ours.model, ours.optimization.checkpointed)
@@ -125,9 +125,9 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
 
 
 def timed(save: Callable[[], object], group: dist.ProcessGroup) -> Pause:
-    """Collective: until training goes on, on all ranks.
+    """Collective: return the seconds until training continues on all ranks.
 
-    In a group of its own: stock's asynchronous save goes on in the default one, from a thread.
+    Uses a separate group, because a thread of stock's asynchronous save uses the default one.
     """
     dist.barrier(group)
     began, cpu_began = time.perf_counter(), time.thread_time()
@@ -181,7 +181,7 @@ def save_as_stock(recipe: str, stock: Any, epoch: int) -> None:
 
 
 def _copied(ours: Any) -> object:
-    """What this rank trains, in other memory."""
+    """Copy the trained state of this rank."""
     trained = {name: each for name, each in ours.model.named_parameters() if each.requires_grad}
     state = {"model": trained, "optimizer": ours.optimization.checkpointed.state_dict()}
 
@@ -193,7 +193,7 @@ def _copied(ours: Any) -> object:
 
 
 def _remove_older(folder: Path) -> None:
-    """Removes all checkpoints but the newest of either side, since disks are finite."""
+    """Remove all checkpoints except the newest of each side, to save disk space."""
     dist.barrier()
     if dist.get_rank() == 0:
         for out in (folder / "ours" / "out", folder / "stock" / "out"):

@@ -1,8 +1,8 @@
-"""What our own work costs as things grow: planning a step, agreeing at its end, counting collectives.
+"""Measure how the cost of our work grows: planning a step, agreeing at its end, counting collectives.
 
 Goal: linear or better. Each curve is fitted as a power of the size over its upper half, where what does not grow no
-longer hides what does: an exponent of 1 is linear. All is in CPU time of the rank: 64 ranks share the cores of this
-machine, and so each of them waits for the others much longer than it would with cores of its own.
+longer hides what does: an exponent of 1 is linear. All times are CPU times of the rank, because 64 ranks share the
+cores of this machine and would wait for each other much longer than on separate machines.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LIMITS: Mapping[str, Limit] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """What something costs at several sizes."""
+    """The cost of an operation at several sizes."""
 
     name: str
     of: str
@@ -91,7 +91,7 @@ def run(pairs: int) -> Result:
 
 
 def planning(rounds: int) -> list[Curve]:
-    """A step of so many samples, as StepRunner plans it; ranks that need more microbatches make it spread them."""
+    """Plan steps of several sizes as StepRunner does; spread them because other ranks need more microbatches."""
     draw = random.Random(0)
     lengths = [INSTRUCTIONS.draw_length(draw) for _ in range(SAMPLES[-1])]
     return [
@@ -112,7 +112,7 @@ def plan(lengths: Sequence[int], limit: Limit) -> None:
 
 
 def agreement(rounds: int) -> list[Curve]:
-    """One process a rank, and the table that each of them reads."""
+    """Time agreements of several numbers of ranks, one process per rank, and the reading of their tables."""
     width = REPORT_COLUMNS
     measured = {ranks: run_on_ranks(ranks, time_agreements, rounds, width, timeout_s=120)[0] for ranks in RANKS}
     wide = run_on_ranks(FEW, time_tables, rounds, width, timeout_s=120)[0]
@@ -129,13 +129,13 @@ FEW = 4
 
 
 def time_tables(rounds: int, width: int) -> dict[int, float]:
-    """Collective: what grows with the bytes of the table alone, by the ranks that would have such a one."""
+    """Collective: time agreements with tables as large as those of more ranks."""
     wide = [ranks for ranks in SIMULATED_RANKS if ranks >= FEW]
     return {ranks: time_agreements(rounds, width * ranks // FEW) for ranks in wide}
 
 
 def time_agreements(rounds: int, width: int) -> float:
-    """Collective: milliseconds that one agreement takes this rank, with the threads of gloo; `width`: of its row."""
+    """Collective: return this rank's CPU milliseconds per agreement, with gloo's threads, for rows of `width`."""
     agreement = Agreement(width)
     row = [1.0] * width
     times = []
@@ -149,7 +149,7 @@ def time_agreements(rounds: int, width: int) -> float:
 
 
 def conclude(ranks: int) -> None:
-    """What every rank works out from the reports of all."""
+    """Compute the results that every rank derives from the reports of all ranks."""
     reports = AttemptReports([AttemptReport(position=7, target_tokens=rank) for rank in range(ranks)])
     reports.check_positions()
     assert not reports.failed
@@ -192,7 +192,7 @@ def time_ledger(modules: int, rounds: int) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Adds up the time that is spent in some functions."""
+    """Sums up the time spent in some functions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -209,7 +209,7 @@ class Stopwatch:
 
 
 def chain(modules: int) -> nn.Module:
-    """Tiny modules one after another, each sharded by itself."""
+    """Return a chain of tiny modules, each sharded separately."""
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(modules)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model, model):
@@ -220,7 +220,7 @@ def chain(modules: int) -> nn.Module:
 
 
 class Nothing:
-    """A collective that does nothing, so that what is measured is not communication."""
+    """A collective without effect, to exclude communication from the measurement."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
@@ -239,7 +239,7 @@ class NoReduceScatter(Nothing, ReduceScatter):
 
 @contextmanager
 def two_ranks_of_which_one_exists() -> Iterator[None]:
-    """A process group without peers."""
+    """Create a process group without peers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -251,7 +251,7 @@ def two_ranks_of_which_one_exists() -> Iterator[None]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """It comes when it likes, and would count for whoever happens to run."""
+    """Disable garbage collection, which would add to the time of a random measurement."""
     gc.collect()
     gc.disable()
     try:
@@ -261,7 +261,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def milliseconds(function: Callable[[], object], rounds: int) -> float:
-    """The median of several rounds, each of as many calls as a clock can tell from none."""
+    """Return the median time of several rounds, each with enough calls for the resolution of the clock."""
     function()
     calls, seconds = 1, _seconds(function, 1)
     if seconds < SHORTEST_ROUND_S:

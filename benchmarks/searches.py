@@ -1,4 +1,4 @@
-"""What finding the batch size costs: our strategies, accelerate's and Lightning's, on one model and memory limit.
+"""Compare searches for the batch size: our strategies, accelerate and Lightning, on one model and memory limit.
 
 A MemoryMeter stands in for the device. All contenders train the same model on rows of the same length, with two
 microbatches a step, and start from the same weights; who answers right is judged by brute force, which trains with 1,
@@ -34,7 +34,7 @@ Search: TypeAlias = Callable[[Trained, "Device"], Found]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the memory that it is searched in."""
+    """A model and a memory limit."""
 
     name: str
     shape: Shape
@@ -85,7 +85,7 @@ def run(pairs: int) -> Result:
 
 
 def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
-    """A row for each contender."""
+    """Return a row for each contender."""
     torch.set_num_threads(1)
     fitting = brute_force(case)
     found: dict[str, Found] = {}
@@ -110,7 +110,7 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
 
 
 def timed(case: Case, search: Search) -> tuple[Found, float]:
-    """A search with a model of its own, and its seconds."""
+    """Run a search with a new model; return its result and seconds."""
     with Device(case.limit_bytes) as device:
         trained = Trained(case.shape)
         began = time.perf_counter()
@@ -130,7 +130,7 @@ def only_new_garbage() -> Iterator[None]:
 
 
 def brute_force(case: Case) -> int:
-    """The most rows whose training steps stay within the limit."""
+    """Return the most rows whose training steps stay within the limit."""
     with Device() as device:
         trained = Trained(case.shape)
         trained.train([1])  # from here on there is state of the optimizer

@@ -5,7 +5,7 @@
 One run on two ranks, whose epochs take turns: in every other one the reference's stage is held to the policy's limit.
 Both limits are found by the search in the same memory, and compared with brute force, which measures 1, 2, 3 pairs and
 so on until that no longer fits. Goals: the step at least 1.15 times as fast, each limit at least 0.97 of brute force's.
-While epochs are timed nothing limits or counts memory, which would slow both down.
+While epochs are timed, memory is neither limited nor counted, since this would slow both down.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FOLDERS = {POLICY: "", REFERENCE: "reference"}
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained, and in how much memory."""
+    """Model sizes and memory limit."""
 
     name: str
     kind: str
@@ -105,14 +105,14 @@ def measure(shape: Shape, pairs: int) -> dict[str, Any]:
 
 
 def searched(shape: Shape, folder: Path, strategy: str) -> dict[str, int]:
-    """The most pairs that each stage can run, by this strategy."""
+    """Search with this strategy for the most pairs of each stage."""
     run_on_ranks(RANKS, set_up, shape, folder, strategy, timeout_s=300, in_group=False)
     records = {stage: folder / "out" / place / "batch_search.json" for stage, place in FOLDERS.items()}
     return {stage: int(json.loads(path.read_text())["result"]["rows"]) for stage, path in records.items()}
 
 
 def set_up(shape: Shape, folder: Path, strategy: str) -> None:
-    """Collective: what a run does before it would train. Brute force may measure more pairs than a step has."""
+    """Collective: set up a run, without training. Brute force may measure more pairs than a step has."""
     brute = strategy == BRUTE_FORCE
     stand_in, named = ({"binary": one_more}, "binary") if brute else ({}, strategy)
     with mock.patch.dict(STRATEGIES, stand_in):
@@ -152,7 +152,7 @@ def random_pairs(tokenizer: Any, *, samples: int, tokens: int) -> RandomPairs:
 
 
 class Cost(NamedTuple):
-    """What a step takes."""
+    """The cost of a step."""
 
     wall_s: float
     cpu_s: float
@@ -176,7 +176,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
 
 
 def epoch(recipe: Any, schedule: Any) -> Cost:
-    """Collective: the next epoch of the run, on this schedule."""
+    """Collective: train the next epoch with this schedule."""
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     recipe.trainer.schedule = replace(schedule, epochs=schedule.epochs[: recipe.run.progress.epochs_run + 1])

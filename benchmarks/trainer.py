@@ -1,4 +1,4 @@
-"""Step time of transformers' Trainer with the mixin against the stock Trainer, alternating in one process group.
+"""Compare the step time of transformers' Trainer with and without the mixin, alternating in one process group.
 
 Goal 1.00 to 1.03 in the median of CPU seconds. A run of each trains the same model on the same samples in the same
 microbatches; a pair is the ratio of two neighbouring runs, of their CPU seconds from the end of the third step to that
@@ -53,7 +53,7 @@ def measure(placement: str, ranks: int, microbatches: int, pairs: int) -> dict[s
 def time_both(
     placement: str, microbatches: int, folder: Path, pairs: int, **options: Any
 ) -> list[tuple[Moment, Moment]]:
-    """Collective: what a step of stock and of ours takes. Who goes first alternates; the first pair warms up."""
+    """Collective: return the time of a step with stock and with ours. The order alternates; the first pair warms up."""
     from transformers import Trainer
 
     from tests.hf.trainers import use_fsdp2
