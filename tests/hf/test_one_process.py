@@ -30,6 +30,8 @@ from transformers import (
     LlamaForTokenClassification,
     Trainer,
     TrainingArguments,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
     set_seed,
 )
 
@@ -608,6 +610,28 @@ def test_token_budget_refuses_a_collator_that_tokenizes(folder: Path) -> None:
     with pytest.raises(ConfigError, match="tokenize in the dataset"):
         train(folder, AdaptiveArguments(token_budget=100), **tokenized)
     assert train(folder, AS_IT_IS, **tokenized).column("oom_recoveries") == [0, 0]
+
+
+def test_token_budget_refuses_speech_whose_only_text_is_the_labels(folder: Path) -> None:
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = WhisperConfig(
+        vocab_size=64, d_model=16, num_mel_bins=8, max_source_positions=16, max_target_positions=32, **sizes, **ids
+    )
+
+    def speech(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        labels = torch.stack([torch.arange(3, 12) for _ in samples])
+        return {"input_features": torch.ones(len(samples), 8, 32), "labels": labels}
+
+    given = {
+        "model": WhisperForConditionalGeneration(config),
+        "train_dataset": [{"audio": index} for index in range(64)],
+        "data_collator": speech,
+        "arguments": arguments(folder, remove_unused_columns=False, max_steps=1),
+    }
+    for asked in (AdaptiveArguments(token_budget=100), AdaptiveArguments(use_maximum_batch_size=True)):
+        with pytest.raises(ConfigError, match="tokenize in the dataset"):
+            train(folder, asked, **given)
 
 
 def test_command_line_accepts_all_arguments() -> None:

@@ -84,11 +84,13 @@ class OptimizerSteps:
         self._begin(batches, num_items)
         self._check_collation(batches[0])
         counts_tokens = adaptive.use_maximum_batch_size or adaptive.token_budget is not None
-        tokens = batches[0].inputs.get("input_ids", torch.empty(1, 0)).shape[-1]
+        texts = [batches[0].inputs[name] for name in ("input_ids", "labels") if name in batches[0].inputs]
+        tokens = max((text.shape[-1] for text in texts if text.ndim == 2), default=0)
         if counts_tokens and tokens > 1 == max(each.length for each in self._samples):
             raise ConfigError(
-                "a search or token budget needs the lengths of samples, but here the data collator tokenizes "
-                "them: tokenize in the dataset, into input_ids"
+                "a search or token budget needs the lengths of samples, but the samples have no input_ids before the "
+                "data collator makes some: tokenize in the dataset, into input_ids, or set "
+                "per_device_train_batch_size alone"
             )
         self._learn_reduction()
         two = self._collated(self._samples[:1] * 2).inputs
