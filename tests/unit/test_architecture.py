@@ -79,8 +79,8 @@ WITHOUT_TORCH = {
     "lifecycle.signals",
 }
 TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}
-ABOUT_A_RUN = {"report.__main__", "hf.arguments"}
-"""A command that takes the folder of a run, and arguments with the names of keys."""
+ABOUT_A_RUN = {"report.__main__", "hf.arguments", "rehearse.remedies"}
+"""A command that takes the folder of a run, and arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Config keys that are also names of library arguments."""
 
