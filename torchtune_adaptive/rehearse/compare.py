@@ -122,7 +122,7 @@ def as_table(rows: Sequence[Option]) -> str:
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
             + (f" {'' if row.cost is None else f'{row.cost:.3f}':>15}" if by_cost else "")
-            + f"  {row.label}"
+            + f"  {row.label}" * bool(row.label)
             + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
         )
     lines = [line.rstrip() for line in lines]
