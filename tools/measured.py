@@ -69,7 +69,7 @@ def recovery(rows: list[Row]) -> tuple[str, str]:
     lost = span((row["lost steps"] for row in recovered), 1)
     after = span((row["step after"] for row in recovered), 2)
     restart = f"a restart costs {restarted['lost s']:.0f} s, or {restarted['lost steps']:.0f} steps of this small model"
-    cells = [f"{lost} step times", f"later steps take {after} × the time until the size regrows", restart]
+    cells = [f"{lost} step times", f"until the size regrows, steps are slower by a factor of {after}", restart]
     return "cost of a recovery, 2 ranks", "; ".join(cells)
 
 
@@ -158,7 +158,7 @@ def glance(folder: Path = RESULTS) -> str:
     probes, slower = span(row["probes"] for row in ours), span((row["ratio"] for row in theirs), 1)
     budgets = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows_of("packing", folder) if row["ranks"] > 1]
     recovered = (
-        f"{lost} step times (a restart: {again:.0f}); later steps take {after} × the time until the batch size is back"
+        f"{lost} step times (a restart: {again:.0f}); until the size regrows, steps are slower by a factor of {after}"
     )
     lines = (
         ("faults", "out of memory at single operations of a step", injected),

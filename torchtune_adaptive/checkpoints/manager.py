@@ -98,7 +98,7 @@ class CheckpointManager:
         named = start.files if settings.resume_from_checkpoint is True else None
         self._always_kept = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._staging, start.files)
-        # On rank 0, which writes the manifest, and after the demo's checkpointer has created the weights.
+        # only on rank 0, which writes the manifest; after `build`, where the demo's checkpointer creates its files
         self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._random_state_in = start.files.folder if start.files else None

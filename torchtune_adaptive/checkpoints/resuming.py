@@ -272,8 +272,8 @@ def named_files(
 ) -> tuple[Files, Manifest | None]:
     """Return the files that the config names for `resume_from_checkpoint: True`, and their manifest if there is one.
 
-    A name of one file selects a whole checkpoint with a manifest. torchtune's recipes save weights and recipe state in
-    different folders, so each of these files needs its name, or has torchtune's.
+    In a checkpoint with a manifest, the name of one file selects all files. torchtune's recipes save weights and recipe
+    state in different folders, so the config must name each of these files, unless it has torchtune's default name.
     """
     if not checkpoints:
         raise ConfigError(

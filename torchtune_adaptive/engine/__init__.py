@@ -1,1 +1,1 @@
-"""A step that survives out of memory, and the largest one that fits: plain PyTorch and FSDP2, nothing of torchtune."""
+"""Recovery from out-of-memory errors, and the search for the largest microbatch, in plain PyTorch and FSDP2."""

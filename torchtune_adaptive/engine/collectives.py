@@ -117,7 +117,7 @@ class PlaceInStep(Enum):
     """Place of a microbatch in its step. If there are replicas, the collectives of a microbatch depend on its place.
 
     Only the last microbatch of a step all-reduces gradients over replicas. A module that runs several times in a
-    microbatch (a head applied in chunks) issues more collectives after the first microbatch, which left gradients.
+    microbatch (for example, a head applied in chunks) issues more collectives if earlier microbatches left gradients.
     """
 
     ONLY = auto()
@@ -132,7 +132,7 @@ class CollectiveRecord:
     """The collectives that the microbatches of a stage were seen to issue."""
 
     trained: tuple[bool, ...]
-    """For each parameter, whether it was trained then."""
+    """For each parameter, whether it was trained when the record began."""
     schedules: dict[PlaceInStep, tuple[Collective, ...]] = field(default_factory=dict)
     """Equal on all ranks."""
     varies: bool = False
@@ -200,9 +200,9 @@ class CollectiveLedger:
         # of the current microbatch:
         self._number = -1
         self._current: list[Collective] = []
-        self._fsdp_messages = 0  # as the process groups count these collectives
+        self._fsdp_messages = 0  # messages of these collectives, as the process groups count them
         self._messages_before = 0
-        self._skips = 0  # collectives that a stand-in must not issue
+        self._skips = 0  # collectives that the stand-in must not issue, because this rank has issued them
         self._issuing = False
         self._restore = [
             fsdp.replace_collectives(
@@ -334,7 +334,7 @@ class CollectiveLedger:
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: run `call`, and count it as soon as peers can match it."""
-        if not self._watches:  # closed, but still wrapped by another ledger
+        if not self._watches:  # this ledger is closed, but one that wrapped its collectives later still calls them
             return call(async_op=async_op)
         self._current.append(collective)
         if self._skips > 0:

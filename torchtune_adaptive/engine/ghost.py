@@ -271,7 +271,7 @@ class GhostMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, log: list[Exchange], made_up: int) -> None:
-        """`made_up` (0 or 1) is the value of whatever a pass reads from a fake tensor. With 1, choices are uneven."""
+        """`made_up` (0 or 1) is the value that the model reads from any fake tensor. With 1, choices are uneven."""
         super().__init__()
         self.seen: list[SeenCollective] = []
         self.used_unknown_values = False
@@ -316,7 +316,7 @@ class GhostMode(TorchDispatchMode):
         if any(wraps_tensors(kind) for kind in types):  # DTensor and similar types dispatch their inner operations
             return NotImplemented
         call = _Call(func, args, kwargs or {})
-        if get_dispatch_mode(DispatchModeKey.FAKE) is not self._fakes:  # a mode in which DTensor computes shapes
+        if get_dispatch_mode(DispatchModeKey.FAKE) is not self._fakes:  # DTensor infers shapes in another fake mode
             return call.run()
         if getattr(func, "namespace", "") not in COMMUNICATING:
             return self._compute(call)

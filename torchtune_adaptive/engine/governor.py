@@ -273,7 +273,10 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
-    """Return a smaller limit, or None: it excludes the microbatch with most rows, and all others of several rows."""
+    """Return a smaller limit, or None if there is none.
+
+    It admits neither the microbatch with the most rows nor any other microbatch of several rows.
+    """
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

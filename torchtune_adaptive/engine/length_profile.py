@@ -7,8 +7,9 @@
    can hide how memory grows with the rows. Running out of memory here costs one probe, not a training step.
 
 If memory grows differently from some length on, as in rollouts beyond the longest answer, the surfaces have a knee
-there. Without padding, samples are concatenated, and a sample may cost more than its tokens. Many very short samples
-are therefore measured too, a quarter of them first, because fewer long samples do not prove that they fit.
+there. Without padding, samples are concatenated, and each sample may need memory in addition to that of its tokens. So
+many very short samples are measured, too. A quarter of them goes first, since probes of longer samples do not prove
+that they fit.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class _Measurements:
             self.points.append(self.probe(rows, length, held_out))
 
     def checked_profile(self) -> Profile | None:
-        """Measure larger sizes that the surfaces allow; return None if a check failed or surprised."""
+        """Measure larger sizes that the surfaces allow; return None if a check failed or was a surprise."""
         profile, trusted = self.fit(), _FAR
         while (size := self._next_check(profile.limit, trusted)) is not None:
             if len(self.checks) == MOST_CHECKS:
@@ -114,10 +115,11 @@ class _Measurements:
         return profile if trusted == _FAR else None
 
     def restricted_profile(self) -> Profile:
-        """Return a profile that allows no more tokens than the longest rows were measured with.
+        """Return a profile that allows as many tokens as were measured in the longest rows, at every length.
 
-        The same number of tokens needs no more memory in shorter rows, except that tokens before a knee may need more
-        than later ones. Then short rows are measured with these tokens, and if they fail, later tokens do not count.
+        The same number of tokens needs no more memory in shorter rows. With a knee, this may be wrong, because tokens
+        before the knee may need more memory. Then short rows with this number of tokens are measured. If they fail,
+        the number is that of the tokens before the knee.
         """
         longest, knee = self.lengths.longest, self.lengths.knee
         proven_rows = int(self._proven_rows(longest))
@@ -163,11 +165,11 @@ class _Measurements:
         return replace(profile, constant_tokens=max(1, int(min(*fitting, 2**31))))
 
     def _extrapolated_rows(self, length: int) -> int:
-        """Return the rows of this length that probes of rows at least as long prove to fit.
+        """Return the rows of this length that fit, extrapolated from probes of rows at least as long.
 
-        Per token, shorter rows need no more memory than longer ones, and fixed memory does not grow. So the bytes above
-        the resident ones, relative to tokens, are an upper bound. Beyond a knee, a token may need less than before it,
-        so only tokens before it count.
+        Shorter rows need no more memory per token than longer ones, and the fixed part does not grow. So the bytes per
+        token of a probe, without resident memory, are an upper bound. A token beyond a knee may need less memory than
+        one before it, so only tokens before the knee count.
         """
         bounding = [point for point in self.points if point.length >= length]
         if not self.lengths.padded:
@@ -204,7 +206,10 @@ class _Measurements:
         return int(rows) if int(rows) > proven else None
 
     def _proven_rows(self, length: int) -> float:
-        """Return the most rows of this length with no more counted tokens than an accepted probe at least as long."""
+        """Return the most rows of this length that an accepted probe proves to fit.
+
+        The rows of that probe are at least as long, and have at least as many counted tokens together.
+        """
         probes = [probe for probe in (*self.points, *self.checks) if probe.length >= length and self.fits(probe)]
         most = max((probe.rows * self._counted(probe.length) for probe in probes), default=self._counted(length))
         return most / self._counted(length)

@@ -1,8 +1,9 @@
-"""Limits on the size of a microbatch: frozen values, whose transitions return new ones.
+"""Limits on the size of a microbatch. They are immutable: a smaller or larger limit is a new object.
 
-A limit by bytes predicts memory: a phase needs a fixed part, plus bytes per row, per token and, if attention stores a
-matrix, per pair of tokens of a row. The prediction is linear in the rows, so the most rows of a length are a quotient:
-the free budget by the bytes of a row. If samples grow differently from some length on, the surface has a knee there.
+A limit by bytes predicts the memory of each phase of a step by a formula, its surface: a fixed part, plus bytes per
+row, per token and, if attention stores a matrix, per pair of tokens in a row. The formula is linear in the rows. So the
+most rows of a length are the budget without the fixed part, divided by the bytes of one row. If tokens need a different
+amount of memory from some length on, the surface has a knee at that length.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ Points: TypeAlias = Mapping[tuple[int, int], int]
 """Measured bytes by rows and length."""
 
 _BENT = 0.01
-"""A pair term is added if a surface without it misses a point by more than this share of the range of measured bytes.
-(Not of the largest bytes, most of which may be resident memory, so that any error would seem small.)"""
+"""A pair term is added if a surface without it is off at any point by more than this share of the range of the measured
+bytes. (The range does not include resident memory, compared with which any error would seem small.)"""
 
 _HALF_A_BYTE = 0.5
-"""Tolerance for floating point. Bytes are whole, so it cannot add a row."""
+"""Tolerance for rounding errors of a prediction. Needs are whole bytes, so half a byte never admits a larger one."""
 
 _FIXED, _ROW, _TOKEN, _PAIR, _LATE = range(5)
 """Terms of a surface, in field order."""
@@ -159,9 +160,10 @@ class Microbatch(NamedTuple):
 
 
 class Limit(Protocol):
-    """The largest microbatch that is allowed, as one number. The methods here are for limits of rows or tokens.
+    """The largest microbatch that is allowed, given by a single number, `size`.
 
-    Methods take the fields of a `Microbatch`. The allowed rows never increase with the length.
+    Methods take the fields of a `Microbatch`. The allowed rows never increase with the length. The methods defined here
+    are those of limits by rows or tokens; `SurfaceLimit` overrides them.
     """
 
     unit: str
@@ -198,7 +200,7 @@ class Limit(Protocol):
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
         """Return the next smaller limit, after this microbatch ran out of memory; None at the smallest.
 
-        This is the next lower power of two: 8 -> 4 and 6 -> 4.
+        It is the next power of two below the need of the microbatch: 8 -> 4 and 6 -> 4.
         """
         if self.size == 1 or not self.fits(rows, length, tokens):
             return None
@@ -291,7 +293,10 @@ class SurfaceLimit(Limit):
         return self.need(rows, length, tokens) <= self.budget_bytes + _HALF_A_BYTE
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """Return a smaller limit: the failed microbatch's predicted need, with a smaller growing part, as budget."""
+        """Return a smaller limit, or None if it would not exclude the microbatch.
+
+        Its budget is the predicted need of the failed microbatch, with 3/4 of the part that grows with the microbatch.
+        """
         size = Microbatch(rows, length, tokens)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
         failed_bytes = fullest.bytes_at(*size)

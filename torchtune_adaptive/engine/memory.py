@@ -133,15 +133,15 @@ def wraps_tensors(kind: type) -> bool:
 class MemoryMeter(TorchDispatchMode):
     """Count the bytes of all live storages that were allocated inside it or passed to `count`.
 
-    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. The operation
-    has already run then, but its allocation is not part of the peak, as on a device.
+    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. By then, the
+    operation has already run. Its allocation does not count in the peak, because a GPU would have refused it.
 
     Temporary memory inside a kernel is not counted. Under any dispatch mode autograd accumulates gradients out of
     place, so without FSDP the peak is one parameter higher than without the meter.
     """
 
     counts_fakes = False
-    """Whether fake tensors are counted. DTensor creates some to infer shapes."""
+    """True to count fake tensors. DTensor creates some to infer shapes."""
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         super().__init__()

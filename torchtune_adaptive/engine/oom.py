@@ -17,12 +17,12 @@ _OOM_TEXTS = re.compile(
         (
             r"\b(CUDA|HIP) error: out of memory",  # c10/cuda/CUDAException.cpp
             r"\b(CUDA|HIP) driver error: out of memory",  # c10/cuda/driver_api.h, where expandable segments grow
-            # The caching allocators, by a type of their own in later releases: c10/cuda and c10/xpu
+            # Caching allocators, before they raised torch.OutOfMemoryError: c10/cuda and c10/xpu
             # (…CachingAllocator.cpp), aten/src/ATen/mps/MPSAllocator.mm, torch_npu's NPUCachingAllocator.cpp.
             r"\b(CUDA|HIP|XPU|NPU|MPS backend) out of memory\b",
             r"\bUR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b",  # XPU: Level Zero's name for it, through SYCL
             r"Triton Error \[\w+\]:.*out of memory",  # triton's backend/nvidia/driver.c and backend/amd/driver.c
-            # ATen/cuda/Exceptions.h, ATen/native/cuda/CuFFTUtils.h and what hipify makes of them
+            # ATen/cuda/Exceptions.h, ATen/native/cuda/CuFFTUtils.h, and their versions for HIP
             r"\b(CU|HIP|ROC)(BLAS|DNN|FFT|SOLVER|SPARSE)_(STATUS_)?ALLOC_FAILED\b",
             r"\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b",  # since cuDNN 9
             r"resource allocation failed when calling `cusparse",  # cusparseGetErrorString, of CUSPARSE_…_ALLOC_FAILED

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from torchtune_adaptive.engine.limits import Limit, Microbatch, most_that_fit
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
-"""The microbatches of a step, as indices of its samples."""
+"""For each microbatch of a step, the indices of its samples."""
 
 _HALVINGS = 6
 """Bisection steps for the common size of microbatches: enough for a few percent of the largest."""
@@ -71,7 +71,10 @@ def _cut(order: tuple[int, ...], starts: Sequence[int]) -> Plan:
 
 
 def _even(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
-    """Lower the limit on padded tokens, by bisection, while this many microbatches suffice; return the last plan."""
+    """Return a plan with this number of microbatches or fewer, whose largest microbatch is as small as possible.
+
+    Bisection finds the smallest limit on padded tokens for which the number suffices.
+    """
     order = tuple(chain.from_iterable(plan))
 
     def starts_under(tokens: int) -> list[int]:
@@ -122,7 +125,7 @@ def _split_largest(plan: Plan, microbatches: int, lengths: Sequence[int], padded
             continue
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             heapq.heappush(heap, keyed(half))
-    parts = sorted(single + heap)  # the largest come first, at the same time as those of the other ranks
+    parts = sorted(single + heap)  # largest first on every rank, so that ranks run similar sizes at the same time
     return (*(rows for _, rows in parts), *[()] * (microbatches - len(parts)))
 
 

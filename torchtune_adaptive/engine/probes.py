@@ -1,12 +1,12 @@
 """Run training steps on worst-case samples and measure their memory on all ranks.
 
-A probe runs a microbatch of the shortest sample, whose gradients stay in memory, a microbatch of copies of the longest
-sample, and the update. If a step is a single microbatch, the first one is omitted. One collective combines the peaks
-of all ranks in a `Peak`.
+A probe runs two microbatches and the update. The first microbatch is a sample of minimal length; it leaves gradients in
+memory. The second consists of copies of the longest sample. If a step is a single microbatch, the first is omitted. One
+collective combines the peaks of all ranks in a `Peak`.
 
-The phase with the highest peak changes with the number of rows, so the peak of a whole step follows no line, but that
-of each phase does. Hooks divide the forward at the outputs of modules, and the backward at the gradients of these
-outputs. There the peak is read and reset on the host.
+The phase with the highest peak changes with the number of rows. So the peak of each phase is linear in the rows, but
+that of a whole step is not. Hooks divide the forward at the outputs of modules, and the backward at the gradients of
+these outputs. There the peak is read and reset on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,7 +241,10 @@ class Prober:
         raise self.refuse()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
-        """Collective: measure rows of this length (by default that of the sample), with gradients in memory or not."""
+        """Collective: measure rows of this length, by default that of the sample.
+
+        If `accumulates`, the gradients of an earlier microbatch are in memory.
+        """
         self._sample = self._step.sample_of(length)
         self._probe(rows, [*([self._step.smallest] if accumulates else []), [self._sample] * rows])
         if self._failed is None:
@@ -373,8 +376,8 @@ def find_max_batch_size(
 
     If a microbatch holds `whole_step_rows` rows, every step is a single microbatch, which begins without gradients in
     memory. So the search first runs without gradients, and again with gradients if it finds fewer rows. By default,
-    every step has several microbatches. `memory` is
-    that of the GPU by default; on a CPU, pass a MemoryMeter that is in force. For other arguments see `search`.
+    every step has several microbatches. `memory` is that of the GPU by default; on a CPU, pass an active MemoryMeter.
+    For other arguments see `search`.
 
     Raises OneRowDoesNotFitError on all ranks if one row does not fit.
     """

@@ -1,6 +1,7 @@
 """Communication between ranks, except FSDP's. Without a process group, the world is one rank.
 
-Also compares the replicas of a sharded model. FSDP2 does not check that they start equal, and they stay different.
+Also compares the replicas of a sharded model. FSDP2 does not check that they start with equal weights. If they do not,
+they stay different, because they get the same gradients.
 """
 
 import re
@@ -23,9 +24,9 @@ from torchtune_adaptive.errors import RanksPartedError, Remedy, UnrecoverableErr
 Value = TypeVar("Value")
 
 ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose messages are not counted: no microbatch uses them, but a thread that saves may."""
+"""Groups whose messages are not counted. Microbatches do not use them, but a background save may at the same time."""
 LATE_S = 2.0
-"""Seconds that a peer may be late in announcing its step: on a null device, streams do not wait for gloo."""
+"""Seconds that a peer may announce its step late. On a null device, synchronizing does not wait for gloo's peers."""
 SAME = "as before"
 """The step of a rank that has not announced a change."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
@@ -94,8 +95,8 @@ def _explanation(what: str, error: Exception) -> RanksPartedError:
 def message_counters() -> Iterator[tuple[dist.ProcessGroup, Callable[[], int]]]:
     """Yield the process groups, except `ASIDE`, each with a function that returns its number of messages on this rank.
 
-    These are sequence numbers, each one read of a C++ integer. They include messages of autograd's threads and of
-    compiled code, without any hook. NCCL does not count point-to-point messages; gloo does.
+    The numbers are the groups' sequence numbers; a call reads one integer in C++. They include messages of autograd's
+    threads and of compiled code, without any hook. NCCL does not count point-to-point messages; gloo does.
     """
     for group in dist.distributed_c10d._world.pg_map:
         if group.size() == 1 or group in ASIDE:
@@ -154,7 +155,7 @@ class EqualSteps:
 
     def announce(self, step: str) -> None:
         """Announce this rank's step, if it differs from the previous one. Call it before the first collective."""
-        if step != self._own and world_size() > 1 and dist.get_backend() != "fake":  # it has no peers
+        if step != self._own and world_size() > 1 and dist.get_backend() != "fake":  # fake groups have no peers
             self._own, self._changes, self._changed = step, self._changes + 1, True
             _store().set(self._key(rank()), step)
             _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge

@@ -144,7 +144,8 @@ _JUMP = 4  # a line through two probes is trusted up to 4 times the rows of the 
 _ROUNDED_JUMP = 8  # the same if rows are rounded to powers of two, which absorbs small errors
 _BEND = 0.01  # a probe this far above the line through smaller ones shows that another part of the phase dominates
 _CLOSE = 0.95  # stop at this share of the rows that are still possible
-# the same with a cache, from the fourth probe on; also the least share of the budget in `usable_bytes` up to two rows
+# The same with a cache, from the fourth probe on. Also the smallest share of the budget that `usable_bytes` returns
+# while the largest probe has one or two rows.
 _CLOSE_WITH_CACHE = 0.8
 _STEP_BACK, _STEP_BACK_WITH_CACHE = 1 / 16, 1 / 8  # share of failed rows to step back by, doubled at each failure
 _MARGIN = 1.25  # without a cache, two probes may predict too few rows, by up to this factor
@@ -294,10 +295,10 @@ def _reach(history: History) -> float:
 def _phase_reach(points: Mapping[int, int], history: History) -> float:
     """Return the rows up to which the line of this phase is trusted.
 
-    The need is a maximum of affine functions. So k times the rows need at most k times the non-resident bytes, and the
-    rows up to that bound are safe. A line through two sizes is also trusted up to `trusted_jump` times the larger one.
-    A line through three or more is trusted everywhere, unless the largest size needs more than the line through the
-    others predicts. (If it needs less, only one row was special, and `fit_line` ignores one row from now on.)
+    The need is a maximum of affine functions. So k times the rows need at most k times the non-resident bytes. As many
+    rows as fit by this bound are safe. A line through two sizes is also trusted up to `trusted_jump` times the larger
+    one. A line through three or more is trusted everywhere, unless the largest size needs more than the line through
+    the others predicts. (If it needs less, only one row was a special case, which `fit_line` ignores from now on.)
     """
     last = max(points)
     resident_bytes = history.resident_bytes

@@ -109,8 +109,8 @@ class Recovery:
 
     Set `exchanges_activations` if microbatches communicate besides FSDP2, as in context parallelism; tensor and expert
     parallelism are detected. Ranks that share samples, for example under tensor parallelism, must pass the same samples
-    to `run`. After `regrow_after` steps without trouble, the next larger limit is tried, up to the given one; 0
-    disables this. `asked_to_stop` is called once per attempt. If it returns True on any rank, for example after a
+    to `run`. After `regrow_after` steps without out-of-memory errors or allocator retries, a lowered limit grows again;
+    0 disables this. `asked_to_stop` is called once per attempt. If it returns True on any rank, for example after a
     signal, the result of that step has `asked_to_stop` on all ranks. `on_change` is called on every rank when a limit
     changes or is exhausted, and `on_attempt` before each attempt, with the stage, the step and the plan.
     """
@@ -223,7 +223,7 @@ class StepRunner(Generic[Sample]):
         self.recovery = recovery or Recovery(model)
         self.recovery.add_stage(stage, model)
         self.recovers = self.recovery.enabled
-        """True while attempts can be repeated; False after microbatches were found to communicate."""
+        """True while attempts can be repeated; False after microbatches have communicated outside FSDP."""
         self.trains: bool | None = None
         """True if microbatches produce gradients; unknown until the first attempt has succeeded."""
         self.current_step: int | None = None
@@ -232,9 +232,9 @@ class StepRunner(Generic[Sample]):
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
         self._around_pass: AroundPass = lambda _: nullcontext()
         self._next_plan: _NextPlan | None = None
-        self._others_with_gradients = 0  # before the first attempt
+        self._others_with_gradients = 0  # the number of other models with gradients before the first attempt
         self._equal_steps = EqualSteps()
-        # If a collective includes all ranks, it ends after all have begun, and announced, their step.
+        # EqualSteps needs a collective of all ranks: when it ends, every rank has announced its step.
         self._checks_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages = world_size() > 1 and self._is_whole
@@ -329,7 +329,7 @@ class StepRunner(Generic[Sample]):
                 if self.recovers and (change := self._governor.completed(step, reports.rate, reports.retrying)):
                     self._announce(change, reports)
                 return self._complete(outcome, reports, plan, recoveries)
-            del outcome  # may be a loss on the device
+            del outcome  # frees the loss, if it is on the device
             self._recover(reports, rng, step, began)
             recoveries += 1
 
@@ -358,7 +358,7 @@ class StepRunner(Generic[Sample]):
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got 0")
         if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
-            raise ValueError("the model was sharded after its StepRunner was made: call fully_shard before")
+            raise ValueError("the model was sharded after its StepRunner was created: call fully_shard first")
         if _has_gradients(self.model):
             raise ValueError(
                 "parameters have gradients from before this step, which would be added to those of the step; "
@@ -386,7 +386,7 @@ class StepRunner(Generic[Sample]):
         return spread(plan, lengths, limit, most, padded=padded)
 
     def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
-        """Plan the next step with the fewest microbatches for this rank; None under a limit by rows."""
+        """Plan the next step with the fewest microbatches for this rank; None if it is unknown, or limited by rows."""
         limit = self.limit
         if upcoming is None or not limit.by_length:
             return None
@@ -394,7 +394,7 @@ class StepRunner(Generic[Sample]):
         return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
     def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
-        """Keep the plan of the next step, split into `microbatches`. 0 means that a rank has none: keep no plan."""
+        """Keep the plan of the next step, split into `microbatches`; 0 if a rank has not planned it, which drops it."""
         if upcoming is not None and microbatches:
             limit, lengths, plan = upcoming
             self._next_plan = _NextPlan(

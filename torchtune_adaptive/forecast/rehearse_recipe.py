@@ -166,7 +166,7 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
             "use_maximum_batch_size": request.batch_size is None and not by_tokens,
             "adaptive": {
                 **adaptive,
-                # whether a given size fits is known at the first out-of-memory error; `lengths` counts all of them
+                # end at the first out-of-memory error of a given size; with `lengths`, recover and count them
                 **({"recover_from_oom": False} if request.batch_size and not request.lengths else {}),
                 "memory_limit": None,
                 "sequence_length": None,

@@ -61,7 +61,8 @@ class PlanSettings:
     steps: int | None = option(COUNT | NULL, None)
     """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
     format: str = option(one_of("table", "json"), "table")
-    """output format. `json` has a row for each setting, like that of `tune-adaptive rehearse`, with every figure"""
+    """output format. `json`: a list with an object for each setting, as `tune-adaptive rehearse` compares GPUs, with
+    more keys"""
     advise: bool | None = option(keys.BOOL | NULL, None)
     """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
 
@@ -119,7 +120,7 @@ class PlanRequest:
     config_name: str
     overrides: Sequence[str] = ()
     changes: Overrides = ()
-    """Those that distinguish an alternative from the request."""
+    """The overrides that this request adds to the command line, if it is an alternative."""
 
     @property
     def ranks(self) -> int:

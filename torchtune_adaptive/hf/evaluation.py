@@ -86,7 +86,7 @@ class Evaluator:
             self._limit, self._runner = self._runner.state_dict(), None
 
     def predict(self, model: nn.Module, inputs: Any, prediction_step: Callable[[Any], tuple[Any, Any, Any]]) -> Any:
-        """Collective: the prediction for a batch; after an out-of-memory error on any rank, from pieces of it."""
+        """Collective: return the prediction for a batch. If any rank runs out of memory, predict it in pieces."""
         batch: CollatedBatch | None = inputs.pop(SAMPLES_KEY, None) if isinstance(inputs, MutableMapping) else None
         self._is_preprocessed = False
         generates = getattr(self.trainer.args, "predict_with_generate", False) and not is_whole(model)
@@ -147,7 +147,7 @@ class Evaluator:
         is_piece = len(rows) < len(self._samples)
         inputs = self._rows(rows) if is_piece else copy(self._inputs)
         targets = targets_of(inputs, len(rows)) if is_piece else (0, 0)
-        counts = hasattr(self.trainer, "_metrics")  # TRL's trainers, which gather them
+        counts = hasattr(self.trainer, "_metrics")  # of TRL's trainers, which gather metrics in every pass
         alone = only_fsdp_communicates(self.trainer, self._model) if counts else nullcontext()
         with alone, replaced(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
             loss, logits, labels = self._prediction_step(inputs)
@@ -191,7 +191,7 @@ class Evaluator:
         return send_to_device(whole, self.trainer.args.device)
 
     def _loss(self, pieces: Sequence[Piece]) -> Any:
-        """Collective: the loss of the batch from the losses of its pieces."""
+        """Collective: compute the loss of the batch from the losses of its pieces."""
         if pieces[0].loss is None:
             return None
         reduction = self._reduction = self._reduction or self._learn_reduction()
@@ -201,7 +201,10 @@ class Evaluator:
         return sum(piece.loss * weight for piece, weight in zip(pieces, weights, strict=True) if weight)
 
     def _learn_reduction(self) -> Reduction:
-        """Collective: compare the loss of two rows, with different numbers of labels, with the loss of each."""
+        """Collective: compare the loss of two rows in one batch with their separate losses.
+
+        The rows have different numbers of labels, if possible.
+        """
         targets = [targets_of(self._rows([row]), 1) for row in range(len(self._samples))]
         second = max(range(len(targets)), key=targets.__getitem__)
         first = min(set(range(len(targets))) - {second}, key=lambda row: (not targets[row][1], targets[row]))

@@ -229,10 +229,10 @@ class OptimizerSteps:
         self._reduction = reduction
         shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
         self._counted = int(shifts.get(reduction, next_tokens))
-        """Index of the count in `targets` that matches the reduction: 0 for all labels, 1 without first positions."""
+        """Index into `targets`: 0 if the loss counts all labels, 1 if it shifts them and drops the first of a row."""
         self._scale = max(abs(each.both) for each in on_ranks)
-        """The loss before the first step. Later errors are relative to at least this: the loss may approach 0, where
-        rounding is a large share of it."""
+        """The largest loss before the first step. Errors of later checks are divided by the current loss, or by this
+        one if it is larger: relative to a loss near 0, rounding alone would be a large error."""
 
     def _check_losses(self) -> None:
         """Collective: raise an error if losses no longer add up as before the first step."""
@@ -365,7 +365,7 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
             stack.enter_context(replaced(trainer, _prepare_inputs=lambda inputs: inputs))
         if world_size() > 1:
             local: dict[str, Any] = {"gather": _repeated, "gather_for_metrics": _repeated}
-            local["reduce"] = lambda value, *_, **__: value  # sums that TRL divides by each other
+            local["reduce"] = lambda value, *_, **__: value  # TRL divides one sum by another, so local sums suffice
             stack.enter_context(replaced(trainer.accelerator, **local))
         if gathers_head:
             head.unshard()

@@ -124,7 +124,10 @@ class RehearsalResult:
 
     @property
     def given_up(self) -> dict[str, Any] | None:
-        """The error after which the script took no step and ended with success. A search may raise such errors."""
+        """The out-of-memory error after which the script ended with success, but without another complete step.
+
+        None if the error belongs to a search, which causes such errors on purpose.
+        """
         return None if self.status or self.unfinished is None or self.unfinished["tried"] else self.unfinished
 
     @property

@@ -148,7 +148,7 @@ class StepRecorder:
         return []
 
     def _write_gpu(self, device: int) -> None:
-        """Write what the script finds on a GPU, and how much memory is in use outside of torch's allocator."""
+        """Write the properties of a real GPU, and the memory in use outside of torch's allocator."""
         about, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
         usable, gpu = free + torch.cuda.memory_reserved(device), (total, f"{about.major}.{about.minor}", about.name)
         share = {"usable_bytes": usable, "overhead_bytes": total - usable}
@@ -228,7 +228,7 @@ class StepRecorder:
         if self.steps == self._most_steps:
             self._write_end({}, stopped=True)
             flush()
-            os._exit(0)  # the script can neither catch this nor run its end
+            os._exit(0)  # the script cannot catch this, and runs no exit handlers
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
         """Record an error; the allocator calls this on the thread whose request failed."""
@@ -471,7 +471,7 @@ def _holder(block: dict[str, Any], owners: dict[int, str]) -> str:
         return BUFFERS
     if owner is not None:
         return owner
-    if not frames:  # a thread of autograd
+    if not frames:  # allocated by a thread of autograd, which has no Python frames
         return BACKWARD
     # The innermost frame decides: FSDP1's forward calls the module, and an optimizer may call the forward as a closure.
     by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES, STATE_DICT: _STATE_DICT}

@@ -338,7 +338,7 @@ def _reuse_or_measure(
     else:
         table = profile_table(result, stage, kind.length_suffix)
         what = "token budget"
-        found = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow"
+        found = f"up to {result.constant_tokens} tokens fit at any length; at some lengths, more are predicted to fit"
         figures = {"unit": "bytes", "after": result.limit_bytes}
     if recorded is None and dist.get_rank() == 0:
         logger.info("%s", table)

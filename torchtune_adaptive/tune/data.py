@@ -72,7 +72,7 @@ class Data:
 
     @property
     def cut_at(self) -> int | None:
-        """The length of samples that the tokenizer has cut; None if it cuts none, or if that is not seen in a pack."""
+        """The length of samples that the tokenizer has truncated; None if it truncates none, or if rows are packed."""
         if self.max_seq_len is None or self.packed:
             return None
         parts = getattr(self.dataset.dataset, "_datasets", [self.dataset.dataset])  # of a ConcatDataset
@@ -85,20 +85,20 @@ class Data:
 
 
 class CutSamples:
-    """Counts the samples of an epoch that are as long as the tokenizer allows. Those that were cut are among them."""
+    """Counts the samples of an epoch that have the tokenizer's maximum length; truncated samples are among them."""
 
     def __init__(self, data: Data, ranks_per_sample: int) -> None:
         self._data, self._ranks_per_sample = data, ranks_per_sample
         self._samples = self._longest = 0
 
     def count(self, samples: Sequence[Sample]) -> None:
-        """Counts the samples of a step on this rank."""
+        """Count the samples of a step on this rank."""
         if (cut_at := self._data.cut_at) is not None:
             self._samples += len(samples)
             self._longest += sum(max(self._data.kind.lengths_of(sample)) >= cut_at for sample in samples)
 
     def announce(self, epoch: int) -> None:
-        """Collective: logs the count of all ranks as an epoch ends, if there is any."""
+        """Collective: at the end of an epoch, log the count of all ranks, unless it is 0."""
         if (cut_at := self._data.cut_at) is None:
             return
         counts = Agreement(2).gather((self._samples, self._longest))
@@ -112,7 +112,7 @@ class CutSamples:
 
 
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
-    """Collective: samples of text, for finetuning."""
+    """Collective: build the data of finetuning, samples of text."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
@@ -120,7 +120,7 @@ def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mes
 
 
 def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
-    """Collective: pairs of answers, for preference training."""
+    """Collective: build the data of preference training, pairs of answers."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
@@ -134,13 +134,13 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
 def data_of(
     samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
-    """Collective: with a loader that reads the samples."""
+    """Collective: return the data with a loader for these samples."""
     loader, max_seq_len = build_step_loader(samples, settings, mesh), getattr(tokenizer, "max_seq_len", None)
     return Data(samples, packed, collate, loader, max_seq_len, fingerprint_of(samples, max_seq_len))
 
 
 def check_samples(samples: CheckedDataset, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:
-    """Refuses a dataset of another kind, by its first sample."""
+    """Raise ConfigError if the first sample of a dataset lacks a key."""
     if len(samples) == 0:
         return  # build_step_loader reports an empty dataset
     first = samples.read(0)
@@ -225,14 +225,17 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
             raise ConfigError(f"collate_fn {path} failed on {of}: {components.in_a_line(error)}") from error
         if rows != len(samples):
             returned = f"{count_of(rows, 'row')} for {count_of(len(samples), 'sample')}"
-            raise ConfigError(f"collate_fn {path} returned {returned}: it must return a row for each")
+            raise ConfigError(f"collate_fn {path} returned {returned}: it must return one row per sample")
         return batch
 
     return collate
 
 
 def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
-    """Collective: this data-parallel rank's loader. Ranks must have one dataset, with samples for a step of all."""
+    """Collective: return the loader of this data-parallel rank.
+
+    Raises ConfigError if the ranks' datasets have different sizes, or fewer samples than a step.
+    """
     ranks, samples = mesh["dp"].size(), len(dataset)
     first, *others = from_all_ranks(samples)
     for rank, other in enumerate(others, start=1):

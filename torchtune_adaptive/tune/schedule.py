@@ -1,7 +1,7 @@
-"""The batch size of every epoch: how it grows, how it is split into microbatches, and what the log shows of it.
+"""The batch size of every epoch: how it grows, how it is split into microbatches, and how it is logged.
 
-The recipe calls the increase function before each epoch; it returns the number of rows to add. The whole run is
-simulated before training starts, so the learning-rate schedule knows the number of steps, and mistakes show at once.
+The increase function returns the number of rows to add before an epoch. It is called for all epochs before training
+starts. So the learning-rate schedule knows the number of steps, and errors of the function appear at once.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SizedRun(NamedTuple):
     progress: Progress
     epochs: tuple[EpochSizes, ...]
     lr_factor: float
-    """Factor of the epoch in progress or, between epochs, of the last one."""
+    """Factor on the learning rate in the epoch in progress or, between epochs, in the last one."""
 
 
 def size_run(
@@ -86,9 +86,9 @@ def size_run(
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
 ) -> SizedRun:
-    """Size a run that has come to `progress` and continues on `ranks` ranks.
+    """Return the sizes of a run that continues from `progress` on `ranks` ranks.
 
-    `samples_left_per_rank` are left of the epoch in progress, and `rows_that_fit` is the result of the search.
+    `samples_left_per_rank` is for the epoch in progress. `rows_that_fit` is the result of the search.
     """
     if progress.begun is not None:
         begun = _rest_of_epoch(progress, progress.begun, rows_that_fit, samples_left_per_rank, ranks)
@@ -144,7 +144,7 @@ def size_epochs(
 def grown_sizes(settings: Settings, epoch: int, current: int, requested: int, rows_that_fit: int | None) -> EpochSizes:
     """Return steps of the requested batch size, or of the current one if the requested one exceeds a bound."""
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
-    # A batch may always shrink. If it was above the bound, it may still be above it afterwards.
+    # A smaller batch than the current one is accepted even above the bound.
     batch_size = requested if requested <= max(current, most) else current
     sizes = _sizes(settings, epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
     return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == requested else requested)

@@ -135,8 +135,8 @@ class Trainer:
     ) -> None:
         """Initialize before the batch sizes are known.
 
-        `loss_fn` marks a phase of a step for the search. `weights` is the config key that an error about NaN weights
-        names.
+        `loss_fn` is a module; when a search measures memory, a phase of the step ends at its output. `weights` is the
+        config key that an error about NaN weights names.
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
@@ -181,7 +181,7 @@ class Trainer:
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
             record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.place.ranks)
             self.optimization.use_lr_factor(sizes.lr_factor)
-            self._validate_if_due()  # a resumed run that was stopped before it
+            self._validate_if_due()  # a resumed run may have been stopped before this validation
             with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             later = self.schedule.epochs[run.progress.epochs_run + 1 :]
@@ -232,7 +232,7 @@ class Trainer:
     def _validate_if_due(self) -> bool:
         """Collective: validate if it is due, and return True if the loss is the lowest so far.
 
-        A stop comes first; the resumed run then validates before it goes on.
+        If the run is asked to stop, it does not validate. The resumed run validates before its first step.
         """
         run, validation = self.run, self.validation
         if validation is None or self._stopping or not validation.is_due(run.progress):

@@ -147,7 +147,7 @@ def test_ranks_in_different_steps_end_together():
 def shard_what_a_runner_has() -> None:
     runner = runner_of(build(ModelConfig(sharded=False)), 2)
     fully_shard(runner.model)
-    with pytest.raises(ValueError, match="was sharded after its StepRunner was made: call fully_shard before"):
+    with pytest.raises(ValueError, match="was sharded after its StepRunner was created: call fully_shard first"):
         runner.run(samples_of(dist.get_rank(), 2), step=0)
 
 

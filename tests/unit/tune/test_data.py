@@ -55,7 +55,7 @@ def failing(samples: Any, padding_idx: int, ignore_idx: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dropping", "returned 1 row for 2 samples: it must return a row for each"),
+        ("dropping", "returned 1 row for 2 samples: it must return one row per sample"),
         ("failing", "failed on 2 samples: StopIteration"),
     ],
 )
