@@ -1,4 +1,4 @@
-"""Predict the memory of a run without a GPU, weights or data, by rehearsing its recipe on a null device.
+"""Predict the memory and speed of a run without a GPU, weights or data, by rehearsing its recipe on a null device.
 
     tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
 
@@ -31,7 +31,7 @@ NOTHING_FITS = "no other setting fits, not even on 8 times the ranks: lower sequ
 
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
-    """Print the predicted peak memory; raise an AdaptiveError if the config does not fit."""
+    """Print the predicted memory and time; raise an AdaptiveError if the config does not fit."""
     started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
     if started > 1:
         raise ConfigError(

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Rehearsal:
-    """Whether this process is a rehearsal."""
+    """Marks a process as a rehearsal, and gives access to its record."""
 
     def __init__(self) -> None:
         self.on = False

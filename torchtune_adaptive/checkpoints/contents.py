@@ -121,7 +121,7 @@ def weights_are_finite(model: nn.Module) -> bool:
 
 
 def gather_optimizer_state(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> State:
-    """Collective: return the full state on rank 0; of an optimizer per parameter, by the parameter's name."""
+    """Collective: return the full state on rank 0; if each parameter has its own optimizer, one state per name."""
     if isinstance(optimizer, OptimizerInBackwardWrapper):
         return {name: _gathered(model, each, device) for name, each in optimizer.optim_map.items()}
     return _gathered(model, optimizer, device)

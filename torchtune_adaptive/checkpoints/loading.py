@@ -48,7 +48,7 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
         # When resuming, torchtune looks for an adapter in the last epoch of output_dir, and fails without an epoch.
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
         section.update(recipe_checkpoint=files.recipe_state, adapter_checkpoint=files.adapter)
-        if files.adapter is None:  # an adapter belongs to the initial weights
+        if files.adapter is None:  # otherwise the base weights are those that the config names
             section["checkpoint_files"] = list(files.weights)
     built = components.build_section("checkpointer", OmegaConf.create(section), should_load_recipe_state=from_files)
     return cast(Checkpointer, built)
@@ -91,7 +91,7 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, gr
     state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
     state.update(dict.fromkeys(TORCHTUNE_KEYS.values(), 0))
     reader, what = FileSystemReader(folder), f"checkpoint {folder}"
-    # separately: a rank that cannot read it would be missing in the collectives of the other group
+    # Read it before `fill`: a rank that cannot read it would be missing in the collectives of `fill`.
     if ADAPTIVE_KEY in _on_all_ranks(reader.read_metadata, what).state_dict_metadata:
         state[ADAPTIVE_KEY] = ""
 

@@ -26,7 +26,7 @@ GIVEN = {"seed": "seed", "total_epochs": "epochs", "max_steps_per_epoch": "max_s
 """Field -> config key."""
 
 SavedLimits: TypeAlias = Mapping[str, Any]
-"""State of the limits from StepRunner: that of training directly, those of other stages by name."""
+"""State of each stage's limit, by the stage's name."""
 
 ADAPTIVE_KEY = "adaptive"
 """Key in torchtune's recipe state for the fields that torchtune's recipes do not have."""

@@ -160,7 +160,7 @@ def ignore_out_of_memory_once_saved() -> Iterator[None]:
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Run `work`; the first rank that fails reports the error, once.
 
-    The process group still exists then. Its threads are released, because they could abort the exiting process.
+    At the end, the process group may still exist. `let_go` gives its threads time, since they could abort the exit.
     """
     try:
         try:

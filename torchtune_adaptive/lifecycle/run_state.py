@@ -129,7 +129,7 @@ class ThisRun:
     record_directory_id: tuple[int, int] | None = None
     """Another run may start under the name of a directory that was renamed; this run does not write there."""
     restarted: bool = False
-    """On rank 0: whether a launcher of some rank has started this run before, with the same command."""
+    """On rank 0: True if a launcher of any rank has started this run before, with the same command."""
     _recording: threading.Lock = field(default_factory=threading.Lock)
     """Signals are recorded by the thread that receives them, other ends by the main thread."""
 
@@ -188,14 +188,14 @@ def typed_command() -> list[str]:
             arguments = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
     interpreter, *rest = arguments
     if rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
-        return [os.path.basename(rest[0]), *rest[1:]]  # a script such as tune, which names its interpreter
+        return [os.path.basename(rest[0]), *rest[1:]]  # a script such as tune, whose first line names its interpreter
     return [os.path.basename(interpreter), *rest]
 
 
 def lock_directory(directory: Path) -> IO[bytes]:
     """Create the directory and lock it until the returned file is closed. Raises ConfigError, which names the holder.
 
-    The lock is one of fcntl, which works over NFS and is not inherited by forked children that may outlive a rank.
+    It is an fcntl lock: it works over NFS, and forked children, which may outlive a rank, do not inherit it.
     """
     until_s = time.monotonic() + (launcher_timeout_s() + EXTRA_WAIT_AFTER_RESTART_S if THIS_RUN.restarted else WAIT_S)
     path = directory / LOCK_FILE

@@ -58,7 +58,8 @@ def _receive(reader: int) -> None:
         for number in filter(HANDLED.__contains__, numbers):
             if first_at_s is None:
                 _stop_at_next_step(signal.Signals(number))
-                first_at_s = time.monotonic()  # set last: on a slow disk the second copy could arrive late
+                # Set last: recording the signal may take longer than ONE_SIGNAL_S, with the second copy waiting.
+                first_at_s = time.monotonic()
             elif time.monotonic() - first_at_s > ONE_SIGNAL_S:
                 _exit_now(signal.Signals(number))
 

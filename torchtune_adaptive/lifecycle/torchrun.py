@@ -74,8 +74,11 @@ def first_to_report() -> bool:
 
 
 def write_error_file(message: str) -> None:
-    """Write the error file from which torchrun quotes the message. Its report calls the failure with the earliest
-    timestamp the root cause; peers that torchrun ends in the same second come after this one."""
+    """Write the error file from which torchrun quotes the message.
+
+    torchrun reports the failure with the earliest timestamp as the root cause. The timestamp is one second early, so
+    that peers that torchrun ends in the same second come later.
+    """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """Compare GPUs and numbers of ranks, and search the largest value of an argument that fits.
 
 Rehearsals run in parallel. One rehearsal answers for several GPUs: the allocator makes the same requests on every GPU
-that has enough memory for them. GPUs that would have to flush its cache are rehearsed on their own.
+that has enough memory for them. A GPU on which the allocator would have to flush its cache gets its own rehearsal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Option(NamedTuple):
     price: float | None
     """Price of one GPU for an hour."""
     label: str = ""
-    """Settings that distinguish this row from others of the GPU and the ranks."""
+    """Settings that distinguish this row from others with the same GPU and number of ranks."""
 
     @property
     def time(self) -> StepTime | None:

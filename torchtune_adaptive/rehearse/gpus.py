@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """Peak rates of a GPU: dense TFLOP/s by type, then GB/s. Then shares of them and times that kernels reach."""
+    """Peak rates of a GPU: dense TFLOP/s by type, then GB/s. The last fields are what kernels reach in practice."""
 
     bf16: float
-    """And of fp16."""
+    """Also the rate of fp16."""
     fp8: float
-    """On GPUs without fp8, of int8."""
+    """On GPUs without fp8, the rate of int8."""
     tf32: float
     fp32: float
     memory: float
@@ -30,7 +30,7 @@ class Rates(NamedTuple):
     """The host's time to launch a kernel from Python."""
 
     def peak(self, kind: str) -> float:
-        """Return the FLOP/s of a kind of kernel at most."""
+        """Return the peak FLOP/s of a kind of kernel."""
         return float(getattr(self, kind)) * 1e12
 
 

@@ -84,7 +84,7 @@ def _arguments(command: Sequence[str]) -> dict[str, str]:
 def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[Option]:
     """Return the changes with which the command fits, the fastest first. Changes that the script refuses are left out.
 
-    More ranks are tried only if they may share the memory: if there is more than one already.
+    More ranks are tried only if there is more than one already: a script for one process would not shard its model.
     """
     cases = {
         " ".join(f"{name} {value}" for name, value in changed.items()): (with_changes(command, changed), card, ranks)

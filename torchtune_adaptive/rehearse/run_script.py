@@ -312,7 +312,7 @@ def _build_models_without_weights(transformers: Any) -> None:
         return model if device_map is None else _dispatch(model, device_map, max_memory)
 
     def quantized(cls: Any, name: Any, config: Any, kwargs: dict[str, Any]) -> Any:
-        """Quantize weights of zeros: what a quantizer does to a model's layers depends on their files."""
+        """Save weights of zeros, and load them with the quantizer, which needs files to replace the model's layers."""
         built = from_pretrained(cls, name, config=config, **{key: kwargs[key] for key in BUILDS if key in kwargs})
         with tempfile.TemporaryDirectory() as folder:
             built.save_pretrained(folder)

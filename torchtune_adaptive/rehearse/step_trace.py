@@ -159,8 +159,9 @@ class _Trace:
         self._groups: dict[str, list[int]] = {}
         self.ranks_per_sample = 1
         self._looked_up: Counter[tuple[int, ...]] = Counter()
-        """Tokens by the shape of their embedding; then rows by the shape of an embedding or a convolution's weight."""
+        """Tokens, by the shape of the embedding that looks them up."""
         self._rows: Counter[tuple[int, ...]] = Counter()
+        """Rows, by the shape of the weight of an embedding or a convolution."""
 
     def add(self, identity: int, name: str, parent: int, schema: str, text: dict[str, str]) -> None:
         inner = self._inner.pop(identity, [])
@@ -211,7 +212,7 @@ class _Trace:
         shapes = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if kind == "Tensor(long int)"]
         longest = max(shapes, key=math.prod, default=None)
         if longest:
-            self._looked_up[()] += math.prod(longest)  # any embedding precedes the key ()
+            self._looked_up[()] += math.prod(longest)  # used only without an embedding: () is the smallest key
             self._rows[()] += longest[0]
 
     def _know_groups(self, text: str) -> None:

@@ -1,1 +1,1 @@
-"""Reinforcement learning (PPO, GRPO): what an iteration is made of, its stages, models, checkpoints and figures."""
+"""Reinforcement learning (PPO, GRPO): rollouts, stages of an iteration, models, checkpoints and metrics."""

@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.finetuning import logits_only_for
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerScorer:
-    """Computes log-probabilities, values and scores of answers, whatever the microbatch."""
+    """Computes log-probabilities, values and scores of answers. Results do not depend on the split."""
 
     device: torch.device
     temperature: float

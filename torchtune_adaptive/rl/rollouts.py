@@ -91,7 +91,7 @@ def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Model inputs: one row per rollout, padded on the right, where causal attention never looks."""
+    """Model inputs: one row per rollout, padded on the right, which causal attention does not see."""
 
     tokens: Tensor
     before: Tensor
@@ -134,7 +134,7 @@ def counts_of(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -
 
 
 def valued_of(counts: Tensor) -> Tensor:
-    """Return a mask of the tokens that have a value: as in torchtune, one more if an answer has several tokens."""
+    """Return a mask of the tokens that have a value: as in torchtune, one more than `counts`, unless there is one."""
     more = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
     return counts | more
 

@@ -135,7 +135,7 @@ def check_same_code() -> None:
 
 
 def _code() -> dict[str, str]:
-    """Return versions of libraries, and checksums without comments of the modules that are loaded."""
+    """Return versions of libraries, and checksums of the loaded modules without their comment lines."""
     code = {name: version(name) for name in ("torch", "torchtune", "torchao")}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

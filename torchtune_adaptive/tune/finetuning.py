@@ -103,7 +103,7 @@ class ForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> Totals:
-        """Return the loss of one microbatch, which adds up exactly for any split."""
+        """Return the loss of one microbatch, a sum over target tokens, which does not depend on the split."""
         loss, _, learned_tokens = self._loss(samples)
         return Totals(loss * learned_tokens, learned_tokens)
 
@@ -177,7 +177,7 @@ def clearing_offloaded_on_error(activations: AbstractContextManager[object]) -> 
 def build_validation(
     training: StepRunner[Sample], loss_fn: nn.Module, data: Data, tokenizer: Tokenizer, settings: Settings, place: Place
 ) -> Validation | None:
-    """Collective: build the evaluation of `dataset_val` with this model; None if the config asks for none."""
+    """Collective: build the evaluation of `dataset_val`; None if the config does not request it."""
     if settings.run_val_every_n_steps is None:
         return None
     build = partial(build_data, tokenizer=tokenizer, loss_fn=loss_fn, mesh=place.mesh)

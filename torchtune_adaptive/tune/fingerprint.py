@@ -25,7 +25,7 @@ from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 logger = logging.getLogger(__name__)
 
 PLACES = 16
-"""Samples that are read, from the first to the last of the dataset."""
+"""Number of samples that are compared, evenly spaced from the first to the last of the dataset."""
 AGAIN = 8
 """Number of rereads of a sample that differs, which distinguish a changed file from a random transform."""
 
@@ -34,7 +34,7 @@ Fingerprint = Mapping[str, Any]
 
 
 def fingerprint_of(samples: CheckedDataset, max_seq_len: int | None) -> Fingerprint | None:
-    """Collective: the fingerprint, or None if samples are drawn at random. Raises on all ranks if theirs differ."""
+    """Collective: return the fingerprint; None if samples are random. Raise ConfigError if samples of ranks differ."""
     if REHEARSAL.on or not len(samples):
         return None
     places = _places(len(samples))
@@ -55,8 +55,11 @@ def fingerprint_of(samples: CheckedDataset, max_seq_len: int | None) -> Fingerpr
 
 
 def check_same_data(samples: CheckedDataset, now: Fingerprint | None, saved: Fingerprint | None) -> None:
-    """Collective: raises if the data differ from those of the checkpoint's run. `set_batch_sizes` checks the number of
-    samples. After a change of max_seq_len, samples of the same data differ, so they are not compared."""
+    """Collective: raise ConfigError if the data differ from those of the checkpoint's run.
+
+    `set_batch_sizes` checks the number of samples. After a change of max_seq_len, equal data give different samples, so
+    they are not compared.
+    """
     if now is None or saved is None or any(now[key] != saved[key] for key in ("samples", "max_seq_len")):
         return
     for place, ours, theirs in zip(_places(len(samples)), now["crc32"], saved["crc32"], strict=True):
@@ -74,11 +77,11 @@ def _places(samples: int) -> Sequence[int]:
 
 
 def _is_drawn(samples: CheckedDataset, place: int) -> bool:
-    """Collective: whether a sample changes from reading to reading on any rank."""
+    """Collective: return True if repeated reads of a sample give different values on any rank."""
     checksums = {_checksum_at(samples, place, seed) for seed in range(AGAIN)}
     drawn = any(from_all_ranks(len(checksums) > 1))
     if drawn:
-        logger.debug("sample %d differs from reading to reading: data are not compared", place)
+        logger.debug("repeated reads of sample %d differ: data are not compared", place)
     return drawn
 
 
@@ -106,7 +109,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _content(value: Any) -> Iterator[bytes]:
-    """Yields the plain values in a sample; of any other object, only the name of its type."""
+    """Yield the plain values in a sample; for any other object, the name of its type."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()

@@ -151,7 +151,7 @@ class Metrics:
             self._memory.reset_peak()
 
     def _pace(self, figures: Mapping[str, float], run: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the time left of run and epoch, judged by the steps after the first, then speed, padding and memory."""
+        """Yield the remaining time, estimated from all steps but the first; then speed, padding and memory."""
         now, self._left = time.perf_counter(), self._left - 1
         if self._first_step_ended is None:
             self._first_step_ended = now

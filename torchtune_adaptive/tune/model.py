@@ -94,7 +94,8 @@ def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.
     dtype = dtype_of(settings, device)
     model = build_on_device(META, settings.config, dtype)
     if _is_quantized(model) and not is_sharded(settings, mesh):
-        # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
+        # torchtune loads sharded NF4 weights into a model on the meta device. Without shards, the model quantizes its
+        # weights while it is built, which needs a real device.
         model = build_on_device(device, settings.config, dtype)
     adapter_params = peft.get_adapter_params(model)
     adapters = {*adapter_params}
@@ -141,7 +142,7 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
-    """Apply activation checkpointing; like in torchtune, the two switches cancel each other."""
+    """Apply activation checkpointing, to all layers or to some; as in torchtune, to none if both keys are set."""
     if settings.enable_activation_checkpointing and settings.ac_mode is None:
         policy = {modules.TransformerSelfAttentionLayer}
         training.set_activation_checkpointing(model, auto_wrap_policy=policy)
@@ -245,9 +246,9 @@ def _check_weights(model: nn.Module, weights: Weights, files: str, *, needed: Co
 
 
 def _check_quantized_alike(model: nn.Module, weights: Weights, files: str) -> None:
-    """Collective: raise a ConfigError if ranks have read different weights that each rank quantizes itself.
+    """Collective: raise a ConfigError if ranks have read different values of quantized weights.
 
-    All other weights come from rank 0. The check compares a sample of the values.
+    Each rank quantizes the values that it reads; all other weights come from rank 0. The check compares a sample.
     """
     names = () if isinstance(weights, Unfilled) else sorted(_quantized_in(model) & weights.keys())
     checksums = [checksum([_sampled(weights[name])]) for name in names]

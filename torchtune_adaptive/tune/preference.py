@@ -164,7 +164,7 @@ class Passes:
 def build_models(
     settings: Settings, place: Place, checkpoint: State, *, with_adapters: bool
 ) -> tuple[nn.Module, nn.Module]:
-    """Collective: build the policy and the reference, which with adapters are the same model."""
+    """Collective: build the policy and the reference. With adapters, both are the same model."""
     if with_adapters:
         policy = build_lora_model(settings, place, checkpoint)
         return policy, policy
@@ -184,7 +184,7 @@ def build_stages(passes: Passes, on_change: OnChange) -> Stages[Sample]:
 def build_validation_of_pairs(
     passes: Passes, stages: Stages[Sample], tokenizer: Tokenizer, mesh: Meshes
 ) -> Validation | None:
-    """Collective: build the evaluation of `dataset_val` by both stages; None if the config asks for none."""
+    """Collective: build the evaluation of `dataset_val` by both stages; None if the config does not request it."""
     settings = passes.settings
     if settings.run_val_every_n_steps is None:
         return None

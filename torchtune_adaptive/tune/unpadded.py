@@ -90,7 +90,7 @@ def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
 def allowing_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Raise the model's `max_seq_len` to the length of the row.
 
-    torchtune compares it with the row, but it limits the positions within a sample.
+    It is a limit for one sample, whose positions it bounds, but torchtune compares it with the whole row.
     """
     most: Any = getattr(model, "max_seq_len", None)
     if most is None or not isinstance(batch.get("mask"), Documents):
@@ -118,7 +118,7 @@ class PerSampleAttention:
 
 
 def support_documents(model: nn.Module) -> None:
-    """Add support for `Documents` to torchtune's attention, before it is compiled; keep replaced attention."""
+    """Add support for `Documents` to torchtune's attention, before it is compiled; skip attention that was replaced."""
     # torchtune creates one function per module, with the same code object.
     stock = _sdpa_or_flex_attention().__code__
     for module in model.modules():
@@ -195,7 +195,7 @@ _attend_each.register_autograd(_backward, setup_context=_keep)
 
 
 def _buffer_like(tensor: Tensor) -> Tensor:
-    """Return a contiguous buffer for all samples, whatever the strides of the tensor."""
+    """Return a contiguous buffer of the same shape; `empty_like` would copy the strides."""
     return tensor.new_empty(tensor.shape)
 
 
@@ -290,7 +290,7 @@ def _mixing(model: nn.Module, device: torch.device) -> str | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode for a while."""
+    """Put the model in evaluation mode, and restore the mode of each module at the end."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

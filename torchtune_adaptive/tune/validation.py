@@ -52,7 +52,7 @@ def build_validation_data(settings: Settings, training: Data, build: Callable[[S
 
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
-    """Restore all random generators at the end."""
+    """Seed the host's random generators, and restore all generators at the end."""
     rng = RngState.capture()
     with seeded(0):
         yield
@@ -101,8 +101,8 @@ class Validation:
     def run(self, step: int, samples_each: int) -> dict[str, float] | None:
         """Collective: return the loss, a mean over target tokens or pairs, and other means over pairs.
 
-        `samples_each` samples of each rank are planned, and repeated after running out of memory, together. Returns
-        None if a rank was asked to stop meanwhile.
+        Each rank runs `samples_each` samples at a time; after running out of memory, these are repeated. Returns None
+        if a rank was asked to stop meanwhile.
         """
         sums: dict[str, torch.Tensor | float] = defaultdict(float)
         shares = self._data.loader.all_samples(max(samples_each, self._rows or 0))
