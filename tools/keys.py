@@ -18,7 +18,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig, "of adaptive_plan": PlanSettings}
 INCREASE = (
     "| `batch_increase_function` | null | grow the batch: a function `(epoch, batch_size)` that returns the rows to "
-    "add, called before each epoch. Give a dotted path, or a section with a `_component_` |"
+    "add at the beginning of an epoch. Give a dotted path, or a section with a `_component_` |"
 )
 """Shown after `use_maximum_batch_size`; it is not a field of `Settings`."""
 END = "<!-- end of keys -->"

@@ -589,7 +589,7 @@ def test_number_that_can_become_no_size_is_not_reported(rehearse: Rehearse) -> N
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
-def test_generation_ends_at_its_limit_although_no_token_is_known(rehearse: Rehearse) -> None:
+def test_generation_without_known_tokens_ends_at_its_limit(rehearse: Rehearse) -> None:
     script = """
         import torch
 

@@ -311,7 +311,7 @@ class SurfaceLimit(Limit):
         return format_bytes(self.need(rows, length, tokens))
 
     def __str__(self) -> str:
-        return f"{format_bytes(self.budget_bytes)} predicted"
+        return f"{format_bytes(self.budget_bytes)} (predicted)"
 
 
 def _check_count(count: int, of: str) -> None:

@@ -59,7 +59,7 @@ class Journal:
     """Append lines to the files of the journal.
 
     No method raises: a failed write must not end the run. The first failure is logged. Later lines are still attempted,
-    because a full disk may have space again. Without a directory, as on ranks other than 0, nothing is written.
+    because a full disk may have space again. Ranks other than 0 have no directory and do not write.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -140,7 +140,7 @@ def read_timeline(directory: Path) -> Timeline:
     steps: list[Record] = []
     for line in _read(directory / STEPS_FILE):
         starts = line.get("kind") == START
-        # The file's order decides, not the clocks: a repeated step replaces its first occurrence and all later steps.
+        # Line order decides, not the times: a repeated step removes its first occurrence and the steps after it.
         while steps and steps[-1]["step"] > line["step"] - (not starts):
             steps.pop()
         if not starts:

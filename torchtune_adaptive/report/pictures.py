@@ -38,7 +38,7 @@ BETWEEN = 0.5
 
 
 def draw_run(directory: Path, timeline: Timeline) -> Path | None:
-    """Draw `adaptive_report.png`; return its path, or None if there is nothing to draw."""
+    """Draw `adaptive_report.png`; return its path, or None if it is not drawn."""
     if not timeline.steps or REHEARSAL.on:
         return None
     path = directory / REPORT_FILE
@@ -94,7 +94,7 @@ def run_title(timeline: Timeline) -> str:
     if timeline.events and timeline.events[-1].get("kind") == EXHAUSTED:
         return f"{steps}, ended out of memory in step {timeline.events[-1]['step']}"
     if not recoveries:
-        return f"{steps}, none out of memory"
+        return f"{steps}, no out-of-memory error"
     title = f"{steps}, {count_of(len(recoveries), 'out-of-memory error')} survived"
     rates = zip(*timeline.series("target_tokens", "target_tokens_per_second"), strict=True)
     seconds = {step: tokens / rate for step, tokens, rate in rates if rate > 0}

@@ -21,7 +21,7 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "", sa
 
 
 def profile_table(result: Profile, stage: str = "", length_suffix: str = "") -> str:
-    """Format the probes of a profile in order, and the error of its fit.
+    """Format the probes of a profile in order, and the fit error.
 
     `length_suffix` explains lengths that do not belong to a single sequence, for example pairs.
     """

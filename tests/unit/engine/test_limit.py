@@ -117,7 +117,7 @@ def test_limits_are_printed_in_their_units():
     surface = SurfaceLimit({"layers": Surface(0, 0, 2**10)}, budget_bytes=2**21)
     assert (RowLimit(8).size_of(8, 100), str(RowLimit(4))) == ("8", "4 rows")
     assert (TokenLimit(8192).size_of(8, 1000), str(TokenLimit(4096))) == ("8000", "4096 tokens")
-    assert (surface.size_of(2, 1024), str(surface)) == ("2.0 MiB", "2.0 MiB predicted")
+    assert (surface.size_of(2, 1024), str(surface)) == ("2.0 MiB", "2.0 MiB (predicted)")
 
 
 @given(limits)

@@ -108,7 +108,7 @@ def test_title_summarizes_the_run(tmp_path: Path) -> None:
     journal.step(40, {})
     assert run_title(read_timeline(tmp_path)) == "40 steps, 3 out-of-memory errors survived"
     started(tmp_path).step(1, {})
-    assert run_title(read_timeline(tmp_path)) == "1 step, none out of memory"
+    assert run_title(read_timeline(tmp_path)) == "1 step, no out-of-memory error"
 
 
 def test_run_ended_by_oom_has_that_title_unless_it_continued(tmp_path: Path, drawn: list[Any]) -> None:
@@ -122,7 +122,7 @@ def test_run_ended_by_oom_has_that_title_unless_it_continued(tmp_path: Path, dra
     assert marked(figure.axes[0], "X") == [(4, 1)]
     assert figure.axes[0].get_xlim()[1] == 4.5
     started(tmp_path, step=3).step(4, {})
-    assert run_title(read_timeline(tmp_path)) == "4 steps, none out of memory"
+    assert run_title(read_timeline(tmp_path)) == "4 steps, no out-of-memory error"
 
 
 def test_each_stage_has_a_panel_from_the_first_step(tmp_path: Path, drawn: list[Any]) -> None:
@@ -191,7 +191,7 @@ def test_a_limit_that_never_changed_has_no_panel(tmp_path: Path, drawn: list[Any
         journal.step(step, {"peak_bytes": GIB, "budget_bytes": GIB})
     figure = drawn_run(tmp_path, drawn)
     assert titles(figure) == [MEMORY]
-    assert figure.get_suptitle() == "4 steps, none out of memory"
+    assert figure.get_suptitle() == "4 steps, no out-of-memory error"
 
 
 def test_folder_without_a_run_is_reported(
