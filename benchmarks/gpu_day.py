@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import io
 import json
 import math
 import os
@@ -20,14 +21,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS, machine, table
-from torchtune_adaptive.atomic_files import replace_file
+from torchtune_adaptive.atomic_files import read_json, reason, replace_file
+from torchtune_adaptive.null_cuda.build import LIBRARY
 
 LIMITS_S = {
     "recovery": 180,
@@ -42,13 +45,15 @@ LIMITS_S = {
 }
 """Time limit of every part, in order of value."""
 SHOWN_LINES, SHOWN_BYTES = 30, 2**18
+ROOT = Path(__file__).parents[1]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def card() -> dict[str, Any]:
     """Describe the GPU, its driver and the libraries that torch uses."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():
         raise SystemExit("error: torch finds no GPU; to try gpu_day without one, see --help")
     try:
         cudnn = torch.backends.cudnn.version()
@@ -84,16 +89,28 @@ def _driver() -> str | None:
 def run(part: str, limit_s: float) -> dict[str, Any]:
     """Run a part; return its status, duration and rows, or the end of its output if it failed."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "w+b") as log:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        open(Path(folder) / "log", "w+b") as log,
+        _open_while_this_process_lives() as pipe,
+    ):
         rows = Path(folder) / "rows.jsonl"
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_parts", part, str(rows)]
-        variables = {**os.environ, "TMPDIR": folder}
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=variables)
+        process = subprocess.Popen(
+            command(part, rows, pipe),
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[pipe],
+            env={**os.environ, "TMPDIR": folder},
+        )
         try:
             status = "done" if process.wait(limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = f"stopped after {limit_s:.0f} s"
         except KeyboardInterrupt:
+            for number in SIGNALS:  # a second one would lose the rows
+                signal.signal(number, signal.SIG_IGN)
             status = "interrupted"
         finally:
             _end(process)
@@ -105,21 +122,59 @@ def run(part: str, limit_s: float) -> dict[str, Any]:
     return result if status == "done" and found else {**result, "output": output[-200:]}
 
 
+def command(part: str, rows: Path, pipe: int) -> list[str]:
+    """Return the command of a part."""
+    return [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_parts", part, str(rows), str(pipe)]
+
+
+@contextmanager
+def _open_while_this_process_lives() -> Iterator[int]:
+    """Yield the end of a pipe for `end_with_gpu_day`."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def end_with_gpu_day(pipe: int) -> None:
+    """Kill this part's processes when gpu_day dies; they would disturb the next measurement."""
+
+    def wait() -> None:
+        os.read(pipe, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _rows_in(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with suppress(ValueError):  # the last line may be incomplete
             yield json.loads(line)
 
 
-def save(path: Path, result: dict[str, Any]) -> str:
-    """Write a result, and return a line about it. A worse result does not replace a good one."""
+def save(path: Path, result: dict[str, Any]) -> Path:
+    """Write a result, and return where. A worse result does not replace a good one. Raises OSError."""
+    if not _replaces(result, path):
+        path = path.with_suffix(".failed.json")
+    replace_file(path, (json.dumps(result, indent=2) + "\n").encode())
+    return path
+
+
+def _replaces(result: dict[str, Any], path: Path) -> bool:
+    """Return True if a result is complete, or has at least as many rows as an incomplete one at this path."""
+    if _is_complete(result):
+        return True
     try:
-        if path.exists() and result["status"] != "done" and json.loads(path.read_bytes()).get("rows"):
-            path = path.with_suffix(".failed.json")
-        replace_file(path, (json.dumps(result, indent=2) + "\n").encode())
-    except (OSError, ValueError) as error:
-        return f"not saved, because {path} cannot be written ({error}): {json.dumps(result)}"
-    return f"saved to {path}"
+        before = read_json(path)
+        return before is None or (not _is_complete(before) and len(result["rows"]) >= len(before["rows"]))
+    except (ValueError, LookupError, TypeError, AttributeError):  # not a result, or another version's
+        return False
+
+
+def _is_complete(result: dict[str, Any]) -> bool:
+    return result["status"] == "done" and any(row.get("outcome") != "skipped" for row in result["rows"])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -130,52 +185,87 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _factor(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("allowed is a number above 0")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def _say(text: str) -> None:
+    """Print. A closed pipe or a full disk does not end the measurements."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def main() -> None:
     """Run the parts and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = list(LIMITS_S)
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, metavar="PART", help=", ".join(parts))
+    parser.add_argument("--only", nargs="+", action="extend", choices=parts, metavar="PART", help=", ".join(parts))
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results are saved")
-    parser.add_argument("--patience", type=_factor, default=1.0, help="factor on the time limits")
+    parser.add_argument("--patience", type=_factor, default=1.0, metavar="FACTOR", help="factor on the time limits")
     options = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # parts print characters that the locale may not have
     about = {**machine(), **card()}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # ends the running part, too
-    if about["gpu"].startswith("null device") and options.into.resolve() == RESULTS.resolve():
-        raise SystemExit("error: results of a null device mean nothing: pass --into with another folder")
-    try:
-        options.into.mkdir(parents=True, exist_ok=True)
-        replace_file(options.into / ".writable", bytes(4096))
-        (options.into / ".writable").unlink()
-        fcntl.flock(os.open(options.into, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-    except BlockingIOError as error:
-        raise SystemExit(f"error: another gpu_day saves to {options.into}: wait, or pass another --into") from error
-    except OSError as error:
-        raise SystemExit(f"error: {options.into} cannot be written ({error.strerror}): pass another --into") from error
-    print(json.dumps(about), flush=True)
-    summary = []
-    for part in dict.fromkeys(options.only):
-        result = run(part, options.patience * LIMITS_S[part])
-        saved = save(options.into / f"gpu_{part}.json", {"machine": about, **result})
-        print(f"\n{part}: {result['status']}, {result['seconds']} s, {saved}", flush=True)
-        if result["rows"]:
-            print(table(_aligned(result["rows"])), flush=True)
-        for line in result.get("output", [])[-SHOWN_LINES:]:
-            print("  |", line, flush=True)
-        if about["gpu"].startswith("null device"):
-            print("a null device computes nothing: times and losses mean nothing")
-        summary.append({name: result[name] for name in ("part", "status", "seconds")})
-        if result["status"] == "interrupted":
-            break
-    print(f"\n{table(summary)}")
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)  # ends the running part, too
+    on_null = LIBRARY in os.environ.get("LD_PRELOAD", "")
+    with _locked(options.into, on_null=on_null):
+        summary = measure(options.only or parts, options.into, options.patience, about, on_null=on_null)
     if any(each["status"] != "done" for each in summary):
         raise SystemExit(1)
+
+
+@contextmanager
+def _locked(into: Path, *, on_null: bool) -> Iterator[None]:
+    """Lock the folder of results, or exit with an error if that is impossible."""
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        if on_null and into.samefile(RESULTS):
+            raise SystemExit("error: results of a null device mean nothing: pass --into with another folder")
+        replace_file(into / ".writable", bytes(4096))
+        (into / ".writable").unlink()
+        # not the folder, which replace_file locks
+        lock = os.open(into / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise SystemExit(f"error: another gpu_day saves to {into}: wait, or pass another --into") from error
+    except OSError as error:
+        raise SystemExit(f"error: {into} cannot be written ({error.strerror}): pass another --into") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def measure(
+    parts: Sequence[str], into: Path, patience: float, about: dict[str, Any], *, on_null: bool
+) -> list[dict[str, Any]]:
+    """Run parts, save their results and print their tables; return a row for each."""
+    _say(json.dumps(about))
+    summary = []
+    for part in dict.fromkeys(parts):
+        result = run(part, patience * LIMITS_S[part])
+        status, path, content = result["status"], into / f"gpu_{part}.json", {"machine": about, **result}
+        try:
+            saved = f"saved to {save(path, content)}"
+        except OSError as error:
+            status += ", not saved"
+            saved = f"but {path} cannot be written ({reason(error)}): {json.dumps(content)}"
+        _say(f"\n{part}: {status}, {result['seconds']} s, {saved}")
+        if result["rows"]:
+            _say(table(_aligned(result["rows"])))
+        for line in result.get("output", [])[-SHOWN_LINES:]:
+            _say(f"  | {line}")
+        if on_null:
+            _say("a null device computes nothing: times and losses mean nothing")
+        summary.append({"part": part, "status": status, "seconds": result["seconds"]})
+        if result["status"] == "interrupted":
+            break
+    _say(f"\n{table(summary)}")
+    return summary
 
 
 def _aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -185,4 +275,7 @@ def _aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted between two parts; results of earlier parts are saved") from None

@@ -1,4 +1,4 @@
-"""Measurements of `benchmarks.gpu_day`, one part per process: python -m benchmarks.gpu_parts PART FILE
+"""Measurements of `benchmarks.gpu_day`, one part per process: python -m benchmarks.gpu_parts PART FILE [PIPE]
 
 A part yields rows, which are written to FILE at once, so that a part that is stopped has some. On a null device
 (`ON_NULL`) every part runs in full, but nothing is computed, so its times and losses mean nothing.
@@ -27,6 +27,7 @@ import torch
 
 from benchmarks import overhead, packing, trainer
 from benchmarks.clock import Moment
+from benchmarks.gpu_day import ROOT, end_with_gpu_day
 from benchmarks.results import compared
 from tests.gpu import one_card, test_search
 from tests.gpu.real_steps import (
@@ -46,7 +47,6 @@ from torchtune_adaptive import find_max_batch_size
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.oom import release
 
-ROOT = Path(__file__).parents[1]
 TUNE_ADAPTIVE = Path(sys.executable).with_name("tune-adaptive")
 TURNS = "TORCHTUNE_ADAPTIVE_TURNS"
 """A file that is locked by the process whose turn it is to use the card."""
@@ -71,7 +71,10 @@ def turn() -> Iterator[None]:
 
 
 def in_turns(cases: Sequence[tuple[Any, ...]], *, in_group: bool = False) -> Iterator[tuple[int, Any]]:
-    """Run every case, a function and its arguments, in its own process; yield position and result as they arrive."""
+    """Run every case, a function and its arguments, in its own process; yield position and result as they arrive.
+
+    If cases fail, raise the first error after the results of the others.
+    """
 
     def run(case: tuple[Any, ...]) -> Any:
         return run_on_ranks(1, *case, timeout_s=300, in_group=in_group)[0]
@@ -83,8 +86,14 @@ def in_turns(cases: Sequence[tuple[Any, ...]], *, in_group: bool = False) -> Ite
         ThreadPoolExecutor(workers) as pool,
     ):
         running = {pool.submit(run, case): position for position, case in enumerate(cases)}
+        failed: list[BaseException] = []
         for done in as_completed(running):
-            yield running[done], done.result()
+            if error := done.exception():
+                failed.append(error)
+            else:
+                yield running[done], done.result()
+        if failed:
+            raise failed[0]
 
 
 def sized(sizes: dict[str, int]) -> tuple[str, ...]:
@@ -147,8 +156,9 @@ def outputs(*command: str) -> tuple[str, str]:
         ended = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=CASE_S, check=False, env=variables
         )
-    except subprocess.TimeoutExpired:
-        return "", f"stopped after {CASE_S} s"
+    except subprocess.TimeoutExpired as stopped:  # its output is bytes, in spite of text=True
+        printed_so_far = (stopped.stdout or b"").decode(errors="replace")
+        return printed_so_far.rpartition("\n")[0], f"stopped after {CASE_S} s"
     if ended.returncode:
         print(f"{' '.join(command)} ended with status {ended.returncode}:\n{ended.stdout[-1500:]}")
         print(ended.stderr[-3000:])
@@ -172,7 +182,7 @@ def steps_of(case: str, real: tuple[str, str], rehearsed: tuple[str, str], estim
                 "rehearsed": expected[0],
                 "reserved": reserved,
                 "rehearsed reserved": expected[1],
-                "seconds": seconds[step],
+                "seconds": seconds[step] if step < len(seconds) else None,
                 "estimated": estimates[step] if step < len(estimates) else None,
             }
         )
@@ -372,7 +382,11 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main() -> None:
-    part, path = sys.argv[1:]
+    part, path, *pipe = sys.argv[1:]
+    if pipe:
+        end_with_gpu_day(int(pipe[0]))
+    if not torch.cuda.is_available():  # the tests would skip it or run on the CPU
+        raise SystemExit("error: torch finds no GPU")
     with fresh_processes(), open(path, "a", encoding="utf-8", buffering=1) as file:
         for row in PARTS[part]():
             print(json.dumps(row), file=file)

@@ -5,12 +5,13 @@ python -m tools.measured         # `make bench` runs it too
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS
+from torchtune_adaptive.atomic_files import read_json, replace_file
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
@@ -20,13 +21,31 @@ Row = Mapping[str, Any]
 
 
 def rows_of(name: str, folder: Path = RESULTS) -> list[Row]:
-    rows: list[Row] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    rows: list[Row] = _content(name, folder)["rows"]
     return rows
 
 
 def machine_of(name: str, folder: Path = RESULTS) -> Mapping[str, Any]:
-    machine: Mapping[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["machine"]
+    machine: Mapping[str, Any] = _content(name, folder)["machine"]
     return machine
+
+
+def _content(name: str, folder: Path) -> Row:
+    if (content := read_json(folder / f"{name}.json")) is None:
+        raise ValueError("it does not exist")
+    return content
+
+
+@contextmanager
+def naming(name: str, folder: Path) -> Iterator[None]:
+    """Exit with an error that names this file of results if its content cannot be used."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SystemExit(
+            f"error: {folder / name}.json is missing, damaged or of another version ({type(error).__name__}: {error}); "
+            "no page was changed. Restore or delete the file, or measure again"
+        ) from error
 
 
 def span(values: Iterable[float], digits: int = 0) -> str:
@@ -142,8 +161,9 @@ def measured_with(name: str, folder: Path) -> str:
 def table(folder: Path = RESULTS) -> str:
     shown = ["| measurement | result | torch | date |", "|---|---|---|---|"]
     for line in LINES:
-        what, result = line(rows_of(line.__name__, folder))
-        shown.append(f"| {what} | {result} | {measured_with(line.__name__, folder)} |")
+        with naming(line.__name__, folder):
+            what, result = line(rows_of(line.__name__, folder))
+            shown.append(f"| {what} | {result} | {measured_with(line.__name__, folder)} |")
     return "\n".join(shown) + "\n"
 
 
@@ -251,15 +271,17 @@ def on_a_gpu(folder: Path = RESULTS) -> str:
     """Return the table of a GPU's measurements; parts without a result are marked."""
     shown = ["| measurement | result | GPU | torch | date |", "|---|---|---|---|---|"]
     for part, what in GPU_PARTS.items():
-        path = folder / f"{part.__name__}.json"
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-        if not found["rows"] or not part(found["rows"]):
-            shown.append(f"| {what} | not measured yet | | | |")
-            continue
-        about = found["machine"]
-        result = part(found["rows"]) + ("" if found["status"] == "done" else f" ({found['status']})")
-        shown.append(f"| {what} | {result} | {about['gpu']} | {about['torch']} | {about['date']} |")
+        with naming(part.__name__, folder):
+            shown.append(_gpu_line(part, what, read_json(folder / f"{part.__name__}.json")))
     return "\n".join(shown) + "\n"
+
+
+def _gpu_line(part: Callable[[list[Row]], str], what: str, found: Row | None) -> str:
+    if found is None or not found["rows"] or not (result := part(found["rows"])):
+        return f"| {what} | not measured yet | | | |"
+    about = found["machine"]
+    result += "" if found["status"] == "done" else f" ({found['status']})"
+    return f"| {what} | {result} | {about['gpu']} | {about['torch']} | {about['date']} |"
 
 
 def begin(name: str) -> str:
@@ -298,8 +320,10 @@ def _rounded(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    for page in (README, PAGE):
-        page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
+    # PAGE first: its tables name a file that cannot be used
+    pages = {page: renewed(page.read_text(encoding="utf-8")) for page in (PAGE, README)}
+    for page, text in pages.items():
+        replace_file(page, text.encode())
 
 
 if __name__ == "__main__":

@@ -49,3 +49,17 @@ def test_table_line_follows_its_results(name: str, tmp_path: Path) -> None:
     before, after = measured.table().splitlines(), measured.table(tmp_path).splitlines()
     changed = [at for at, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
     assert changed == [2 + [line.__name__ for line in measured.LINES].index(name)]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": 3}', '{"rows": [{}]}', '{"rows": [3]}'])
+@pytest.mark.parametrize("name", ["recovery", "gpu_recovery"])
+def test_error_names_a_damaged_file(name: str, content: str, tmp_path: Path) -> None:
+    for stored in RESULTS.glob("*.json"):
+        (tmp_path / stored.name).write_bytes(stored.read_bytes())
+    (tmp_path / f"{name}.json").write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit, match=f"/{name}.json is missing, damaged or of another version"):
+        (measured.table if name == "recovery" else measured.on_a_gpu)(tmp_path)
+
+
+def test_missing_result_of_a_gpu_is_marked(tmp_path: Path) -> None:
+    assert measured.on_a_gpu(tmp_path).count("not measured yet") == len(measured.GPU_PARTS)

@@ -1,8 +1,6 @@
 """Small versions of the benchmarks run, and their results follow from the measurements."""
 
-import fcntl
 import json
-import os
 import pickle
 from dataclasses import replace
 from importlib.metadata import version
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dealing, gpu_day, packing, results, scaling
+from benchmarks import dealing, packing, results, scaling
 from benchmarks.packing import DISTRIBUTIONS, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
 from tests.searched_model import Shape, Trained
@@ -99,13 +97,3 @@ def test_every_search_result_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 < rows[0]["fits"] < searches.MOST_ROWS
     assert all(0 < row["rows"] <= row["fits"] for row in rows)
     assert rows[0]["ratio"] == 1.0
-
-
-def test_second_gpu_day_in_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_day, "card", lambda: {"gpu": "a card"})
-    monkeypatch.setattr("sys.argv", ["gpu_day", "--into", str(tmp_path)])
-    folder = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    with pytest.raises(SystemExit, match="another gpu_day saves to"):
-        gpu_day.main()
-    os.close(folder)
