@@ -1,8 +1,8 @@
-"""Runs the benchmarks that need no GPU, one after another: a table each, and JSON under benchmarks/results/.
+"""Run the benchmarks that need no GPU, one after another. Print a table for each, and save JSON to benchmarks/results/.
 
     python -m benchmarks [--only NAME ...] [--pairs 5]
 
-A benchmark is a module of this package with `run(pairs: int) -> Result`. Times want a machine that does nothing else.
+A benchmark is a module of this package with `run(pairs: int) -> Result`. Times are only valid on an idle machine.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def run(pairs: int) -> Result:
     ]
     note = (
         "step time over useful work, simulated: stayed and dealt, both without padding; deal ms: CPU time of the deal "
-        "on each rank. For 2 ranks on one machine also what the exchange of a step really takes a rank, medians: "
-        "exchange ms by wall time, where nothing runs beside it; host ms by CPU time, the deal and gloo's threads "
-        "included; sent kB: the table of sizes, and the samples that the other rank runs"
+        "on each rank. For 2 ranks on one machine, also the measured exchange of a step per rank, medians: "
+        "exchange ms: wall time, on an idle machine; host ms: CPU time, including the deal and gloo's threads; "
+        "sent kB: the table of sizes, and the samples that the other rank runs"
     )
     return Result(rows, note)
 
@@ -91,7 +91,7 @@ def time_exchange(lengths: Lengths) -> tuple[float, float, float]:
     dataset = CheckedDataset(RandomTokens(lengths, STEPS * count * ranks, seed=0))
     steps = [[dataset[(step * count + at) * ranks + rank] for at in range(count)] for step in range(STEPS)]
     dealer = Dealer(dataset.kind, cost=float)
-    # what is timed is not counted, and what is counted is not timed
+    # measure time first, then repeat the exchange and count the bytes, so that counting does not take time
     turns = [(time.perf_counter(), time.process_time()) for _ in dealer.deal(steps)]
     took = [
         1e3 * statistics.median(later - earlier for earlier, later in pairwise(clock[READ_AHEAD:-READ_AHEAD]))

@@ -4,7 +4,7 @@
 
 Each part runs in its own processes, with a time limit. Its result is saved to gpu_PART.json at once, with card, driver
 and versions, whether it succeeds or fails. A part that is stopped keeps the rows that it has. On a null device all
-parts run, but times and losses mean nothing:
+parts run, but times and losses are meaningless:
 
     python -m torchtune_adaptive.null_cuda --memory 80GB -- python -m benchmarks.gpu_day --into /tmp/null
 """
@@ -224,7 +224,7 @@ def _locked(into: Path, *, on_null: bool) -> Iterator[None]:
     try:
         into.mkdir(parents=True, exist_ok=True)
         if on_null and into.samefile(RESULTS):
-            raise SystemExit("error: results of a null device mean nothing: pass --into with another folder")
+            raise SystemExit("error: results of a null device are meaningless: pass --into with another folder")
         replace_file(into / ".writable", bytes(4096))
         (into / ".writable").unlink()
         # not the folder, which replace_file locks
@@ -260,7 +260,7 @@ def measure(
         for line in result.get("output", [])[-SHOWN_LINES:]:
             _say(f"  | {line}")
         if on_null:
-            _say("a null device computes nothing: times and losses mean nothing")
+            _say("a null device executes no kernels: times and losses are meaningless")
         summary.append({"part": part, "status": status, "seconds": result["seconds"]})
         if result["status"] == "interrupted":
             break

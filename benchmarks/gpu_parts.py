@@ -1,7 +1,7 @@
 """Measurements of `benchmarks.gpu_day`, one part per process: python -m benchmarks.gpu_parts PART FILE [PIPE]
 
 A part yields rows, which are written to FILE at once, so that a part that is stopped has some. On a null device
-(`ON_NULL`) every part runs in full, but nothing is computed, so its times and losses mean nothing.
+(`ON_NULL`) every part runs in full, but without kernels, so its times and losses are meaningless.
 """
 
 from __future__ import annotations

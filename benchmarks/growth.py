@@ -2,10 +2,10 @@
 
     python -m benchmarks --only growth
 
-The demo's model from scratch, in one process, on two problems: its instructions; and the same with the loss on the
-instructions too, whose numbers and words nobody can foresee, so that gradients are mostly noise. The rate goes by the
-square root of the samples per step. The loss to reach is the worst of those that they end with, smoothed over 256
-samples; all are means over seeds.
+The demo's model is trained from scratch, in one process, on two problems. In the first, the loss is on the answers. In
+the second, it is also on the instructions, whose numbers and words are random, so gradients are mostly noise. The
+learning rate is proportional to the square root of the samples per step. The loss to reach is the highest final loss of
+the runs, smoothed over 256 samples. All figures are means over seeds.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ RESUMED = {
 
 def run(pairs: int) -> Result:
     note = (
-        f"{RANKS} ranks. pause: until training goes on. start, resume: until a recipe could train, from first weights "
-        "and from the checkpoint; nothing where memory did not suffice. Ours syncs to disk and checksums every byte; "
-        "stock's does neither"
+        f"{RANKS} ranks. pause: until training continues. start, resume: until a recipe could train, from initial "
+        "weights and from the checkpoint; empty if memory did not suffice. Ours syncs to disk and checksums every "
+        "byte; stock's does neither"
     )
     with tempfile.TemporaryDirectory() as folder:
         make_weights(Path(folder) / "weights" / "demo.pt")
@@ -79,7 +79,7 @@ def measure(side: str, folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def start_and_save(side: str, folder: Path, resumed: tuple[str, ...] = ()) -> tuple[float, float]:
-    """Collective: return the seconds until the recipe could train and, unless it resumes, of its pause for a save."""
+    """Collective: return the seconds until the recipe could train, and the pause for a save unless it resumes."""
     config = demo_config("full", folder, *MODEL, *resumed, "epochs=2")
     ours = side == "ours"
     with nullcontext() if ours else stock_on_cpu():

@@ -2,9 +2,9 @@
 
     python -m benchmarks --only learning
 
-`adaptive/demo/ppo` on one process with the sizes that two have together, whatever the number of pairs. A policy that
-learned nothing would end where it began, give or take what seeds make of it. So it fails unless the rise is more than
-three times what a seed varies by, at the beginning or at the end, and no seed ends below where any began.
+`adaptive/demo/ppo` runs in one process, with the batch sizes of two ranks together. `--pairs` has no effect. The run
+fails unless the rise is more than three times the standard deviation over seeds, at the beginning and at the end, and
+the lowest final reward is above the highest initial one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Compare the step time of our recipes with the stock recipes, at the same batch, alternating in one process group.
+"""Compare the step time of this package's recipes with stock, at the same batch, alternating in one process group.
 
-Goal 1.00, bound 1.01 in the median of CPU seconds. Both recipes train the same model on the same samples; an epoch of
-one, an epoch of the other, in turns. A pair is the ratio of two neighbouring epochs: of their CPU seconds from the
-first step to the last, which other work on the machine hardly changes, and of their median step times by the wall.
-Both are rank 0's. On a machine that has other work there are fewer pairs, so that it ends in any case.
+Goal 1.00, bound 1.01 in the median of CPU seconds. Both recipes train the same model on the same samples, and epochs of
+both alternate. A pair consists of two ratios of neighbouring epochs: of CPU seconds from the first step to the last,
+which other work on the machine hardly changes, and of median step times in wall time. Both are measured on rank 0. On a
+busy machine there are fewer pairs, which limits the duration.
 
-With one rank stock's LoRA recipe shards the model, over that one rank; its full recipe does not, and neither do ours.
-So LoRA is measured twice there: as our recipe is, and sharded like stock's, which compares the loops alone.
+On one rank, stock's LoRA recipe shards the model. Its full recipe does not, and neither do the adaptive recipes. So
+LoRA is measured twice on one rank: unsharded as by default, and sharded like stock, which compares only the loops.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Case:
     recipe: str
     ranks: int
     stock: str
-    """Whether stock's recipe shards the model, by FSDP."""
+    """SHARDED if stock's recipe shards the model by FSDP, else WHOLE."""
     ours: str
 
     @property
@@ -63,7 +63,7 @@ class Case:
 
 
 CASE_S, LEAST_PAIRS = 80, 3
-"""After so long, no case begins another pair beyond these."""
+"""After this time, a case measures no more pairs than the minimum."""
 WHOLE, SHARDED = "whole", "sharded"
 CASES = [
     Case("full", 1, WHOLE, WHOLE),
@@ -77,8 +77,8 @@ CASES = [
 def run(pairs: int) -> Result:
     note = (
         "ratio: CPU seconds of ours over stock's; wall ratio: of median step times. stock, ours: whether the recipe "
-        "shards the model by FSDP; with one rank, which has nothing to shard, stock's does for LoRA only. Where both "
-        "do alike, the loops are compared."
+        "shards the model by FSDP; on one rank, stock shards it for LoRA only. If both shard, or both do not, only "
+        "the loops differ."
     )
     return Result([measure(case, pairs) for case in CASES], note)
 
@@ -134,13 +134,13 @@ def _goes_on(done: int, pairs: int, began: float) -> bool:
 
 @contextmanager
 def sharding_always() -> Iterator[None]:
-    """Shard the model of our recipe on one rank too, as stock's LoRA recipe does."""
+    """Make the adaptive recipe shard the model on one rank too, as stock's LoRA recipe does."""
     with mock.patch("torchtune_adaptive.tune.model.is_sharded", return_value=True):
         yield
 
 
 def _pair(stock: Any, ours: Any, stock_first: bool) -> tuple[Moment, Moment]:
-    """Run an epoch of each. The order alternates, so that a machine that slows down affects both."""
+    """Run an epoch of both recipes. The order alternates, so that a machine that slows down affects both."""
     if stock_first:
         before = _stock_epoch(stock)
         return before, time_of_our_epoch(ours)

@@ -1,10 +1,10 @@
-"""Token budgets against stock's two ways: batches of rows, and `packed: True`. One model, one memory limit, one run.
+"""Compare token budgets with stock's batches of rows and with `packed: True`: one model, one memory limit, one run.
 
-Goal: at least 3.2, 2.0 and 1.05 times the target tokens per second of stock's rows, and 1.3, 1.3 and 1.1 times that of
-its packs, in one process; on two ranks, where waiting ends too, more. Stock's rows, and its packs, are the most that
-fit, found by the search; the token budget is the profile's, once without padding and once with it. None runs out of
-memory. Epochs of the four take turns; a ratio is of two neighbouring ones. While they are timed, memory is neither
-limited nor counted, since this would slow all down. An epoch before checks that each stays within the limit.
+Goal in one process: at least 3.2, 2.0 and 1.05 times the target tokens per second of stock's rows, and 1.3, 1.3 and 1.1
+times those of its packs; on two ranks more, because ranks also wait less. Stock has the most rows or packs that fit, as
+found by the search. The token budget is that of the profile, once without padding and once with it. No case runs out
+of memory. Epochs of the four cases alternate, and a ratio compares two neighbouring epochs. Timed epochs neither limit
+nor count memory, because this would slow all cases down. An epoch before them checks that all stay within the limit.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Epoch(NamedTuple):
     target_tokens: int
     """Target tokens of all ranks."""
     steps: list[Mapping[str, Any]]
-    """What rank 0 logged; empty on the others."""
+    """The steps that rank 0 logged; empty on other ranks."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,4 +1,4 @@
-"""Search for a batch size with accelerate and Lightning, on one of our models. Needs the extra `bench`."""
+"""Search for a batch size with accelerate and Lightning, on a model of the tests. Needs the extra `bench`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Module(LightningModule):
         self.trials = 0
         self.completed = 0
         self.model = trained.model
-        self._trained = [trained]  # in a list, so that nothing of it is taken for a submodule
+        self._trained = [trained]  # in a list, so that Lightning does not find submodules in it
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(_Repeated(self._trained[0].sample), batch_size=self.batch_size)

@@ -23,9 +23,9 @@ from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
 NAME = "plans"
 RANKS, CARDS = (8, 1, 64), ("h100", "a100-40", "4090")
 NOTE = (
-    "rows of 4096 tokens and bytes of rank 0, as adaptive_plan answers; probes: rows of each, with a ! for each flush; "
+    "rows of 4096 tokens and bytes of rank 0, from adaptive_plan; probes: rows of a probe, with a ! for each flush; "
     "seconds are CPU time of the rehearsal. "
-    "imitated rows: what adaptive_plan answered before it rehearsed (2026-11-23, torch 2.13.0), where that is on record"
+    "imitated rows: the result of adaptive_plan before it used rehearsals (2026-11-23, torch 2.13.0), if recorded"
 )
 
 

@@ -1,10 +1,11 @@
 """Measure the cost of an out-of-memory error: a recovered step, compared with a restart from a checkpoint.
 
-Goal: less than 2 step times lost, wherever the memory runs out. Rank 1 of 2 fails once at a chosen point of a step; a
-pair is an undisturbed step and the disturbed one that follows it, which is run again with half the rows.
+Goal: less than 2 step times lost, at any point of a step. Rank 1 of 2 fails once at a chosen point of a step. A pair is
+an undisturbed step and the disturbed step that follows it, which is repeated with half the rows.
 
-The restart is that of our own recipe, killed after its first checkpoint and resumed through `tune run`: from the start
-of the command to the end of the first step, less that step. Steps since the checkpoint would come on top.
+For the restart, the adaptive recipe is killed after its first checkpoint and resumed through `tune run`. The cost is
+the time from the start of the command to the end of the first step, minus that step. Repeated steps since the
+checkpoint are not included.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.searched_model import Shape, Trained
 RANKS = 2
 FAILING_RANK = 1
 SHAPE = Shape(vocabulary=512, dim=256, hidden=1024, layers=4, length=128)
-"""Large enough that a garbage collection, 0.2 s whatever the model, is as small beside a step as it can be here."""
+"""Large, because a garbage collection takes 0.2 s for any model and should be short compared with a step."""
 ROWS, MICROBATCHES = 8, 3
 WARM_UP_STEPS, UNDISTURBED_STEPS = 1, 1
 
@@ -100,11 +101,11 @@ def run(pairs: int) -> Result:
     rows = [measure(point, pairs) for point in POINTS]
     rows.append(measure_restart(pairs))
     note = (
-        f"{RANKS} ranks, {MICROBATCHES} microbatches a step. lost: what the disturbed step takes above an undisturbed "
-        "one, or what a restart takes until the next step begins; in seconds, and in undisturbed steps of that model. "
-        "Steps to repeat since the last checkpoint would come on top of a restart. step after: one with the smaller "
-        "microbatches that recovery leaves, over one before. What is lost includes a garbage collection on the failing "
-        "rank, which takes as long for a large model as for this one"
+        f"{RANKS} ranks, {MICROBATCHES} microbatches a step. lost: additional time of the disturbed step compared with "
+        "an undisturbed one, or the time of a restart until the next step begins; in seconds, and in undisturbed steps "
+        "of this model. Repeated steps since the last checkpoint are not included. step after: time of a step with the "
+        "smaller microbatches after a recovery, relative to a step before it. The lost time includes a garbage "
+        "collection on the failing rank, whose duration does not depend on the size of the model"
     )
     return Result(rows, note)
 

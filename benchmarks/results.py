@@ -26,9 +26,9 @@ class Result:
     rows: Sequence[Row]
     """Rows of the JSON."""
     note: str
-    """What the figures are, and what they are not."""
+    """Explains the figures and their limits."""
     shown: Sequence[Row] | None = None
-    """The rows of the table, where they are others."""
+    """The rows of the table, if they differ from those of the JSON."""
 
     def __str__(self) -> str:
         return f"{table(self.shown or self.rows)}\n{self.note}"

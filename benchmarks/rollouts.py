@@ -1,12 +1,12 @@
-"""PPO and GRPO with a limit for each stage, against one number of rows for all of them, which is the smallest.
+"""Compare PPO and GRPO with a limit for each stage to the same with one limit, the smallest, for all stages.
 
     python -m benchmarks --only rollouts
 
-One run on two ranks, whose iterations take turns: with the limits that its searches have found, and with the smallest
-of these in every stage. That is what a search of the policy alone gives, or, where the critic is larger, what it should
-have given. The learning rate is 0, so both sides answer the same prompts with the same tokens and train on the same
-advantages. Goal: an iteration of PPO 1.3 times as fast. While iterations are timed, memory is neither limited
-nor counted, since this would slow both down.
+In one run on two ranks, two kinds of iterations alternate: with the limits that the searches have found, and with the
+smallest of these in every stage. The smallest limit is the result of a search of the policy alone, or, if the critic is
+larger, of the critic. The learning rate is 0, so both kinds generate the same tokens for the same prompts and train on
+the same advantages. Goal: an iteration of PPO 1.3 times as fast. Timed iterations neither limit nor count memory,
+because this would slow both down.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def run(pairs: int) -> Result:
     rows = [measure(shape, pairs) for shape in SHAPES]
     note = (
         f"rows: of a microbatch in generating, forward, train value (PPO), train policy; a rank has {ANSWERS} answers, "
-        f"of PPO {TRAINED} in an update. ratio: seconds of an iteration with one number for all stages over those with "
-        "one for each, by wall time and by CPU time of all ranks; of each half of an iteration by wall time"
+        f"of PPO {TRAINED} in an update. ratio: seconds of an iteration with one limit for all stages over those with "
+        "separate limits, in wall time and in CPU time of all ranks; for the halves of an iteration, in wall time"
     )
     shown = [{"figure": name, **{row["shape"]: row[name] for row in rows}} for name in rows[0] if name != "shape"]
     return Result(rows, note, shown)
@@ -158,7 +158,7 @@ class Cost(NamedTuple):
     cpu_s: float
     """CPU time of all ranks."""
     halves: Mapping[str, float]
-    """Seconds of each."""
+    """Seconds by half of the iteration."""
 
 
 def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Measure how long a checkpoint pauses training, with our recipes and stock's, synchronous and asynchronous.
 
-Goal: no longer than stock's; asynchronously, no longer than a copy of the state to the host's memory takes, which is
-measured beside them. Both recipes hold the same model and optimizer on the same ranks and save in turns. Asynchronous
-saves are over before the next begins. CPU seconds are those of the thread that trains, on rank 0.
+Goal: no longer than stock's pause; if asynchronous, no longer than a copy of the state to host memory, which is
+measured as well. Both recipes have the same model and optimizer on the same ranks and save alternately. An asynchronous
+save ends before the next save begins. CPU seconds are those of the training thread on rank 0.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
 
 
 def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = MODEL) -> tuple[list[Pauses], int]:
-    """Collective: return the pauses of each round except the first, and the bytes of one of our checkpoints."""
+    """Collective: return the pauses of each round except the first, and the bytes of one adaptive checkpoint."""
     ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *model, *case.options))
     ours.setup()
     have_optimizer_state(ours.model, ours.optimization.checkpointed)
@@ -138,7 +138,7 @@ def timed(save: Callable[[], object], group: dist.ProcessGroup) -> Pause:
 
 @contextmanager
 def remembered_saves() -> Iterator[list[Any]]:
-    """What stock's asynchronous saves leave to be waited for."""
+    """Yield a list that collects the futures of stock's asynchronous saves, to wait for them."""
     found: list[Any] = []
     save = _checkpointer.async_save
 
@@ -151,7 +151,7 @@ def remembered_saves() -> Iterator[list[Any]]:
 
 
 def have_optimizer_state(model: Any, optimizer: Any) -> None:
-    """As after a step, whose update is nothing."""
+    """Create the optimizer state by a step with zero gradients."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

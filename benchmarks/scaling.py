@@ -1,8 +1,8 @@
-"""Measure how the cost of our work grows: planning a step, agreeing at its end, counting collectives.
+"""Measure how the cost of this package grows: planning a step, agreeing at its end, counting collectives.
 
-Goal: linear or better. Each curve is fitted as a power of the size over its upper half, where what does not grow no
-longer hides what does: an exponent of 1 is linear. All times are CPU times of the rank, because 64 ranks share the
-cores of this machine and would wait for each other much longer than on separate machines.
+Goal: linear or better. A power of the size is fitted to the upper half of each curve, where constant costs matter
+least. An exponent of 1 is linear. All times are CPU times of the rank, because 64 ranks share the cores of this machine
+and would wait for each other much longer than on separate machines.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Curve:
 
     name: str
     of: str
-    """What the sizes count."""
+    """The noun that the sizes count."""
     ms: Mapping[int, float]
 
     @property
@@ -84,8 +84,8 @@ def run(pairs: int) -> Result:
     curves = [*planning(pairs), *agreement(pairs), *counting(pairs)]
     note = (
         "CPU time of a rank in one step; exponent: of the upper half of the sizes, 1 is linear. Ranks that agree are "
-        f"processes, connected by gloo, and their table has {8 * REPORT_COLUMNS} bytes for each; "
-        "modules are those of one process, whose collectives do nothing"
+        f"processes, connected by gloo, and their table has {8 * REPORT_COLUMNS} bytes per rank; "
+        "modules are those of one process, whose collectives return at once"
     )
     return Result([curve.to_json() for curve in curves], note, [curve.shown() for curve in curves])
 
@@ -112,7 +112,7 @@ def plan(lengths: Sequence[int], limit: Limit) -> None:
 
 
 def agreement(rounds: int) -> list[Curve]:
-    """Time agreements of several numbers of ranks, one process per rank, and the reading of their tables."""
+    """Time agreements of several numbers of ranks, with one process per rank, and the evaluation of the tables."""
     width = REPORT_COLUMNS
     measured = {ranks: run_on_ranks(ranks, time_agreements, rounds, width, timeout_s=120)[0] for ranks in RANKS}
     wide = run_on_ranks(FEW, time_tables, rounds, width, timeout_s=120)[0]
@@ -129,7 +129,7 @@ FEW = 4
 
 
 def time_tables(rounds: int, width: int) -> dict[int, float]:
-    """Collective: time agreements with tables as large as those of more ranks."""
+    """Collective: time agreements with the table sizes of more ranks."""
     wide = [ranks for ranks in SIMULATED_RANKS if ranks >= FEW]
     return {ranks: time_agreements(rounds, width * ranks // FEW) for ranks in wide}
 
@@ -158,7 +158,7 @@ def conclude(ranks: int) -> None:
 
 
 def counting(rounds: int) -> list[Curve]:
-    """A microbatch through so many FSDP modules, of which this process is one of two ranks."""
+    """Time the ledger in a microbatch, by number of FSDP modules, in a process that is one of two ranks."""
     with two_ranks_of_which_one_exists(), no_garbage_collection():
         costs = {modules: time_ledger(modules, rounds) for modules in MODULES}
     return [
@@ -167,7 +167,7 @@ def counting(rounds: int) -> list[Curve]:
 
 
 def time_ledger(modules: int, rounds: int) -> dict[str, float]:
-    """Milliseconds that the ledger takes in a step of one microbatch, beside what that takes itself."""
+    """Return milliseconds in a step of one microbatch: of the ledger, of FSDP itself, and of a reset."""
     model = chain(modules)
     ledger, stopwatch = CollectiveLedger(model), Stopwatch()
     ledger.issue = stopwatch.around(ledger.issue)

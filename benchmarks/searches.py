@@ -1,9 +1,9 @@
 """Compare searches for the batch size: our strategies, accelerate and Lightning, on one model and memory limit.
 
-A MemoryMeter stands in for the device. All contenders train the same model on rows of the same length, with two
-microbatches a step, and start from the same weights; who answers right is judged by brute force, which trains with 1,
-2, 3, ... rows and looks at the peak. Nothing is rounded, and no search goes beyond `MOST_ROWS`. A round is one search
-by each contender; a pair is `linear` and another one of the same round.
+A MemoryMeter simulates the device. All searches train the same model on rows of the same length, with two microbatches
+a step, and start from the same weights. The correct result comes from brute force, which trains with 1, 2, 3, ... rows
+and measures the peak. Results are not rounded, and no search exceeds `MOST_ROWS`. A round has one search of each kind.
+A pair compares `linear` with another search of the same round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchtune_adaptive import MemoryMeter, find_max_batch_size
 from torchtune_adaptive.engine.oom import forget_frames
 
 MOST_ROWS = 128
-"""Where accelerate begins by default."""
+"""The default first batch size of accelerate."""
 MiB = 2**20
 
 Search: TypeAlias = Callable[[Trained, "Device"], Found]
@@ -77,9 +77,9 @@ CONTENDERS: Mapping[str, Search] = {
 
 def run(pairs: int) -> Result:
     note = (
-        "One process: the peers do not agree over ranks on what fits. fits: the most rows by brute force; ratio: "
-        "seconds over linear's. The peers have their defaults: accelerate takes a tenth off until training runs, here "
-        "for as many steps as Lightning tries (3); Lightning takes 5 % off what its binsearch finds"
+        "One process, because the other libraries do not coordinate a search over ranks. fits: the most rows, by brute "
+        "force; ratio: seconds over linear's. The other libraries have their defaults: accelerate lowers the batch by "
+        "10 % until training succeeds, here for 3 steps, as in Lightning; Lightning subtracts 5 % after its binsearch"
     )
     return Result([row for case in CASES for row in measure(case, pairs)], note)
 

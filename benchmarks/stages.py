@@ -1,11 +1,11 @@
-"""Preference training with a limit for each stage, against one number of pairs for both, which is the smaller.
+"""Compare preference training with a limit for each stage to the same with one limit, the smaller, for both stages.
 
     python -m benchmarks --only stages
 
-One run on two ranks, whose epochs take turns: in every other one the reference's stage is held to the policy's limit.
-Both limits are found by the search in the same memory, and compared with brute force, which measures 1, 2, 3 pairs and
-so on until that no longer fits. Goals: the step at least 1.15 times as fast, each limit at least 0.97 of brute force's.
-While epochs are timed, memory is neither limited nor counted, since this would slow both down.
+In one run on two ranks, two kinds of epochs alternate: in every second one, the reference stage has the policy's limit.
+The search finds both limits in the same memory. They are compared with brute force, which measures 1, 2, 3, ... pairs
+until one does not fit. Goals: the step at least 1.15 times as fast, each limit at least 0.97 of that of brute force.
+Timed epochs neither limit nor count memory, because this would slow both down.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RANKS = 2
 EPOCH_STEPS = 2
 MEMORY_WITHIN = "torchtune_adaptive.tune.trainer.memory_within"
 FOLDERS = {POLICY: "", REFERENCE: "reference"}
-"""Where the record of each stage's search lies."""
+"""The folder with the search record of each stage."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""How the strategies of `use_maximum_batch_size` compare: what they measure, what it takes, what they answer.
+"""Compare the strategies of `use_maximum_batch_size`: their probes, their duration and their results.
 
     python -m benchmarks --only strategies
 
-The demo's config on two ranks with 64 MiB each, 256 tokens a row, answers not rounded. Brute force measures 1, 2, 3
-rows and so on until that no longer fits, so its answer is the right one. Seconds are those of the whole search, as a
-run waits for it.
+The demo's config runs on two ranks with 64 MiB per rank and 256 tokens a row, without rounding. Brute force measures 1,
+2, 3, ... rows until one does not fit, so its result is correct. Seconds are those of the whole search, during which a
+run waits.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def measure(kind: str, name: str) -> dict[str, Any]:
 
 
 def run(pairs: int) -> Result:
-    """Answers do not vary: one search of each is enough."""
+    """Run each search once, because results do not vary."""
     rows = [measure("full", name) for name in SEARCHES]
-    return Result(rows, "the demo's model on 2 ranks, 64 MiB each, 256 tokens a row, answers not rounded")
+    return Result(rows, "the demo's model on 2 ranks, 64 MiB per rank, 256 tokens a row, results not rounded")
