@@ -112,7 +112,7 @@ def test_cache_path_that_ld_preload_would_split_is_refused(folder: str, tmp_path
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a separate cache and a small build, and import torch only once, which takes the longest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(BUILDING, "_wanted", lambda *_: set())
+    monkeypatch.setattr(BUILDING, "_required", lambda *_: set())
     monkeypatch.setattr(BUILDING, "_run", run_once)
 
 

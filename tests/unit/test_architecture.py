@@ -30,7 +30,7 @@ from tests.unit.source import (
 )
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine import probes
-from torchtune_adaptive.rehearse.fake_ranks import ANSWERS
+from torchtune_adaptive.rehearse.fake_ranks import ENGINE_REPLACEMENTS
 from torchtune_adaptive.tune.samples import PAIR
 
 ROOMS_OF_TESTS = sorted(
@@ -188,9 +188,9 @@ def test_decision_modules_do_not_import_torch(name: str) -> None:
 
 def test_engine_does_not_know_about_rehearsals_which_replace_existing_functions() -> None:
     assert {name for name in MODULES if room_of(name) == "engine" and "rehearsal_flag" in arrows_from(name)} == set()
-    for module, answers in ANSWERS.items():
+    for module, members in ENGINE_REPLACEMENTS.items():
         engine = importlib.import_module(f"torchtune_adaptive.engine.{module}")
-        for name in answers:
+        for name in members:
             assert attrgetter(name)(engine) is not None
     assert probes.probing is not None
 

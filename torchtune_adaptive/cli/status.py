@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the condition of a run; return it as the exit status."""
-    condition, lines = look(options.output_dir)
+    condition, lines = condition_of(options.output_dir)
     print("\n".join(map(printable, lines)))  # another user may have written the folder
     return condition
 
 
-def look(directory: Path) -> tuple[Condition, list[str]]:
+def condition_of(directory: Path) -> tuple[Condition, list[str]]:
     """Return the condition of a run and the lines to print."""
     run = run_state.read_record(directory)
     named = directory / run.checkpoints if run else directory

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.config.keys import Settings
 
 PREFIX = "adaptive/"
-_STARTED_WITH = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTILINE)
+_RECIPE_IN_COMMENTS = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def our_configs() -> list[NamedConfig]:
     """Return the configs of this package. Their comments name their recipes."""
     root = Path(str(resources.files("torchtune_adaptive.configs")))
     return [
-        NamedConfig(started_with(path), PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
+        NamedConfig(recipe_in_comments(path), PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
         for path in sorted(root.rglob("*.yaml"))
     ]
 
@@ -125,9 +125,9 @@ def config_files() -> dict[str, Path]:
     return {config.name: config.path for config in (*our_configs(), *stock_configs())}
 
 
-def started_with(config: Path) -> str:
+def recipe_in_comments(config: Path) -> str:
     """Return the recipe that the comments of a config name, or ""."""
-    command = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
+    command = _RECIPE_IN_COMMENTS.search(config.read_text(encoding="utf-8", errors="replace"))
     return command[1] if command else ""
 
 

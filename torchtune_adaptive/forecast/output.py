@@ -13,10 +13,10 @@ from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.rehearse_recipe import Forecast
 from torchtune_adaptive.forecast.request import PlanRequest, is_lora, trains_on_pairs, trains_on_rollouts
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
-from torchtune_adaptive.rehearse.compare import Option, as_table
 from torchtune_adaptive.rehearse.result import FRAGMENTED
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rehearse.step_time import time_lines
+from torchtune_adaptive.rehearse.sweep import SweepRow, as_table
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 
 
@@ -56,13 +56,13 @@ def fastest_first(forecasts: Sequence[Forecast]) -> list[Forecast]:
     return sorted(forecasts, key=lambda each: (not each.fits, -(option_of(each).tokens_per_second or 0)))
 
 
-def option_of(forecast: Forecast) -> Option:
+def option_of(forecast: Forecast) -> SweepRow:
     """Return the forecast as a row of a table of GPUs."""
     request, found = forecast.request, forecast.rehearsal
     reserved = forecast.most["reserved_bytes"] if forecast.fits else found.run_peaks["reserved_bytes"]
     rows = f"{count_of(forecast.rows, 'row')} of " if forecast.rows else ""
     label = f"{rows}{request.length} tokens {' '.join(request.changes)}".strip()
-    return Option(request.gpu, request.ranks, found, forecast.fits, reserved, found.usable_bytes, None, label)
+    return SweepRow(request.gpu, request.ranks, found, forecast.fits, reserved, found.usable_bytes, None, label)
 
 
 def as_json(forecasts: Sequence[Forecast]) -> str:

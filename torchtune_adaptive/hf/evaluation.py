@@ -28,7 +28,7 @@ from torchtune_adaptive.hf.losses import Reduction, TwoSamples, how_losses_add_u
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, targets_of
 from torchtune_adaptive.hf.steps import (
     average_metrics,
-    memory_of,
+    enforced_memory_limit,
     only_fsdp_communicates,
     other_models,
     replaced,
@@ -132,7 +132,7 @@ class Evaluator:
                 return False
             self._while_open.callback(recovery.close)
             self._while_open.callback(self.close)
-            memory = self._while_open.enter_context(memory_of(trainer, models))
+            memory = self._while_open.enter_context(enforced_memory_limit(trainer, models))
         kind = SampleKind[int](length_of=lambda row: self._samples[row].length, stand_in=lambda row: row)
         limit = RowLimit(max(rows, trainer.args.eval_batch_size))
         self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=STAGE)

@@ -120,7 +120,7 @@ class OptimizerSteps:
             ),
         )
         while_training.callback(self.runner.close)
-        self.memory = while_training.enter_context(memory_of(trainer, models, [self.optimizer]))
+        self.memory = while_training.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
         if adaptive.use_maximum_batch_size or budget == "auto":
             found, longest = self._search()
             self.runner.use_limit(
@@ -409,7 +409,7 @@ def other_models(trainer: Any, trained: Iterable[Tensor]) -> list[nn.Module]:
     ]
 
 
-def memory_of(
+def enforced_memory_limit(
     trainer: Any, models: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer] = ()
 ) -> AbstractContextManager[MemorySource | None]:
     """Return a context that enforces `memory_limit`, and counts the memory of these models and optimizers."""

@@ -35,11 +35,11 @@ LEFT = "left"
 """The last heartbeat of a rank that exited normally."""
 
 
-class Silent(NamedTuple):
+class SilentRanks(NamedTuple):
     """Ranks without a heartbeat within the timeout."""
 
     ranks: tuple[int, ...]
-    """Silent ranks; empty if the store does not respond, which rank 0 or its launcher hosts."""
+    """SilentRanks ranks; empty if the store does not respond, which rank 0 or its launcher hosts."""
     where: str
     seconds: float
     """The timeout."""
@@ -79,7 +79,7 @@ class Heartbeat:
     def __init__(
         self,
         timeout_s: float,
-        on_silence: Callable[[Silent], None],
+        on_silence: Callable[[SilentRanks], None],
         connect: Callable[[str, float], Any] = connect_to_store,
     ) -> None:
         """Collective. `on_silence` is called in a thread and must end the process; all peers do the same."""
@@ -130,7 +130,7 @@ class Heartbeat:
                 # a whole machine may have stopped; its ranks beat at slightly different times
                 silent = [rank for rank, count in enumerate(missed) if count >= self._max_missed - 2]
                 where = ", ".join(self._locations[rank] for rank in silent)
-                self._on_silence(Silent(tuple(silent), where, self._timeout_s))
+                self._on_silence(SilentRanks(tuple(silent), where, self._timeout_s))
                 return
         if self._signs_off:
             with suppress(RuntimeError):
@@ -142,7 +142,7 @@ class Heartbeat:
             missed = missed + 1 if self._rounds == last else 0
             last = self._rounds
             if missed >= self._max_missed:
-                self._on_silence(Silent((), self._locations[0], self._timeout_s))
+                self._on_silence(SilentRanks((), self._locations[0], self._timeout_s))
                 return
 
 
@@ -169,7 +169,7 @@ def exit_on_silent_rank(timeout_s: float | None) -> Iterator[None]:
     heartbeat.stop(normally=True)
 
 
-def _exit(silent: Silent) -> None:
+def _exit(silent: SilentRanks) -> None:
     """End the process from a thread, because the main thread is blocked in a collective."""
     if first_to_report():
         write_error_file(f"error (rank {dist.get_rank()}): {silent}")

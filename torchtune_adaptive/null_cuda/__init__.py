@@ -47,13 +47,13 @@ def environment(
         raise ValueError(f"{version} is not a compute capability; an example is 9.0")
     library = build()
     return {
-        "LD_PRELOAD": _before("LD_PRELOAD", str(library)),
-        "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", str(library.parent)),
+        "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
+        "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", str(library.parent)),
         **{variable: value for variable, value in card.items() if value is not None},
     }
 
 
-def _before(variable: str, path: str) -> str:
+def _prepended(variable: str, path: str) -> str:
     rest = [each for each in os.environ.get(variable, "").split(":") if each and each != path]
     return ":".join([path, *rest])
 

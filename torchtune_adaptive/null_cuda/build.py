@@ -128,7 +128,7 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
     found = _run(sys.executable, "-c", ask).split()
     codes = ",".join(code.removeprefix("sm_") for code in found[len(_LIBRARIES) :] if re.fullmatch(r"sm_\d+", code))
     versions = {"CUDA": f"{major}0{minor}0", "CODES": codes, **dict(zip(_LIBRARIES, found, strict=False))}
-    (folder / "stubs.c").write_text(_stubs(_wanted(nm, torch_folder) - _written_out()))
+    (folder / "stubs.c").write_text(_stubs(_required(nm, torch_folder) - _implemented()))
     _run(
         *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
         *(f"-D{name}={value}" for name, value in versions.items()),
@@ -142,7 +142,7 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
     (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices by NVML
 
 
-def _wanted(nm: str, torch_folder: Path) -> set[str]:
+def _required(nm: str, torch_folder: Path) -> set[str]:
     """Return the undefined symbols of torch's libraries, and the functions that they look up by name."""
     libraries = [str(path) for path in sorted((torch_folder / "lib").glob("lib*.so*"))]
     undefined = _run(nm, "-D", "--undefined-only", *libraries).split()
@@ -155,7 +155,7 @@ def _wanted(nm: str, torch_folder: Path) -> set[str]:
     return {name for name in names if _NVIDIAS.match(name) and name.isidentifier()}
 
 
-def _written_out() -> set[str]:
+def _implemented() -> set[str]:
     text = "\n".join(path.read_text() for path in SOURCES)
     return set(re.findall(r"^(?:API [^(]*?\W|[A-Z_]+\()(\w+)[(),]", text, re.MULTILINE))
 

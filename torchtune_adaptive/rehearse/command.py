@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError, bytes_of
-from torchtune_adaptive.rehearse.compare import as_json as rows_as_json
-from torchtune_adaptive.rehearse.compare import as_table, compare, largest, range_in
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.remedies import try_remedies
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import check, rehearse
+from torchtune_adaptive.rehearse.start import check_command, rehearse
+from torchtune_adaptive.rehearse.sweep import as_json as rows_as_json
+from torchtune_adaptive.rehearse.sweep import as_table, compare, largest, range_in
 
 STEPS = 10
 GPU = "h100"
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     prices = dict(options.price)
     on_gpus = options.real or options.compare
     try:
-        check(command)
+        check_command(command)
         searched = range_in(command)
         cards = _cards(options.gpu or GPU)
     except (OSError, ValueError) as error:

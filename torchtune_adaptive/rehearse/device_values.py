@@ -26,7 +26,7 @@ from torch.optim.optimizer import _get_value
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchtune_adaptive.rehearse.fake_ranks import replace
+from torchtune_adaptive.rehearse.fake_ranks import replace_everywhere
 from torchtune_adaptive.rehearse.result import INTEGER, MASK
 
 LARGE = 2**20
@@ -146,9 +146,9 @@ class DeviceValues:
                 output_tensor.copy_(self._cpu(input_tensor).flatten().repeat(ranks).view(output_tensor.shape))
             return work
 
-        replace(reduce, all_reduce)
-        replace(gather, all_gather)
-        replace(gather_into, all_gather_into_tensor)
+        replace_everywhere(reduce, all_reduce)
+        replace_everywhere(gather, all_gather)
+        replace_everywhere(gather_into, all_gather_into_tensor)
 
     def _track_copy(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap a function that copies: record copies to the device, and return only known values from it."""

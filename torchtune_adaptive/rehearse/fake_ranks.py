@@ -42,7 +42,7 @@ def _gather(agreement: Any, row: Sequence[float]) -> list[tuple[float, ...]]:
     return [tuple(map(float, row))] * (dist.get_world_size() if dist.is_initialized() else 1)
 
 
-ANSWERS: dict[str, dict[str, Any]] = {
+ENGINE_REPLACEMENTS: dict[str, dict[str, Any]] = {
     "ranks": {"Agreement.gather": _gather, "compare_replicas": lambda _: None},
     "results": {"AttemptReports.rate": property(lambda _: 1.0)},  # without timing, a trial keeps the smaller size
     "snapshot": {"copies_on_host": lambda _: []},  # values on the device have no meaning
@@ -66,20 +66,20 @@ class FakeRanks:
     def install(self) -> None:
         """Replace torch's functions in all modules."""
         self._real_init, self._real_new_group = dist.init_process_group, dist.new_group
-        replace(dist.init_process_group, self._init_process_group)
-        replace(rendezvous, self._rendezvous)
-        replace(dist.new_group, self._new_group)
-        replace(dist.broadcast_object_list, self._broadcast_object_list)
-        replace(torch.distributed.run.run, self._run_torchrun)
-        replace(sys.modules["torch.multiprocessing.spawn"].start_processes, self._start_processes)
-        replace(launcher.elastic_launch, self._elastic_launch)
+        replace_everywhere(dist.init_process_group, self._init_process_group)
+        replace_everywhere(rendezvous, self._rendezvous)
+        replace_everywhere(dist.new_group, self._new_group)
+        replace_everywhere(dist.broadcast_object_list, self._broadcast_object_list)
+        replace_everywhere(torch.distributed.run.run, self._run_torchrun)
+        replace_everywhere(sys.modules["torch.multiprocessing.spawn"].start_processes, self._start_processes)
+        replace_everywhere(launcher.elastic_launch, self._elastic_launch)
         # with a fake backend, a mesh would not make LOCAL_RANK's device the current one
         torch.distributed.device_mesh.get_backend = lambda *_: "nccl"  # type: ignore[attr-defined]
         # a fake group cannot gather the statistics of these layers, which are a few numbers
         torch.nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
         _skip_reductions_of_ddp()
-        for name, answers in ANSWERS.items():
-            after_import(f"torchtune_adaptive.engine.{name}", partial(_set_answers, answers))
+        for name, members in ENGINE_REPLACEMENTS.items():
+            after_import(f"torchtune_adaptive.engine.{name}", partial(_replace_members, members))
 
     def _init_process_group(self, *_: Any, **__: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -150,7 +150,9 @@ def _skip_reductions_of_ddp() -> None:
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
-    replace(_verify_param_shape_across_processes, lambda *_, **__: None)  # it reads numbers of the device in C++
+    replace_everywhere(
+        _verify_param_shape_across_processes, lambda *_, **__: None
+    )  # it reads numbers of the device in C++
 
 
 def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -175,10 +177,10 @@ def _save_checkpoints_without_other_ranks() -> None:
     default_planner._validate_global_plan = lambda *_: validate([], Metadata({}))
 
 
-def _set_answers(answers: dict[str, Any], module: ModuleType) -> None:
-    for name, answer in answers.items():
+def _replace_members(members: dict[str, Any], module: ModuleType) -> None:
+    for name, member in members.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(getattr(module, owner) if owner else module, attribute, answer)
+        setattr(getattr(module, owner) if owner else module, attribute, member)
 
 
 class _AfterImport(MetaPathFinder):
@@ -209,7 +211,7 @@ def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _AfterImport(name, patch))
 
 
-def replace(function: Any, by: Any) -> None:
+def replace_everywhere(function: Any, by: Any) -> None:
     """Replace a function in every module that has imported it."""
     for module in [each for each in sys.modules.values() if each is not None]:
         for name in [name for name, value in vars(module).items() if value is function]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, checked, execute, interrupted_by_signals
+from torchtune_adaptive.rehearse.start import RankSettings, execute, interrupted_by_signals, script_environment
 from torchtune_adaptive.rehearse.step_time import seconds_text
 
 
@@ -19,7 +19,7 @@ def run_real(command: Sequence[str], steps: int) -> RehearsalResult:
     """Run a command, and return the result of the lowest rank that failed, or else of rank 0."""
     with interrupted_by_signals(), tempfile.TemporaryDirectory() as folder:
         settings = RankSettings(rank=0, ranks=None, memory=0, overhead_bytes=None, steps=steps, real=True)
-        ending = execute(folder, settings, command, checked(os.environ, keep="CUDA_VISIBLE_DEVICES"))
+        ending = execute(folder, settings, command, script_environment(os.environ, keep="CUDA_VISIBLE_DEVICES"))
         records = sorted(Path(folder).iterdir(), key=lambda path: (len(path.name), path.name))
         ranks = [path for path in records if path.name.isdecimal()] or records or [Path(folder, "0")]
         about = {"usable_bytes": 0, "overhead_bytes": 0, "ranks": len(ranks), "real": True, **ending}

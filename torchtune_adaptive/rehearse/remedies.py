@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torchtune_adaptive.rehearse.compare import Option, Rehearse, in_parallel, row_of
 from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, row_of
 
 
-class Switches(NamedTuple):
+class TrainerArguments(NamedTuple):
     """Arguments of a trainer that change the memory of a step."""
 
-    known_by: str
+    recognized_by: str
     """Pattern of an argument by which a command of this trainer is recognized."""
     batch_size: str
     accumulation: str
@@ -22,7 +22,7 @@ class Switches(NamedTuple):
 
 
 TRAINERS = (
-    Switches(
+    TrainerArguments(
         r"--(per_device_train_batch_size|gradient_accumulation_steps|output_dir)",
         "--per_device_train_batch_size", "--gradient_accumulation_steps",
         (
@@ -30,7 +30,7 @@ TRAINERS = (
             ("--optim", "adamw_bnb_8bit"),
         ),
     ),
-    Switches(
+    TrainerArguments(
         r"--(job|model|training)\.\w+",
         "--training.local_batch_size", "",
         (("--activation_checkpoint.mode", "selective"), ("--activation_checkpoint.mode", "full")),
@@ -40,10 +40,10 @@ TRAINERS = (
 MORE_RANKS = 2, 4, 8
 
 
-def changes(command: Sequence[str]) -> list[Mapping[str, str]]:
+def argument_changes(command: Sequence[str]) -> list[Mapping[str, str]]:
     """Return single changes of a trainer's arguments: smaller batches with the same samples per step, then others."""
     given = _arguments(command)
-    trainer = next((each for each in TRAINERS if any(re.match(each.known_by, name) for name in given)), None)
+    trainer = next((each for each in TRAINERS if any(re.match(each.recognized_by, name) for name in given)), None)
     if trainer is None:
         return []
     found: list[Mapping[str, str]] = []
@@ -81,14 +81,14 @@ def _arguments(command: Sequence[str]) -> dict[str, str]:
     }
 
 
-def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[Option]:
+def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[SweepRow]:
     """Return the changes with which the command fits, the fastest first. Changes that the script refuses are left out.
 
     More ranks are tried only if there is more than one already: a script for one process would not shard its model.
     """
     cases = {
         " ".join(f"{name} {value}" for name, value in changed.items()): (with_changes(command, changed), card, ranks)
-        for changed in changes(command)
+        for changed in argument_changes(command)
     }
     if ranks > 1:
         cases |= {f"--ranks {times * ranks}": (list(command), card, times * ranks) for times in MORE_RANKS}

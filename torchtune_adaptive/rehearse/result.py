@@ -123,7 +123,7 @@ class RehearsalResult:
         return self.unfinished if failed and by_memory else None
 
     @property
-    def given_up(self) -> dict[str, Any] | None:
+    def swallowed(self) -> dict[str, Any] | None:
         """The out-of-memory error after which the script ended with success, but without another complete step.
 
         None if the error belongs to a search, which causes such errors on purpose.
@@ -144,7 +144,7 @@ class RehearsalResult:
     def fits(self) -> bool:
         """True if the script ended with success, used a GPU, and a second step would fit."""
         used = any(each["reserved_bytes"] for each in self.all_peaks)
-        return self.status == 0 and self.given_up is None and used and self.next_bytes <= self.usable_bytes
+        return self.status == 0 and self.swallowed is None and used and self.next_bytes <= self.usable_bytes
 
     @property
     def next_bytes(self) -> int:
@@ -216,9 +216,9 @@ class RehearsalResult:
             memory = "; it ran out of memory before (see below)" if self.unfinished else ""
             hints = f"{by_zero}{devices}" * (not self.real) + f"{alone}{memory}{guessed}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
-        if self.given_up is not None:
+        if self.swallowed is not None:
             return (
-                f"no answer: memory ran out in step {self.given_up['step']}, and no step followed, but the script "
+                f"no answer: memory ran out in step {self.swallowed['step']}, and no step followed, but the script "
                 "ended with success: it caught the error, or the error ended a thread"
             )
         if self.next_bytes > self.usable_bytes:
@@ -273,7 +273,7 @@ class RehearsalResult:
         recorded = self.steps[self.traced["step"] - 1]["flops"]
         return estimate(self.work, card.rates, step["flops"] / recorded if recorded and step["flops"] else 1.0)
 
-    def usual_time(self, gpu: Gpu | None = None) -> StepTime | None:
+    def recorded_time(self, gpu: Gpu | None = None) -> StepTime | None:
         """Estimate the recorded step."""
         return self.step_time(self.steps[self.traced["step"] - 1], gpu) if self.traced else None
 
@@ -285,7 +285,7 @@ class RehearsalResult:
         return [{**each, "seconds": time} for each, time in zip(self.steps, seconds, strict=False)]
 
     def _time_as_dict(self) -> dict[str, Any] | None:
-        time, work = self.usual_time(), self.work
+        time, work = self.recorded_time(), self.work
         if time is None or work is None or self.gpu is None:
             return None
         return {"gpu": self.gpu.name, "step": self.traced["step"], **time.as_dict(), **work.totals(self.ranks)}
@@ -306,7 +306,7 @@ class RehearsalResult:
             known = [each["seconds"] for each in self.timed_steps if each["seconds"]]
             left_out = len(self.steps) - len(shown)
             lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
-            if (time := self.usual_time()) and self.work and self.gpu:
+            if (time := self.recorded_time()) and self.work and self.gpu:
                 lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
             if self.real and known:
                 lines += ["", f"time per step  {seconds_text(median(known))} (measured; median of {len(known)} steps)"]

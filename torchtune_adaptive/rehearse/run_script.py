@@ -36,7 +36,7 @@ from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
 from torchtune_adaptive.rehearse.fake_ranks import (
     FakeRanks,
     after_import,
-    replace,
+    replace_everywhere,
     replace_simple_launcher,
     set_rank_variables,
 )
@@ -100,7 +100,7 @@ def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) ->
         args.training_script_args = [folder, json.dumps(settings._asdict()), *script]
         start_ranks(args)
 
-    replace(start_ranks, start_recorded_ranks)
+    replace_everywhere(start_ranks, start_recorded_ranks)
     recorder = StepRecorder(Path(folder) / os.environ.get("RANK", "alone"), most_steps=settings.steps, real=True)
     _run_recorded(recorder, command)
 
@@ -260,7 +260,7 @@ def _skip_autotuning() -> None:
             callback_handler.register_start_callback(_skip_autotuning_of_inductor)
         return torch_compile(*args, **kwargs)
 
-    replace(torch_compile, compile_first_candidate)
+    replace_everywhere(torch_compile, compile_first_candidate)
 
 
 def _skip_autotuning_of_inductor(*_: object) -> None:
@@ -288,7 +288,7 @@ def run(command: Sequence[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-BUILDS = ("dtype", "torch_dtype", "attn_implementation")
+MODEL_KEYS = ("dtype", "torch_dtype", "attn_implementation")
 """Arguments of from_pretrained that have an effect without weights."""
 
 
@@ -303,7 +303,7 @@ def _build_models_without_weights(transformers: Any) -> None:
         except OSError:
             if "quantization_config" in kwargs:
                 return quantized(cls, name, config, kwargs)
-        arguments = {key: kwargs.pop(key) for key in BUILDS if kwargs.get(key) not in (None, "auto")}
+        arguments = {key: kwargs.pop(key) for key in MODEL_KEYS if kwargs.get(key) not in (None, "auto")}
         device_map, max_memory = kwargs.pop("device_map", None), kwargs.pop("max_memory", None)
         if config is None or isinstance(config, str | os.PathLike):
             config, _ = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
@@ -313,7 +313,7 @@ def _build_models_without_weights(transformers: Any) -> None:
 
     def quantized(cls: Any, name: Any, config: Any, kwargs: dict[str, Any]) -> Any:
         """Save weights of zeros, and load them with the quantizer, which needs files to replace the model's layers."""
-        built = from_pretrained(cls, name, config=config, **{key: kwargs[key] for key in BUILDS if key in kwargs})
+        built = from_pretrained(cls, name, config=config, **{key: kwargs[key] for key in MODEL_KEYS if key in kwargs})
         with tempfile.TemporaryDirectory() as folder:
             built.save_pretrained(folder)
             del built

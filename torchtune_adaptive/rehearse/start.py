@@ -67,7 +67,7 @@ def likely_ranks(command: Sequence[str], rank: int) -> int:
     return max(rank + 1, int(option[1]) if option else 1)
 
 
-def check(command: Sequence[str]) -> None:
+def check_command(command: Sequence[str]) -> None:
     """Raise a ValueError if the command is not a Python program that can be rehearsed."""
     words = without_python(command)
     if not words or (words[0] == "-m" and len(words) < 2):
@@ -169,7 +169,7 @@ def rehearse(
     share = settings.share(likely)
     device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the execution trace prints warnings when it starts and stops
-    environ = checked({**quiet, **os.environ, **device, **(variables or {})})
+    environ = script_environment({**quiet, **os.environ, **device, **(variables or {})})
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # keep the record off closed standard streams
         pass
     os.close(descriptor)
@@ -226,7 +226,7 @@ def _last_error(printed: str) -> str:
     return next((line for line in reversed(lines) if _ERROR_LINE.search(line)), "".join(lines[-1:]))
 
 
-def checked(variables: Mapping[str, str], keep: str = "") -> dict[str, str]:
+def script_environment(variables: Mapping[str, str], keep: str = "") -> dict[str, str]:
     """Return the variables without those of an earlier launch; raise CannotRehearse for another allocator."""
     settings = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables or "cudaMallocAsync" in settings:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.scheduling_delays import SchedulingDelays
-from torchtune_adaptive.lifecycle.heartbeat import Heartbeat, Silent, connect_to_store
+from torchtune_adaptive.lifecycle.heartbeat import Heartbeat, SilentRanks, connect_to_store
 
 TIMEOUT_S = 4.0
 
@@ -19,10 +19,10 @@ class Told:
     """Records what a rank learns about silent ranks, and when."""
 
     def __init__(self) -> None:
-        self.silent: list[Silent] = []
+        self.silent: list[SilentRanks] = []
         self.captured = threading.Event()
 
-    def __call__(self, silent: Silent) -> None:
+    def __call__(self, silent: SilentRanks) -> None:
         self.silent.append(silent)
         self.captured.set()
         threading.Event().wait(1)  # the time a process takes to end
@@ -52,7 +52,7 @@ class Connections(list[Connection]):
 
 
 class Heard(NamedTuple):
-    silent: Silent | None
+    silent: SilentRanks | None
     seconds: float
     late_s: float
     """Seconds for which the machine kept this rank from running."""
@@ -90,7 +90,7 @@ def test_all_other_ranks_learn_of_a_silent_rank_in_time():
 BUSY, DISCONNECTED, ENDED = 1, 2, 3
 
 
-def seem_silent() -> list[Silent]:
+def seem_silent() -> list[SilentRanks]:
     """Seem silent for longer than the timeout: a busy main thread, an error of the store, and a stopped heartbeat."""
     message, connections, rank = Told(), Connections(), dist.get_rank()
     heartbeat = Heartbeat(TIMEOUT_S, message, connections)
@@ -116,7 +116,7 @@ def test_busy_reconnected_and_finished_ranks_are_not_silent():
     assert run_on_ranks(4, seem_silent) == [[]] * 4
 
 
-def fail() -> list[Silent]:
+def fail() -> list[SilentRanks]:
     message = Told()
     heartbeat = Heartbeat(TIMEOUT_S, message)
     if dist.get_rank() == 1:

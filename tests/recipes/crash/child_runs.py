@@ -17,7 +17,7 @@ from tests.recipes.crash import kill_hook
 from tests.recipes.crash.kill_points import ORDERS, TIME, Order, Point, write_orders
 from tests.recipes.crash.variants import Variant
 from tests.recipes.running import COMMAND_MARK, end_marked, environment, load_ours
-from torchtune_adaptive.cli.status import Condition, look
+from torchtune_adaptive.cli.status import Condition, condition_of
 
 ROOT = Path(__file__).parents[3]
 IN_PROCESS_S, TUNE_RUN_S = 90, 200
@@ -72,7 +72,7 @@ def _asked(life: Life, out: Path) -> Life:
     """Return how a run ended that received a signal: it prints this itself, the status does not show it."""
     if life.ended == HUNG:
         return life
-    condition, (reason, *_) = look(out)
+    condition, (reason, *_) = condition_of(out)
     nothing_begun = reason.startswith(str(out))
     if nothing_begun or condition is Condition.CAN_CONTINUE:
         return replace(life, ended=STOPPED)

@@ -13,7 +13,7 @@ import pytest
 from tests.recipes.running import assert_only_torchruns_report_follows
 from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
 from tests.scheduling_delays import SchedulingDelays
-from torchtune_adaptive.cli.status import Condition, look
+from torchtune_adaptive.cli.status import Condition, condition_of
 from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
 
 FULL = "adaptive_full_finetune_distributed"
@@ -113,7 +113,7 @@ def test_first_error_message_is_printed_once_within_two_seconds(ranks: int, fail
 
 
 def last_time(folder: Path) -> str:
-    condition, lines = look(folder / "out")
+    condition, lines = condition_of(folder / "out")
     assert condition is Condition.CAN_CONTINUE
     return next(line for line in lines if line.startswith("last time: "))
 

@@ -10,7 +10,7 @@ import torch
 from tests.recipes import signal_runs
 from tests.recipes.running import saved_weights
 from tests.recipes.signal_runs import SignalPlan, run_with_signals
-from torchtune_adaptive.cli.status import Condition, look
+from torchtune_adaptive.cli.status import Condition, condition_of
 from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -51,7 +51,7 @@ def named_end(lines: str) -> str:
 
 def condition(folder: Path) -> Condition:
     """Return the condition that `tune-adaptive status` reports."""
-    return look(folder / "out")[0]
+    return condition_of(folder / "out")[0]
 
 
 LAST_LINE = re.compile(r"(trained(?: from step \d+)?|so far): loss [\d.]+ -> [\d.]+, checkpoints in ")

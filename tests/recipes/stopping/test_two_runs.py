@@ -9,7 +9,7 @@ import pytest
 from tests.recipes.signal_runs import run_with_signals
 from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
 from tests.unit.lifecycle.test_run_state import another_run
-from torchtune_adaptive.cli.status import Condition, look
+from torchtune_adaptive.cli.status import Condition, condition_of
 from torchtune_adaptive.report.journal import STEPS_FILE
 
 RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64")
@@ -53,7 +53,7 @@ def test_second_run_names_the_first_and_changes_no_file(elsewhere: bool, tmp_pat
         assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     ended = run_with_signals(2, "full", tmp_path / "run", *options)
     assert [each.status for each in ended] == [0, 0]
-    assert look(out)[0] is Condition.FINISHED
+    assert condition_of(out)[0] is Condition.FINISHED
 
 
 def test_error_is_the_last_line_and_kept_for_status(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_error_is_the_last_line_and_kept_for_status(tmp_path: Path) -> None:
     assert [each.status for each in ended] == [1, 1]
     message = r"error: step [2-4]: the (loss|gradient norm) is (nan|inf), in 1 consecutive step, and .* is 0;"
     assert re.match(message, ended[0].lines.splitlines()[-1])
-    condition, (why, *_) = look(tmp_path / "run" / "out")
+    condition, (why, *_) = condition_of(tmp_path / "run" / "out")
     assert condition is Condition.BROKEN
     assert "adaptive.max_skipped_steps is 0" in why
 
@@ -104,7 +104,7 @@ def test_run_whose_directory_was_renamed_does_not_write_into_that_of_the_next_ru
             assert "last" not in message
             (tmp_path / "hold_second").unlink()
             assert second.process.wait(120) == 0
-    assert look(tmp_path / "out")[0] is Condition.FINISHED
+    assert condition_of(tmp_path / "out")[0] is Condition.FINISHED
     lines = (tmp_path / "out" / STEPS_FILE).read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == sorted(set(steps))  # no step of the first run

@@ -9,17 +9,17 @@ import pytest
 
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.lifecycle import heartbeat, run_state
-from torchtune_adaptive.lifecycle.heartbeat import Silent, exit_if_blocked, exit_on_silent_rank
+from torchtune_adaptive.lifecycle.heartbeat import SilentRanks, exit_if_blocked, exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ThisRun, saved_and_next_command
 
 
 def test_message_names_ranks_their_location_and_the_processes_to_end_first() -> None:
-    assert str(Silent((3,), "pid 7 on node-b", 60)) == (
+    assert str(SilentRanks((3,), "pid 7 on node-b", 60)) == (
         "rank 3 (pid 7 on node-b) has not responded for 60 s (adaptive.silent_rank_timeout), "
         "and the other ranks cannot continue without it"
     )
-    assert str(Silent((2, 3), "x", 60)).startswith("ranks 2, 3 (x) have not responded")
-    store = str(Silent((), "pid 5 on node0", 60))
+    assert str(SilentRanks((2, 3), "x", 60)).startswith("ranks 2, 3 (x) have not responded")
+    store = str(SilentRanks((), "pid 5 on node0", 60))
     assert store.startswith("the rendezvous store, hosted by rank 0 (pid 5 on node0) or its launcher, has not")
     assert store.endswith("(their launchers may wait for it indefinitely: end those first)")
 

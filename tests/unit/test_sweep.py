@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from torchtune_adaptive.rehearse.compare import as_json, as_table, compare, largest, range_in, with_value
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.step_time import BF16, Operation, Work
+from torchtune_adaptive.rehearse.sweep import as_json, as_table, compare, largest, range_in, with_value
 
 GIB = 2**30
 CARDS = [GPUS["4090"], GPUS["a100-40"], GPUS["h100"]]

@@ -23,7 +23,7 @@ Rehearse = Callable[[Sequence[str], Gpu, int | None], RehearsalResult]
 _Key = TypeVar("_Key")
 
 
-class Option(NamedTuple):
+class SweepRow(NamedTuple):
     """A GPU, a number of ranks, and the result of their rehearsal."""
 
     gpu: Gpu
@@ -42,7 +42,7 @@ class Option(NamedTuple):
     @property
     def time(self) -> StepTime | None:
         """Return the time of a step; None if the script does not fit."""
-        return self.found.usual_time(self.gpu) if self.fits else None
+        return self.found.recorded_time(self.gpu) if self.fits else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -72,10 +72,10 @@ class Option(NamedTuple):
 def compare(
     rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None],
     prices: Mapping[str, float],
-) -> list[Option]:  # fmt: skip
+) -> list[SweepRow]:  # fmt: skip
     """Return a row for each GPU and number of ranks. Each number is rehearsed on the GPU with most memory."""
     largest = max(cards, key=lambda card: card.memory)
-    rows: dict[tuple[str, int | None], Option] = {}
+    rows: dict[tuple[str, int | None], SweepRow] = {}
     first = {(largest.name, each): (command, largest, each) for each in ranks}
     again = {}
     for (_, each), found in in_parallel(rehearse, first):
@@ -96,15 +96,16 @@ def compare(
 
 def row_of(
     found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, float], label: str = ""
-) -> Option:  # fmt: skip
+) -> SweepRow:  # fmt: skip
     """Return the row of a rehearsal on a GPU with this much usable memory."""
     reserved = found.run_peaks["reserved_bytes"]
     fits = found.fits and max(reserved, found.next_bytes) <= usable
     answered = fits or found.out_of_memory is not None or (found.fits and reserved > usable)
-    return Option(card, found.ranks, found, fits if answered else None, reserved, usable, prices.get(card.name), label)
+    verdict, price = (fits if answered else None), prices.get(card.name)
+    return SweepRow(card, found.ranks, found, verdict, reserved, usable, price, label)
 
 
-def as_table(rows: Sequence[Option]) -> str:
+def as_table(rows: Sequence[SweepRow]) -> str:
     """Return a table. The cheapest row is marked; without prices, the fastest."""
     by_cost = any(row.cost is not None for row in rows)
     best = min(
@@ -136,7 +137,7 @@ def as_table(rows: Sequence[Option]) -> str:
 _WORDS = {True: "yes", False: "no", None: "no answer"}
 
 
-def as_json(rows: Sequence[Option]) -> str:
+def as_json(rows: Sequence[SweepRow]) -> str:
     """Return the rows of the table."""
     return json.dumps([row.as_dict() for row in rows], indent=2)
 
