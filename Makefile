@@ -83,7 +83,7 @@ $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 	$(@D)/bin/python -m pip check
 	touch $@
 
-# torch's own CUDA code over a device that computes nothing; needs a CUDA build of torch and a C compiler, no GPU
+# torch's own CUDA code over a null device; needs a CUDA build of torch and a C compiler, no GPU
 test-null: $(READY)
 	$(BIN)/python -m pytest tests/null tests/rehearse tests/forecast
 

@@ -83,7 +83,7 @@ def test_null_device_with_any_name_is_kept_from_the_results(tmp_path: Path, monk
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.setattr(gpu_day, "RESULTS", tmp_path)
     monkeypatch.setenv("LD_PRELOAD", f"/somewhere/{LIBRARY}")
-    with pytest.raises(SystemExit, match="results of a null device mean nothing"):
+    with pytest.raises(SystemExit, match="results of a null device are meaningless"):
         main(monkeypatch, "--into", str(tmp_path / "link"))
     assert not parts_in(tmp_path)
 
