@@ -166,6 +166,18 @@ def test_parts_run_in_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert gpu_day.run("part", 60)["output"] == [str(gpu_day.ROOT)]
 
 
+def test_leaks_at_exit_do_not_hide_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaks = [
+        "nanobind: leaked 2 types!",
+        ' - leaked type "a"',
+        " - ... skipped remainder",
+        "See https://nanobind.example",
+    ]
+    script = f"print('an error', *{leaks}, sep=chr(10)); raise SystemExit(1)"
+    monkeypatch.setattr(gpu_day, "command", lambda *_: [*PYTHON, script])
+    assert gpu_day.run("part", 60)["output"] == ["an error"]
+
+
 def test_part_ends_when_gpu_day_is_killed(tmp_path: Path) -> None:
     part = (
         "import os, sys, time; from benchmarks.gpu_day import end_with_gpu_day;"
