@@ -65,6 +65,13 @@ def commands_of(page: Path) -> Iterator[Shown]:
             yield Shown(page, found[1].strip())
 
 
+def files_of(page: Path) -> dict[str, str]:
+    """Return the blocks whose first line is a comment with the name of a file, by that name."""
+    return dict(
+        re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    )
+
+
 COMMANDS = [shown for page in PAGES for shown in commands_of(page)]
 
 
@@ -99,6 +106,8 @@ def test_shown_run_would_start(shown: Shown, readers_folder: Path) -> None:
     options = get_args_parser().parse_args(shown.words[2:])  # torchrun's parser exits at an unknown flag
     recipe, (flag, name, *overrides) = options.training_script, options.training_script_args
     assert flag == "--config"
+    for file, text in files_of(shown.page).items():
+        Path(file).write_text(text)
     path = config_files().get(name) or Path(name)
     cfg = read_config(path, [*overrides, "output_dir=out"])
     named = RECIPES[FULL.name if recipe == "mine.py" else recipe]
@@ -142,7 +151,7 @@ def test_shown_programs_exist(shown: Shown) -> None:
         return
     scripts = [word for word in words if word.endswith(".py")]
     assert scripts
-    assert all((ROOT / script).is_file() for script in scripts)
+    assert all((ROOT / script).is_file() or script in files_of(shown.page) for script in scripts)
 
 
 def test_python_files_named_on_pages_exist() -> None:

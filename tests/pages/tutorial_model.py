@@ -1,0 +1,59 @@
+"""A tiny stand-in for the model of docs/tutorial.md: files as a download of Qwen2.5 has them, with random weights."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SIZES = {
+    "vocab_size": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 64,
+    "max_seq_len": 1024,
+    "tie_word_embeddings": True,
+}
+"""Arguments of torchtune's builder."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tiny_model(folder: Path) -> None:
+    """Write weights, config and tokenizer, and `special.json`: Qwen's special tokens with small numbers."""
+    from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
+
+    special = list(QWEN2_5_SPECIAL_TOKENS)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["what is plus count again"] * 2, trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet)
+    )
+    folder.mkdir(parents=True)
+    tokenizer.model.save(str(folder))
+    tokenizer.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    added = [{"id": tokenizer.token_to_id(name), "content": name} for name in special]
+    (folder / "special.json").write_text(json.dumps({"added_tokens": added}))
+    config = Qwen2Config(
+        vocab_size=SIZES["vocab_size"],
+        hidden_size=SIZES["embed_dim"],
+        intermediate_size=SIZES["intermediate_dim"],
+        num_hidden_layers=SIZES["num_layers"],
+        num_attention_heads=SIZES["num_heads"],
+        num_key_value_heads=SIZES["num_kv_heads"],
+        tie_word_embeddings=SIZES["tie_word_embeddings"],
+        rope_theta=1e6,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
