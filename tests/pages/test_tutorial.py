@@ -47,7 +47,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
         )
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
 
-    install, download, make_data, rehearse, train, status, generate = commands_of_the_page()
+    install, download, make_data, rehearse, train, status, report, generate = commands_of_the_page()
     assert (install[0], download[:3]) == ("pip", ["tune", "download", "Qwen/Qwen2.5-0.5B-Instruct"])
     base = tmp_path / download[download.index("--output-dir") + 1]
     write_tiny_model(base)
@@ -72,7 +72,10 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
     resumed = run(train)
     assert re.search(r"step 20: val_loss [\d.]+ \(the lowest loss so far\)", resumed), resumed
     assert "finished: step 30" in run(status)
-    assert (tmp_path / "runs/mine/adaptive_report.png").exists()
+    picture = tmp_path / "runs/mine/adaptive_report.png"
+    picture.unlink()
+    run(report)
+    assert picture.exists()
 
     run(generate)
     name = "model.layers.0.self_attn.q_proj.weight"

@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     # a training script on the engine, for any training
     "rehearse": {"null_cuda"},
     "forecast": {"rehearse", "null_cuda", "config", "lifecycle", "tune", "rl"},
-    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "forecast", "tune", "rl", "engine.search"},
+    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "forecast", "tune", "rl", "report"},
     "demo": set(),
     "hf": {"engine", "report"},
     # an independent package, apart from its location
@@ -79,8 +79,8 @@ WITHOUT_TORCH = {
     "lifecycle.signals",
 }
 TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}
-ABOUT_A_RUN = {"report.__main__", "hf.arguments", "rehearse.remedies"}
-"""A command that takes the folder of a run, and arguments of trainers with the names of keys."""
+ABOUT_A_RUN = {"hf.arguments", "rehearse.remedies"}
+"""Arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Config keys that are also names of library arguments."""
 

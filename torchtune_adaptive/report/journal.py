@@ -5,6 +5,7 @@ Both files are only appended to. A resumed run repeats the steps since its check
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -136,7 +137,10 @@ class Timeline:
 
 
 def read_timeline(directory: Path) -> Timeline:
-    """Read the journal of a directory. Never raises: unreadable lines are skipped with a warning."""
+    """Read the journal of a directory, empty if it has none. Unreadable lines are skipped with a warning.
+
+    Raises OSError if a file cannot be read.
+    """
     steps: list[Record] = []
     for line in _read(directory / STEPS_FILE):
         starts = line.get("kind") == START
@@ -161,15 +165,11 @@ def _lasts(event: Record, steps_done: int) -> bool:
 
 
 def _read(path: Path) -> Iterator[Record]:
-    try:
-        if not path.is_file() and path.exists():  # opening a FIFO would block
-            raise OSError("not a file")
-        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
-    except FileNotFoundError:
+    if not path.is_file():
+        if path.exists():  # opening a FIFO would block
+            raise OSError(errno.EINVAL, "not a file", str(path))
         return
-    except OSError as error:
-        logger.warning("%s cannot be read: %s", path, reason(error))
-        return
+    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     records = [record for line in lines if (record := _record_in(line)) is not None]
     if missing := len(lines) - len(records):
         logger.warning("%s: %d of %d lines cannot be read and are skipped", path, missing, len(lines))

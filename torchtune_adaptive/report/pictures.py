@@ -1,22 +1,21 @@
-"""The picture of a run: its limits and its memory by step. It needs matplotlib, which is optional."""
+"""The picture of one or several runs by step. It needs matplotlib, which is optional."""
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
-from itertools import accumulate
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
-from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
+from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number, read_timeline
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 logger = logging.getLogger(__name__)
@@ -24,8 +23,9 @@ logger = logging.getLogger(__name__)
 REPORT_FILE = "adaptive_report.png"
 
 # Okabe and Ito's palette, which people with color blindness can distinguish
-BLUE, GREEN, PINK, SKY, RED = "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
-INK, PALE = "#333333", "#FBE3D2"
+BLUE, GREEN, PINK, SKY, RED, ORANGE = "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#E69F00"
+INK = "#333333"
+RUN_COLOURS = (BLUE, ORANGE, INK, PINK, SKY, GREEN)
 MARKS = {
     RECOVERY: ("v", RED, "out of memory: step repeated"),
     EXHAUSTED: ("X", RED, "out of memory with one row"),
@@ -35,131 +35,148 @@ MARKS = {
 }
 BETWEEN = 0.5
 """Offset for events that happen between two steps."""
+LOSS = "loss"
+LONGEST_NAME = 50
+"""Characters of a run's path that a title shows."""
 
 
-def draw_run(directory: Path, timeline: Timeline) -> Path | None:
-    """Draw `adaptive_report.png`; return its path, or None if it is not drawn."""
-    if not timeline.steps or REHEARSAL.on:
-        return None
-    path = directory / REPORT_FILE
+class Curve(NamedTuple):
+    """A line or the marks of one kind in a panel."""
+
+    panel: str
+    label: str
+    points: Sequence[Sequence[float]]
+    """Steps and values."""
+    colour: str
+    style: Mapping[str, Any] = {}
+    is_mark: bool = False
+
+
+def draw_run(directory: Path) -> None:
+    """Draw `adaptive_report.png` at the end of a run. Never raises: a picture must not end a run."""
+    if REHEARSAL.on:
+        return
     try:
-        from matplotlib.figure import Figure
+        if (run := read_timeline(directory)).steps:
+            draw({directory: run}, directory / REPORT_FILE)
     except ImportError:
-        logger.info("%s is not drawn: pip install matplotlib", path.name)
-        return None
-    try:  # a picture must not end a run
-        figure = Figure(layout="constrained")  # without pyplot: no window and no global state
-        _draw(figure, timeline)
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=200)
-        replace_file(path, image.getvalue())
+        logger.info("%s is not drawn: pip install matplotlib", REPORT_FILE)
     except Exception as error:  # noqa: BLE001
-        logger.warning("%s is not drawn: %s", path.name, reason(error))
-        return None
-    return path
+        logger.warning("%s is not drawn: %s", REPORT_FILE, reason(error))
 
 
-def _draw(figure: Figure, timeline: Timeline) -> None:
+def draw(runs: Mapping[Path, Timeline], path: Path) -> None:
+    """Draw runs, which have at least one step each, and save the picture. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")  # without pyplot: no window and no global state
+    _draw(figure, runs)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=200)
+    replace_file(path, image.getvalue())
+
+
+def _draw(figure: Figure, runs: Mapping[Path, Timeline]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    has_memory = bool(timeline.series("peak_bytes", "budget_bytes")[0])
-    limits = {name: changes for name, changes in _limits(timeline).items() if _changes(changes) or not has_memory}
-    validated = [event for event in timeline.events if is_number(event.get("val_loss"))]
-    panels = max(1, len(limits) + has_memory + bool(validated))
-    end = max(record["step"] for record in (*timeline.steps, *timeline.events[-1:])) + BETWEEN
-    figure.set_size_inches(7.2, 1.4 + 2 * panels)
-    figure.suptitle(run_title(timeline), x=0.02, ha="left", fontsize=14)
-    grid = figure.subplots(panels, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, changes) in zip(grid, limits.items(), strict=False):
-        _draw_limit(axes, name, changes, end)
-    if validated:
-        _draw_losses(grid[len(limits)], timeline, validated)
-    if has_memory:
-        _draw_memory(grid[-1], timeline)
-    for axes in grid:
+    one = len(runs) == 1
+    largest = max(max(run.series("budget_bytes")[1], default=0) for run in runs.values())
+    unit, per = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    headings = [_heading(directory, run) for directory, run in runs.items()]
+    curves = [[curve for curve in curves_of(run, unit, per) if curve.points[0]] for run in runs.values()]
+    titles = list(dict.fromkeys(curve.panel for drawn in curves for curve in drawn)) or [LOSS]
+    figure.set_size_inches(7.2, 1.7 + 1.4 * len(titles))
+    title = headings[0] if one else f"{len(runs)} runs (dots: validation loss, dashed: memory limit)"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=12)
+    panels = dict(zip(titles, figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0], strict=True))
+    legend: dict[str, Any] = {}
+    for drawn, heading, colour in zip(curves, headings, RUN_COLOURS, strict=False):
+        for curve in drawn:
+            own = one or curve.is_mark
+            style = {"color": curve.colour if own else colour, "lw": 1.2, "label": curve.label, **curve.style}
+            (line,) = panels[curve.panel].plot(*curve.points, **style)
+            legend.setdefault(curve.label if own else heading, line)
+    for title, axes in panels.items():
+        axes.set_title(title, loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
         axes.set_axisbelow(True)
-    grid[-1].set_xlim(BETWEEN, end)
-    grid[-1].set_xlabel("step")
-    grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    named = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=2, frameon=False)
+        axes.margins(x=0)
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 4, 5, 10], integer=title != LOSS))
+        if title != LOSS:
+            axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(legend.values(), legend.keys(), loc="outside lower left", ncols=2 if one else 1, frameon=False)
 
 
-def run_title(timeline: Timeline) -> str:
-    """Return a summary such as `120 steps, 4 out-of-memory errors survived`, and the time they took."""
-    steps = count_of(timeline.steps[-1]["step"], "step")
-    recoveries = [event for event in timeline.events if event.get("kind") == RECOVERY]
-    if timeline.events and timeline.events[-1].get("kind") == EXHAUSTED:
-        return f"{steps}, ended out of memory in step {timeline.events[-1]['step']}"
+def curves_of(run: Timeline, unit: str, per: int) -> Iterator[Curve]:
+    """Yield the curves of a run, some of them empty. Memory is in `unit`, which has `per` bytes."""
+    validated = [event for event in run.events if is_number(event.get("val_loss"))]
+    validation = [event["step"] for event in validated], [event["val_loss"] for event in validated]
+    yield Curve(LOSS, "training loss", run.series("loss"), SKY)
+    yield Curve(LOSS, "validation loss", validation, INK, {"marker": "o", "ms": 4})
+    yield Curve("target tokens per second", "speed", run.series("target_tokens_per_second"), GREEN)
+    steps, *memory = run.series("peak_bytes", "budget_bytes")
+    peaks, budgets = ([count / per for count in counts] for counts in memory)
+    panel = f"peak memory of the fullest rank ({unit})"
+    yield Curve(panel, "peak memory", (steps, peaks), INK)
+    yield Curve(panel, "memory limit", (steps, budgets), RED, {"ls": "--"})
+    end = max((record["step"] for record in (*run.steps, *run.events[-1:])), default=0) + BETWEEN
+    for name, changes in _limits(run).items():
+        is_bytes = changes[0].get("unit") == "bytes"
+        panel = name.replace("bytes", f"most memory of a microbatch, predicted ({unit})")
+        at = [event["step"] + BETWEEN * (event["kind"] in (GROWTH, EPOCH)) for event in changes]
+        after, before = (
+            [event[key if is_number(event.get(key)) else "after"] / (per if is_bytes else 1) for event in changes]
+            for key in ("after", "before")
+        )
+        yield Curve(panel, "limit", ([*at, end], [*after, after[-1]]), BLUE, {"drawstyle": "steps-post", "lw": 2})
+        for kind, (marker, colour, means) in MARKS.items():
+            marked = [index for index, event in enumerate(changes) if event["kind"] == kind]
+            points = [at[index] for index in marked], [before[index] for index in marked]
+            style = {"ls": "", "marker": marker, "ms": 7, "zorder": 4, "clip_on": False}
+            yield Curve(panel, means, points, colour, style, is_mark=True)
+
+
+def _heading(directory: Path, run: Timeline) -> str:
+    """Return the name, the start and a summary of a run."""
+    name = printable(str(directory))
+    name = name if len(name) <= LONGEST_NAME else f"…{name[-LONGEST_NAME:]}"
+    times = (record.get("time") for record in (*run.events, *run.steps))
+    began = next((each for each in times if is_number(each) and 0 < each < 2**35), None)
+    date = "" if began is None else time.strftime(", %Y-%m-%d %H:%M", time.localtime(began))
+    return f"{name}{date}\n{summary(run)}".replace("$", r"\$")  # $ starts a formula
+
+
+def summary(run: Timeline) -> str:
+    """Return for example `120 steps, 4 out-of-memory errors survived`, and the time they took."""
+    steps = count_of(run.steps[-1]["step"], "step")
+    recoveries = [event for event in run.events if event.get("kind") == RECOVERY]
+    if run.events and run.events[-1].get("kind") == EXHAUSTED:
+        return f"{steps}, ended out of memory in step {run.events[-1]['step']}"
     if not recoveries:
         return f"{steps}, no out-of-memory error"
-    title = f"{steps}, {count_of(len(recoveries), 'out-of-memory error')} survived"
-    rates = zip(*timeline.series("target_tokens", "target_tokens_per_second"), strict=True)
+    text = f"{steps}, {count_of(len(recoveries), 'out-of-memory error')} survived"
+    rates = zip(*run.series("target_tokens", "target_tokens_per_second"), strict=True)
     seconds = {step: tokens / rate for step, tokens, rate in rates if rate > 0}
     if all(is_number(event.get("lost_seconds")) and event["step"] in seconds for event in recoveries):
         share = sum(event["lost_seconds"] for event in recoveries) / sum(seconds.values())
-        title += f",\n{100 * share:.1f} % of the time in failed attempts"
-    return title
+        text += f", {100 * share:.1f} % of the time in failed attempts"
+    return text
 
 
-def _limits(timeline: Timeline) -> dict[str, list[Record]]:
-    """Return the events that set a limit, by stage and unit."""
+def _limits(run: Timeline) -> dict[str, list[Record]]:
+    """Return the events that set a limit, by stage and unit, without limits that never changed."""
     found: dict[str, list[Record]] = {}
-    for event in timeline.events:
+    for event in run.events:
         before_training = event["step"] == 0 and event.get("kind") != EPOCH  # for example in a search
         sets = event.get("kind") in (EPOCH, *MARKS) and is_number(event.get("after")) and event["after"] > 0
         if sets and not before_training:
             what = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
             found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(event)
-    return found
-
-
-def _changes(limit: Sequence[Record]) -> bool:
-    """Return True if a plot would show more than a horizontal line."""
-    return len({event["after"] for event in limit}) > 1 or any(event["kind"] in MARKS for event in limit)
-
-
-def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) -> None:
-    largest = max(event["after"] for event in changes)
-    unit, per = _unit_of(largest) if changes[0].get("unit") == "bytes" else ("", 1)
-    axes.set_title(name.replace("bytes", f"most memory of a microbatch, predicted ({unit})"), loc="left", fontsize=11)
-    at = [event["step"] + BETWEEN * (event["kind"] in (GROWTH, EPOCH)) for event in changes]
-    sizes = [event["after"] / per for event in changes]
-    lasting, highest = [*sizes, sizes[-1]], list(accumulate([*sizes, sizes[-1]], max))
-    axes.step([*at, end], lasting, where="post", color=BLUE, lw=2, label="limit")
-    if lasting != highest:
-        axes.fill_between([*at, end], lasting, highest, step="post", color=PALE, lw=0, label="lowered")
-    for kind, (marker, colour, means) in MARKS.items():
-        marks = [
-            (x, (event["before"] if is_number(event.get("before")) else event["after"]) / per)
-            for x, event in zip(at, changes, strict=True)
-            if event["kind"] == kind
-        ]
-        if marks:
-            axes.plot(*zip(*marks, strict=True), marker, color=colour, ms=7, zorder=4, clip_on=False, label=means)
-    axes.set_ylim(0, 1.15 * max(highest))
-    if len(set(sizes)) <= 4:
-        axes.set_yticks(sorted(set(sizes)))
-        axes.yaxis.set_major_formatter("{x:.3g}" if unit else "{x:.0f}")
-
-
-def _draw_losses(axes: Axes, timeline: Timeline, validated: Sequence[Record]) -> None:
-    axes.set_title("loss", loc="left", fontsize=11)
-    axes.plot(*timeline.series("loss"), color=SKY, lw=1.2, label="training loss")
-    steps, losses = [event["step"] for event in validated], [event["val_loss"] for event in validated]
-    axes.plot(steps, losses, color=GREEN, lw=1.2, marker="o", ms=4, label="validation loss")
-
-
-def _draw_memory(axes: Axes, timeline: Timeline) -> None:
-    steps, peaks, budgets = timeline.series("peak_bytes", "budget_bytes")
-    unit, per = _unit_of(max(budgets))
-    axes.set_title(f"peak memory of the fullest rank ({unit})", loc="left", fontsize=11)
-    axes.plot(steps, [peak / per for peak in peaks], color=INK, lw=1.2, marker=".", ms=2, label="peak")
-    axes.step(steps, [budget / per for budget in budgets], where="mid", color=RED, lw=1.2, ls="--", label="budget")
-    axes.set_ylim(0, 1.1 * max(*peaks, *budgets) / per)
-
-
-def _unit_of(count: float) -> tuple[str, int]:
-    return ("GiB", 2**30) if count >= 2**30 else ("MiB", 2**20)
+    return {
+        name: events
+        for name, events in found.items()
+        if len({event["after"] for event in events}) > 1 or any(event["kind"] in MARKS for event in events)
+    }

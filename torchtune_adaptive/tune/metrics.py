@@ -29,7 +29,7 @@ from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.formatting import count_of, format_bytes, shown
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Event, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Event, Journal
 from torchtune_adaptive.report.pictures import draw_run
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class Metrics:
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()
-        draw_run(Path(self._settings.output_dir), read_timeline(Path(self._settings.output_dir)))
+        draw_run(Path(self._settings.output_dir))
 
 
 class Cause(NamedTuple):

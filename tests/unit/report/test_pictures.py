@@ -1,8 +1,8 @@
 """Plots show the recorded data; a failed plot never ends a run."""
 
-import runpy
-import subprocess
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,15 @@ import pytest
 
 from tests.saved_figures import is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.report.test_tables import GIB
+from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
 from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, VALIDATION, Event, Journal, read_timeline
-from torchtune_adaptive.report.pictures import (
-    MARKS,
-    REPORT_FILE,
-    draw_run,
-    run_title,
-)
+from torchtune_adaptive.report.pictures import BLUE, MARKS, ORANGE, REPORT_FILE, draw_run, summary
 
 STEPS = 30
 SECONDS = {10: 3.0, 15: 2.0}
 """Duration of repeated steps; all others take one second."""
+SPEED = "target tokens per second"
 MEMORY = "peak memory of the fullest rank (GiB)"
 
 
@@ -61,9 +58,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def drawn_run(directory: Path, drawn: list[Any]) -> Any:
-    path = draw_run(directory, read_timeline(directory))
-    assert path is not None
-    assert is_drawn(path)
+    draw_run(directory)
+    assert is_drawn(directory / REPORT_FILE)
     return drawn[0]
 
 
@@ -74,16 +70,15 @@ def titles(figure: Any) -> list[str]:
 def test_limit_is_plotted_by_step_with_marks_at_changes(tmp_path: Path, drawn: list[Any]) -> None:
     a_run(tmp_path)
     figure = drawn_run(tmp_path, drawn)
-    limit, memory = figure.axes
+    speed, memory, limit = figure.axes
     assert line_of(limit, "limit") == ([0.5, 10, 14.5, 15, 30.5], [8, 4, 8, 4, 4])
     assert marked(limit, "v") == [(10, 8), (15, 8)]
     assert marked(limit, "^") == [(14.5, 4)]
-    (shade,) = limit.collections
-    assert {tuple(corner) for corner in shade.get_paths()[0].vertices} >= {(10, 4), (10, 8), (30.5, 4), (30.5, 8)}
-    assert line_of(memory, "budget")[1] == [1.0] * STEPS
-    assert line_of(memory, "peak")[1] == [pytest.approx(step / 32) for step in range(1, STEPS + 1)]
-    assert titles(figure) == ["most rows in a microbatch", MEMORY]
-    assert {MARKS[RECOVERY][2], MARKS[GROWTH][2], "limit", "lowered", "budget"} < set(legend_of(figure))
+    assert line_of(speed, "speed")[1] == [600 / SECONDS.get(step, 1.0) for step in range(1, STEPS + 1)]
+    assert line_of(memory, "memory limit")[1] == [1.0] * STEPS
+    assert line_of(memory, "peak memory")[1] == [pytest.approx(step / 32) for step in range(1, STEPS + 1)]
+    assert titles(figure) == [SPEED, MEMORY, "most rows in a microbatch"]
+    assert {MARKS[RECOVERY][2], MARKS[GROWTH][2], "limit", "memory limit"} < set(legend_of(figure))
 
 
 def test_losses_of_a_validated_run_have_a_panel(tmp_path: Path, drawn: list[Any]) -> None:
@@ -101,14 +96,14 @@ def test_losses_of_a_validated_run_have_a_panel(tmp_path: Path, drawn: list[Any]
 def test_title_summarizes_the_run(tmp_path: Path) -> None:
     journal = a_run(tmp_path)
     assert (
-        run_title(read_timeline(tmp_path))
-        == "30 steps, 2 out-of-memory errors survived,\n9.1 % of the time in failed attempts"
+        summary(read_timeline(tmp_path))
+        == "30 steps, 2 out-of-memory errors survived, 9.1 % of the time in failed attempts"
     )
     journal.event(changed(RECOVERY, 20, 8, 4))  # without seconds, no share is known
     journal.step(40, {})
-    assert run_title(read_timeline(tmp_path)) == "40 steps, 3 out-of-memory errors survived"
+    assert summary(read_timeline(tmp_path)) == "40 steps, 3 out-of-memory errors survived"
     started(tmp_path).step(1, {})
-    assert run_title(read_timeline(tmp_path)) == "1 step, no out-of-memory error"
+    assert summary(read_timeline(tmp_path)) == "1 step, no out-of-memory error"
 
 
 def test_run_ended_by_oom_has_that_title_unless_it_continued(tmp_path: Path, drawn: list[Any]) -> None:
@@ -118,11 +113,11 @@ def test_run_ended_by_oom_has_that_title_unless_it_continued(tmp_path: Path, dra
         journal.step(step, {})
     journal.event(changed(EXHAUSTED, 4, 1, 1))
     figure = drawn_run(tmp_path, drawn)
-    assert figure.get_suptitle() == "3 steps, ended out of memory in step 4"
+    assert figure.get_suptitle().endswith("\n3 steps, ended out of memory in step 4")
     assert marked(figure.axes[0], "X") == [(4, 1)]
     assert figure.axes[0].get_xlim()[1] == 4.5
     started(tmp_path, step=3).step(4, {})
-    assert run_title(read_timeline(tmp_path)) == "4 steps, no out-of-memory error"
+    assert summary(read_timeline(tmp_path)) == "4 steps, no out-of-memory error"
 
 
 def test_each_stage_has_a_panel_from_the_first_step(tmp_path: Path, drawn: list[Any]) -> None:
@@ -134,10 +129,10 @@ def test_each_stage_has_a_panel_from_the_first_step(tmp_path: Path, drawn: list[
         set_to(journal, after, step, "policy", "bytes")
     journal.event(changed(RECOVERY, 4, 4 * GIB, 3 * GIB, stage="policy", unit="bytes"))
     for step in range(1, 5):
-        journal.step(step, {})
+        journal.step(step, {"peak_bytes": GIB, "budget_bytes": 4 * GIB})
     figure = drawn_run(tmp_path, drawn)
-    reference, policy = figure.axes
-    assert titles(figure) == [
+    _, reference, policy = figure.axes
+    assert titles(figure)[1:] == [
         "reference: most rows in a microbatch",
         "policy: most memory of a microbatch, predicted (GiB)",
     ]
@@ -151,26 +146,26 @@ def test_invalid_figure_is_not_plotted(tmp_path: Path, drawn: list[Any], value: 
     journal.step(31, dict.fromkeys(["samples", "target_tokens", "target_tokens_per_second"], value))
     journal.step(32, {"peak_bytes": value, "budget_bytes": GIB})
     journal.event(changed(RECOVERY, 31, 8, value, lost_seconds=value))
-    assert len(line_of(drawn_run(tmp_path, drawn).axes[0], "limit")[0]) == 5
+    assert len(line_of(drawn_run(tmp_path, drawn).axes[2], "limit")[0]) == 5
 
 
-def draw_a_run(directory: Path) -> Path | None:
+def draw_a_run(directory: Path) -> None:
     a_run(directory)
-    return draw_run(directory, read_timeline(directory))
+    draw_run(directory)
 
 
 def test_failed_plot_gives_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / REPORT_FILE).mkdir()
-    assert draw_a_run(tmp_path) is None
+    draw_a_run(tmp_path)
     (tmp_path / REPORT_FILE).rmdir()
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no font found\nand much more about it")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
-    assert draw_a_run(tmp_path) is None
+    draw_a_run(tmp_path)
     assert caplog.messages == [f"{REPORT_FILE} is not drawn: {why}" for why in ("Is a directory", "no font found")]
 
 
@@ -179,7 +174,7 @@ def test_missing_matplotlib_gives_one_line_with_the_install_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level("INFO"):
-        assert draw_a_run(tmp_path) is None
+        draw_a_run(tmp_path)
     assert caplog.messages == [f"{REPORT_FILE} is not drawn: pip install matplotlib"]
 
 
@@ -191,25 +186,69 @@ def test_a_limit_that_never_changed_has_no_panel(tmp_path: Path, drawn: list[Any
         journal.step(step, {"peak_bytes": GIB, "budget_bytes": GIB})
     figure = drawn_run(tmp_path, drawn)
     assert titles(figure) == [MEMORY]
-    assert figure.get_suptitle() == "4 steps, no out-of-memory error"
+    assert figure.get_suptitle().endswith("\n4 steps, no out-of-memory error")
 
 
-def test_folder_without_a_run_is_reported(
+def report(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, str]:
+    """Run `tune-adaptive report`; return its exit status and output."""
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, words)])
+    out, error = capsys.readouterr()
+    assert not (out and error)
+    return ended.value.code, out or error
+
+
+def test_command_draws_an_unfinished_run_with_its_name_and_date(
+    tmp_path: Path, drawn: list[Any], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "costs_$5_and_$6"
+    a_run(run)
+    with (run / STEPS_FILE).open("ab") as file:
+        file.write(b'null\n{"step": 31, "los\xff')
+    assert report(capsys, run) == (0, f"{run / REPORT_FILE}\n")
+    assert caplog.messages == [f"{run / STEPS_FILE}: 2 of 32 lines cannot be read and are skipped"]
+    assert is_drawn(run / REPORT_FILE)
+    title = drawn[0].get_suptitle().replace("\\$", "$")
+    assert f"{str(run)[-30:]}, {time.strftime('%Y-%m-%d')}" in title
+    assert title.endswith(summary(read_timeline(run)))
+
+
+def test_command_compares_runs_in_one_picture(
+    tmp_path: Path, drawn: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("a"))
+    started(Path("b")).step(1, {"loss": 2.0, "peak_bytes": 2 * GIB, "budget_bytes": 4 * GIB})
+    assert report(capsys, "a", "b") == (0, f"{REPORT_FILE}\n")
+    assert is_drawn(tmp_path / REPORT_FILE)
+    (figure,) = drawn
+    assert titles(figure) == [SPEED, MEMORY, "most rows in a microbatch", "loss"]
+    peaks = [line for line in figure.axes[1].lines if line.get_label() == "peak memory"]
+    assert [(line.get_color(), line.get_ydata()[-1]) for line in peaks] == [(BLUE, STEPS / 32), (ORANGE, 2.0)]
+    first, *marks, second = legend_of(figure)
+    assert (first[:2], second[:2]) == ("a,", "b,")
+    assert marks == [MARKS[RECOVERY][2], MARKS[GROWTH][2]]
+    assert report(capsys, "a", "b", "--output", "both.png") == (0, "both.png\n")
+    assert is_drawn(tmp_path / "both.png")
+    assert not list(tmp_path.glob("[ab]/*.png"))
+
+
+def test_a_run_that_cannot_be_drawn_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("torchtune_adaptive.report", run_name="__main__")
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == f"cannot draw a picture: {tmp_path} contains no run\n"
-
-
-def test_command_plots_readable_lines_and_reports_skipped_ones(tmp_path: Path) -> None:
-    a_run(tmp_path)
-    with (tmp_path / STEPS_FILE).open("ab") as file:
-        file.write(b'null\n{"step": 31, "los\xff')
-    command = [sys.executable, "-m", "torchtune_adaptive.report", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert f"{tmp_path / STEPS_FILE}: 2 of 32 lines cannot be read and are skipped" in ended.stderr
-    assert is_drawn(tmp_path / REPORT_FILE)
+    steps = tmp_path / STEPS_FILE
+    nothing = f"error: no step is recorded in {steps}; name the output_dir of a run\n"
+    assert report(capsys, tmp_path) == (1, nothing)
+    steps.write_text("damaged\n")
+    assert report(capsys, tmp_path) == (1, nothing)
+    steps.unlink()
+    os.mkfifo(steps)
+    assert report(capsys, tmp_path) == (1, f"error: {steps}: not a file; correct the path\n")
+    seven = [tmp_path / str(number) for number in range(7)]
+    for run in seven:
+        a_run(run)
+    assert report(capsys, *seven) == (1, "error: 7 runs are too many for one picture; compare at most 6\n")
+    (tmp_path / "file").touch()
+    assert report(capsys, seven[0], "--output", tmp_path / "file" / "a.png")[0] == 1
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert report(capsys, seven[0]) == (1, "error: a picture needs matplotlib: pip install matplotlib\n")
