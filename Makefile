@@ -1,23 +1,23 @@
-# `make demo` and `make test` are the only set-up there is: both make .venv first, and only once.
-# From a change to a release: test, test-all, then the nightly sweeps faults, crash, soak and versions.
+# No set-up is needed: `make demo` and `make test` create .venv if it does not exist.
+# Before a release, run test, test-all and the nightly sweeps faults, crash, soak and versions.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := $(VENV)/ready-to-bench
 SITE := $(VENV)/ready-for-docs
-# test files that run side by side
+# number of test files that run in parallel
 WORKERS ?= 2
 PYTEST := pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
-# pip under the pinned versions; prints what it downloads, since the environments take several gigabytes
+# pip with the pinned versions; prints its downloads, since the environments take several gigabytes
 PIP_INSTALL := -m pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt
 SHOW := | sed -un 's/^ *\(Downloading\|Using cached\) \([^ ]*\).*(\(.*[MG]B\))$$/  \2 (\3)/p; s/^Installing collected.*/  unpacking 6 GB: minutes without output/p'
-# one thread a process: several ranks share the cores
+# one thread per process, since several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-# supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
+# supported torch versions other than the one in constraints.txt; each CUDA build takes 6 GB
 VERSIONS ?= 2.13.0 2.14.1
 
 .PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
 	@echo 'What happened: runs/demo/full/adaptive_report.png. Next: . $(BIN)/activate, then README, section 1'
 
-# preference training: full, with a reference model, then adapters, whose reference is the policy without them
+# preference training (DPO): of all weights with a reference model, then of adapters, with the base model as the reference
 demo-dpo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config adaptive/demo/dpo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_dpo_distributed --config adaptive/demo/lora_dpo
@@ -36,7 +36,7 @@ demo-dpo: $(READY)
 demo-ppo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_ppo_full_finetune_distributed --config adaptive/demo/ppo
 
-# transformers' Trainer and, where it is installed, TRL's SFTTrainer: two ranks with too little memory for their batches
+# transformers' Trainer and, if installed, TRL's SFTTrainer: two ranks with too little memory for their batches
 demo-hf: $(READY)
 	$(BIN)/torchrun --nproc_per_node 2 examples/transformers_trainer.py --memory_limit 5MiB
 	if $(BIN)/python -c 'import trl' 2>/dev/null; then \
@@ -46,22 +46,22 @@ demo-hf: $(READY)
 demo-grpo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_grpo_full_finetune_distributed --config adaptive/demo/grpo
 
-# Llama 3.1 8B as one of eight GPUs of 80 GB that are not there: 1 row fits, 2 do not
+# rehearses Llama 3.1 8B on eight GPUs of 80 GB, without a GPU: 1 row fits, 2 do not
 demo-rehearse: $(READY)
 	$(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
 	! $(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
 
-# required for every change, in 6 to 11 minutes on two cores: lint, types, unit tests, and the tests marked smoke: one run
-# of each feature in README and one fault of each kind
+# required for every change, in 6 to 11 minutes on two cores: lint, types, unit tests and the tests marked smoke, which cover
+# each feature in README and each kind of fault once
 test: lint
 	$(BIN)/python -m $(PYTEST) -m smoke
 
-# every test that needs no GPU, in under 20 minutes on two quiet cores
+# every test that needs no GPU, in under 20 minutes on two idle cores
 test-all: lint
 	$(BIN)/python -m $(PYTEST)
 
-# lines and branches, those of spawned and forked ranks too; takes about twice as long as `make test-all`. What processes had
-# noted that a test has killed may be torn: it is left out, with a warning
+# coverage of lines and branches, including spawned and forked ranks; takes about twice as long as `make test-all`.
+# A process that a test kills may leave a corrupt data file, which is skipped with a warning
 coverage: $(READY)
 	rm -rf .coverage
 	mkdir .coverage
@@ -73,7 +73,8 @@ coverage: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
 
-# TRL's trainers and PEFT's LoRA compared with stock, in an environment without torchtune: PEFT needs a newer torchao
+# compares TRL's trainers and PEFT's LoRA with and without this package; the environment has no torchtune, because PEFT
+# needs a newer torchao
 test-hf: $(VENV)/hf/ready
 	$(VENV)/hf/bin/python -m $(PYTEST) --dist load tests/hf/test_trainers.py
 
@@ -98,7 +99,7 @@ $(VENV)/foreign/ready: pyproject.toml constraints.txt
 		diffusers timm torchvision torch_geometric sentence-transformers $(SHOW)
 	touch $@
 
-# forecasts beside published figures, in about five minutes; `make test-all` asks for one of them
+# compares forecasts with published figures, in about five minutes; `make test-all` checks only one of them
 published: $(READY)
 	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/forecast/test_published.py
 
@@ -107,7 +108,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# 12 operations of a step in each of 230 cases run out of memory: about 45 minutes on two idle cores
+# injects out-of-memory errors into 12 operations of a step in each of 230 cases; about 45 minutes on two idle cores
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 	$(BIN)/torchrun --nproc_per_node 2 -m tests.hf.faults
@@ -122,27 +123,27 @@ $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch==$* --editable '.[dev]'
 	touch $@
 
-# hundreds of steps while memory comes and goes: four recipes, by rows and by tokens; 5,000 that must not keep any; and tests
-# that are marked nightly
+# hundreds of steps of four recipes, by rows and by tokens, while the free memory changes; 5,000 steps that check for memory
+# leaks; and the tests marked nightly
 soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.long.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 	$(BIN)/python -W ignore -m tests.recipes.long.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 	$(BIN)/python -m $(PYTEST) -m nightly
 
-# hundreds of `kill -9` and signals, two runs in one folder, a scheduler; under 40 minutes on two cores
+# hundreds of `kill -9` and signals, restarts by torchrun, full and read-only disks; under 40 minutes on two cores
 crash: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.crash 2>$(VENV)/crash.log || { tail -n 50 $(VENV)/crash.log; exit 1; }
 
-# beside stock and peers, in some 22 minutes; wants a machine that does nothing else
+# benchmarks against the stock recipes and other libraries, in about 22 minutes; needs an otherwise idle machine
 bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
 	$(BIN)/python -m tools.measured
 
-# everything that only a GPU can tell, in about 12 minutes; ONLY="recovery rehearsals" runs these parts
+# all measurements that need a GPU, in about 12 minutes; ONLY="recovery rehearsals" runs only these parts
 gpu-day: $(READY)
 	$(BIN)/python -W ignore -m benchmarks.gpu_day $(if $(ONLY),--only $(ONLY))
 
-# the pages as a site in build/site, links checked, with the library's docstrings
+# builds the website in build/site from the pages and the docstrings, and checks its links
 docs: $(SITE)
 	rm -rf build/pages
 	mkdir -p build/pages/benchmarks
