@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_day [--only recovery rehearsals ...] [--into FOLDER]
 
-Each part runs in its own processes, with a time limit. Its result is saved to gpu_PART.json at once, with card, driver
-and versions, whether it succeeds or fails. A part that is stopped keeps the rows that it has. On a null device all
-parts run, but times and losses are meaningless:
+Without --only, all parts run except meshes, unpadded and recipes. Each part runs in its own processes, with a time
+limit. Its result is saved to gpu_PART.json at once, with card, driver and versions, whether it succeeds or fails. A
+part that is stopped keeps the rows that it has. On a null device all parts run, but times and losses are meaningless:
 
     python -m torchtune_adaptive.null_cuda --memory 80GB -- python -m benchmarks.gpu_day --into /tmp/null
 """
@@ -34,16 +34,18 @@ from torchtune_adaptive.null_cuda.build import LIBRARY
 
 LIMITS_S = {
     "recovery": 180,
-    "meshes": 90,
     "rehearsals": 180,
-    "overhead": 150,
+    "overhead": 180,
     "token_budgets": 180,
-    "unpadded": 150,
     "searches": 150,
-    "fragmentation": 150,
+    "fragmentation": 120,
+    "meshes": 240,
+    "unpadded": 150,
     "recipes": 240,
 }
 """Time limit of every part, in order of value."""
+BY_NAME = ("meshes", "unpadded", "recipes")
+"""Parts that run only if `--only` names them."""
 SHOWN_LINES, SHOWN_BYTES = 30, 2**18
 LEAKS = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind")
 """Beginnings of lines that triton's bindings print at exit after an error, in greater number than `SHOWN_LINES`."""
@@ -205,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = list(LIMITS_S)
     parser.add_argument("--only", nargs="+", action="extend", choices=parts, metavar="PART", help=", ".join(parts))
+    usual = [part for part in parts if part not in BY_NAME]
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results are saved")
     parser.add_argument("--patience", type=_factor, default=1.0, metavar="FACTOR", help="factor on the time limits")
     options = parser.parse_args()
@@ -216,7 +219,7 @@ def main() -> None:
             signal.signal(number, signal.default_int_handler)  # ends the running part, too
     on_null = LIBRARY in os.environ.get("LD_PRELOAD", "")
     with _locked(options.into, on_null=on_null):
-        summary = measure(options.only or parts, options.into, options.patience, about, on_null=on_null)
+        summary = measure(options.only or usual, options.into, options.patience, about, on_null=on_null)
     if any(each["status"] != "done" for each in summary):
         raise SystemExit(1)
 

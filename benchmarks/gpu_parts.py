@@ -70,16 +70,19 @@ def turn() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def in_turns(cases: Sequence[tuple[Any, ...]], *, in_group: bool = False) -> Iterator[tuple[int, Any]]:
+def in_turns(
+    cases: Sequence[tuple[Any, ...]], *, in_group: bool = False, together: bool = True
+) -> Iterator[tuple[int, Any]]:
     """Run every case, a function and its arguments, in its own process; yield position and result as they arrive.
 
+    Unless together, a process starts when the one before has ended, so that no import disturbs what is timed.
     If cases fail, raise the first error after the results of the others.
     """
 
     def run(case: tuple[Any, ...]) -> Any:
         return run_on_ranks(1, *case, timeout_s=300, in_group=in_group)[0]
 
-    workers = len(cases) if (os.cpu_count() or 1) >= 8 else 2
+    workers = 1 if not together else len(cases) if (os.cpu_count() or 1) >= 8 else 2
     with (
         tempfile.NamedTemporaryFile() as file,
         mock.patch.dict(os.environ, {TURNS: file.name}),  # which the processes inherit
@@ -205,7 +208,7 @@ def step_overhead() -> Iterator[Row]:
     if not ON_NULL:  # a null device computes no losses, which AdaptiveTrainer compares
         cases.append((pairs_of_trainer, pairs))
         names.append("Trainer")
-    for position, times in in_turns(cases):
+    for position, times in in_turns(cases, together=False):
         yield duration(names[position], times)
 
 
@@ -252,12 +255,10 @@ def train_epochs(lengths: str, way: str) -> Row:
     """Train a first epoch that warms up, then two; return their median speed."""
     use("cuda")
     drawn = packing.DISTRIBUTIONS[lengths]
-    epochs, samples = 3, drawn.samples_per_step * packing.EPOCH_STEPS
-    batch_size = drawn.samples_per_step
+    epochs, steps = 3, 2
+    samples, batch_size = drawn.samples_per_step * steps, drawn.samples_per_step
     if way == "packs":
-        batch_size = (
-            len(packing.random_tokens(None, lengths=lengths, samples=samples, packed=True)) // packing.EPOCH_STEPS
-        )
+        batch_size = len(packing.random_tokens(None, lengths=lengths, samples=samples, packed=True)) // steps
     changes = (*sized(MEDIUM), *ON_CARD, f"adaptive.memory_limit={LIMIT}", f"tokenizer.max_seq_len={drawn.longest}")
     data = (f"epochs={epochs}", f"dataset.samples={samples}", f"dataset.lengths={lengths}", f"batch_size={batch_size}")
     with tempfile.TemporaryDirectory() as folder, turn():

@@ -215,6 +215,10 @@ def gpu_unpadded(rows: list[Row]) -> str:
     return _outcomes(rows)
 
 
+def gpu_recipes(rows: list[Row]) -> str:
+    return _outcomes(rows)
+
+
 def gpu_rehearsals(rows: list[Row]) -> str:
     cells = []
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -250,7 +254,9 @@ def gpu_searches(rows: list[Row]) -> str:
 
 def gpu_fragmentation(rows: list[Row]) -> str:
     return ", ".join(
-        f"margin {row['margin']:.0%}: {row['flushes']} flushes, {row['tokens/s']} tokens/s" for row in rows
+        f"margin {row['margin']:.0%}: {row['rows']} rows, {row['flushes']} flushes, {row['tokens/s']} tokens/s"
+        for row in rows
+        if row["limit"] != "none"
     )
 
 
@@ -261,6 +267,7 @@ GPU_PARTS = {
     gpu_overhead: "step time relative to torchtune's or Trainer's, same batch, no failures (median, and single pairs)",
     gpu_token_budgets: "target tokens per second of `token_budget: auto`, same memory limit, relative to",
     gpu_unpadded: "unpadded samples compared with padded ones: gradients, memory, speed",
+    gpu_recipes: "recipes with little memory, compiled, offloading: losses compared with unlimited and stock runs",
     gpu_searches: "search of a model with 1.2 billion parameters, compared with brute force",
     gpu_fragmentation: "60 steps of mixed lengths at the found size, by margin for fragmentation",
 }
