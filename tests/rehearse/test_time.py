@@ -21,6 +21,12 @@ TRAINS = """
         optimizer.zero_grad()
 """
 PLAIN = LAYERS + "    model.cuda()\n" + TRAINS
+CHECKPOINTED = (
+    LAYERS
+    + "    model.cuda()\n    from torch.utils.checkpoint import checkpoint\n"
+    + TRAINS.replace("model(torch", "checkpoint(model, torch").replace("16))", "16), use_reentrant=False)")
+)
+"""Recomputation ends with an exception, so the trace has operations that never end."""
 COMPILED = LAYERS + "    model.cuda().compile(dynamic=False)\n" + TRAINS
 IN_MODE = f"""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,8 +77,9 @@ def test_flops_are_those_of_the_matrices_on_this_rank(script: str, ranks: int, s
 
 
 @pytest.mark.smoke
-def test_each_step_has_seconds_in_proportion_to_its_matrices(rehearse: Rehearse) -> None:
-    answer = rehearse(PLAIN)
+@pytest.mark.parametrize("script", [PLAIN, CHECKPOINTED], ids=["plain", "checkpointed"])
+def test_each_step_has_seconds_in_proportion_to_its_matrices(script: str, rehearse: Rehearse) -> None:
+    answer = rehearse(script)
     seconds = [step["seconds"] for step in answer.found["steps"]]
     assert seconds[0] == seconds[1] == seconds[2] == answer.found["time"]["seconds"]
     assert seconds[3] > 1.5 * seconds[2]

@@ -191,10 +191,14 @@ class _Trace:
         self._inner[parent] += inner
 
     def counted(self) -> Counter[Operation | Transfer]:
-        """Return all work. The trace stops inside the optimizer's step, so the operation itself is missing."""
+        """Return all work. The trace stops inside the optimizer's step, so the operation itself is missing.
+
+        So are operations that ended with an exception, as recomputation does. The optimizer's began last.
+        """
         found: Counter[Operation | Transfer] = Counter()
+        last = max(self._inner.keys() - self._threads, default=None)
         for identity, inner in self._inner.items():
-            found.update(inner if identity in self._threads else _with(inner, Operation, update=True))
+            found.update(_with(inner, Operation, update=True) if identity == last else inner)
         return found
 
     @property
