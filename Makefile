@@ -139,9 +139,10 @@ bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
 	$(BIN)/python -m tools.measured
 
-# all measurements that need a GPU, in about 12 minutes; ONLY="recovery rehearsals" runs only these parts
+# the measurements that need a GPU, in about 12 minutes; ONLY="recovery rehearsals" runs only these parts; INTO= is the folder
+# of results, PATIENCE= a factor on the time limits
 gpu-day: $(READY)
-	$(BIN)/python -W ignore -m benchmarks.gpu_day $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -W ignore -m benchmarks.gpu_day $(if $(ONLY),--only $(ONLY)) $(if $(INTO),--into $(INTO)) $(if $(PATIENCE),--patience $(PATIENCE))
 
 # builds the website in build/site from the pages and the docstrings, and checks its links
 docs: $(SITE)

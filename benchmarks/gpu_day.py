@@ -206,9 +206,9 @@ def main() -> None:
     """Run the parts and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = list(LIMITS_S)
-    parser.add_argument("--only", nargs="+", action="extend", choices=parts, metavar="PART", help=", ".join(parts))
+    parser.add_argument("--only", nargs="+", action="extend", choices=parts, metavar="PART", help=", ".join(f"{part} ({limit} s at most)" for part, limit in LIMITS_S.items()))
     usual = [part for part in parts if part not in BY_NAME]
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results are saved")
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results are saved (benchmarks/results)")
     parser.add_argument("--patience", type=_factor, default=1.0, metavar="FACTOR", help="factor on the time limits")
     options = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -253,7 +253,9 @@ def measure(
     _say(json.dumps(about))
     summary = []
     for part in dict.fromkeys(parts):
-        result = run(part, patience * LIMITS_S[part])
+        limit_s = patience * LIMITS_S[part]
+        _say(f"\n{part}, up to {limit_s:.0f} s ...")
+        result = run(part, limit_s)
         status, path, content = result["status"], into / f"gpu_{part}.json", {"machine": about, **result}
         try:
             saved = f"saved to {save(path, content)}"
@@ -266,7 +268,7 @@ def measure(
         for line in result.get("output", [])[-SHOWN_LINES:]:
             _say(f"  | {line}")
         if on_null:
-            _say("a null device executes no kernels: times and losses are meaningless")
+            _say("a null device executes no kernels: times, losses and memory that depends on values are meaningless")
         summary.append({"part": part, "status": status, "seconds": result["seconds"]})
         if result["status"] == "interrupted":
             break

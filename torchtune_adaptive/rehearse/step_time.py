@@ -74,7 +74,7 @@ class Work(NamedTuple):
 
 LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 20e-6
 """Share of the bandwidth that collectives reach, and their latency."""
-UNCERTAINTY = 0.85, 1.35
+UNCERTAINTY = 0.8, 1.35
 """Range of measured times, as shares of the estimate (comparisons: docs/rehearsing.md and docs/published.md)."""
 
 
