@@ -206,9 +206,18 @@ def main() -> None:
     """Run the parts and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = list(LIMITS_S)
-    parser.add_argument("--only", nargs="+", action="extend", choices=parts, metavar="PART", help=", ".join(f"{part} ({limit} s at most)" for part, limit in LIMITS_S.items()))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        choices=parts,
+        metavar="PART",
+        help=", ".join(f"{part} ({limit} s at most)" for part, limit in LIMITS_S.items()),
+    )
     usual = [part for part in parts if part not in BY_NAME]
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results are saved (benchmarks/results)")
+    parser.add_argument(
+        "--into", type=Path, default=RESULTS, metavar="FOLDER", help="where results are saved (benchmarks/results)"
+    )
     parser.add_argument("--patience", type=_factor, default=1.0, metavar="FACTOR", help="factor on the time limits")
     options = parser.parse_args()
     if isinstance(sys.stdout, io.TextIOWrapper):
