@@ -15,6 +15,7 @@ from benchmarks.results import save
 
 BENCHMARKS = (
     "overhead",
+    "startup",
     "trainer",
     "saves",
     "searches",

@@ -5,8 +5,10 @@ This is a separate module, because a class of a benchmark's main module would be
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -29,6 +31,31 @@ class Clock:
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
         self.times.append(Moment(time.perf_counter(), time.process_time()))
+
+    def close(self) -> None:
+        pass
+
+
+class FirstStep:
+    """Metric logger that writes the CPU time of this process when the first step is logged, and ends the process.
+
+    It does not import this package or tests, because stock's processes use it too.
+    """
+
+    def __init__(self, path: str) -> None:
+        from torchtune import training
+
+        # Replace what fails without an accelerator in stock.
+        training.get_memory_stats = lambda *_, **__: {}
+        training.cleanup_before_training = training.log_memory_stats = lambda *_, **__: None
+        self._path = Path(path)
+
+    def log_config(self, config: Any) -> None:
+        pass
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        self._path.write_text(str(time.process_time()))
+        os._exit(0)
 
     def close(self) -> None:
         pass

@@ -63,6 +63,15 @@ def overhead(rows: list[Row]) -> tuple[str, str]:
     return what, f"{', '.join(cells)} (medians; single pairs {spread})"
 
 
+def startup(rows: list[Row]) -> tuple[str, str]:
+    (row,) = rows
+    return (
+        "CPU time from `tune run` to the end of the first step, relative to torchtune's, one process",
+        f"{row['ratio']:.2f} (median; single pairs {row['lowest']:.2f} to {row['highest']:.2f}): "
+        f"{row['ours cpu s']:.1f} s and {row['stock cpu s']:.1f} s, most of it imports of torch and torchtune",
+    )
+
+
 def trainer(rows: list[Row]) -> tuple[str, str]:
     cells = [
         f"{row['ratio']:.2f} {row['placement']}" + " accumulating" * (row["ranks"] > 1 and row["microbatches"] > 1)
@@ -148,7 +157,7 @@ SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Prefixes of the names of the searches; this package's is the first."""
 LARGE = {"pause": "pause", "resumed after": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
-LINES = (overhead, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
+LINES = (overhead, startup, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
 """Each function is named after its file of results and returns the cells of a line."""
 
 
