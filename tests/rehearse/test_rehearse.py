@@ -1026,12 +1026,12 @@ def test_rehearsal_is_plotted(tmp_path: Path, drawn: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("status", [1, 0], ids=["ended the script", "caught by the script"])
-def test_oom_in_the_first_step_has_colours_in_its_legend_and_whole_steps_on_the_axis(
+def test_oom_in_the_first_step_has_colors_in_its_legend_and_whole_steps_on_the_axis(
     tmp_path: Path, drawn: list[Any], status: int
 ) -> None:
     draw(rehearsed(0, status=status), tmp_path / "plan.png")
     (axes,), (legend,) = drawn[0].axes, drawn[0].legends
-    colours = {patch.get_facecolor() for patch in legend.get_patches()}
-    assert len(colours) == 3, "reserved, allocated, refused"
+    colors = {patch.get_facecolor() for patch in legend.get_patches()}
+    assert len(colors) == 3, "reserved, allocated, refused"
     low, high = axes.get_xlim()
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]

@@ -23,14 +23,14 @@ def run(options: argparse.Namespace) -> int:
     """Draw the picture and print its path."""
     # These import numpy, which `ls`, `cp` and `status` do not need.
     from torchtune_adaptive.report.journal import STEPS_FILE, read_timeline
-    from torchtune_adaptive.report.pictures import REPORT_FILE, RUN_COLOURS, draw
+    from torchtune_adaptive.report.pictures import REPORT_FILE, RUN_COLORS, draw
 
     runs = {directory: read_timeline(directory) for directory in options.output_dir}
     for directory, timeline in runs.items():
         if not timeline.steps:
             raise AdaptiveError(f"no step is recorded in {directory / STEPS_FILE}; name the output_dir of a run")
-    if len(runs) > len(RUN_COLOURS):
-        raise AdaptiveError(f"{len(runs)} runs are too many for one picture; compare at most {len(RUN_COLOURS)}")
+    if len(runs) > len(RUN_COLORS):
+        raise AdaptiveError(f"{len(runs)} runs are too many for one picture; compare at most {len(RUN_COLORS)}")
     path = options.output or (next(iter(runs)) if len(runs) == 1 else Path()) / REPORT_FILE
     try:
         draw(runs, path)

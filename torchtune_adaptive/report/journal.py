@@ -85,9 +85,9 @@ class Journal:
         """Append an event."""
         self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
 
-    def step(self, step: int, figures: Mapping[str, object]) -> None:
+    def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append the metrics of a step."""
-        self._append(STEPS_FILE, {"step": step, **figures})
+        self._append(STEPS_FILE, {"step": step, **metrics})
 
     def answers(self, step: int, prompt: str, answers: Sequence[str], rewards: Sequence[float]) -> None:
         """Append generated answers with their rewards."""
@@ -130,10 +130,10 @@ class Timeline:
     steps: tuple[Record, ...]
     events: tuple[Record, ...]
 
-    def series(self, *figures: str) -> tuple[list[Any], ...]:
+    def series(self, *metrics: str) -> tuple[list[Any], ...]:
         """Return the step numbers and the values of each metric, for the steps that have all of them."""
-        known = [record for record in self.steps if all(is_number(record.get(figure)) for figure in figures)]
-        return tuple([record[name] for record in known] for name in ("step", *figures))
+        known = [record for record in self.steps if all(is_number(record.get(metric)) for metric in metrics)]
+        return tuple([record[name] for record in known] for name in ("step", *metrics))
 
 
 def read_timeline(directory: Path) -> Timeline:

@@ -25,7 +25,7 @@ REPORT_FILE = "adaptive_report.png"
 # Okabe and Ito's palette, which people with color blindness can distinguish
 BLUE, GREEN, PINK, SKY, RED, ORANGE = "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#E69F00"
 INK = "#333333"
-RUN_COLOURS = (BLUE, ORANGE, INK, PINK, SKY, GREEN)
+RUN_COLORS = (BLUE, ORANGE, INK, PINK, SKY, GREEN)
 MARKS = {
     RECOVERY: ("v", RED, "out of memory: step repeated"),
     EXHAUSTED: ("X", RED, "out of memory with one row"),
@@ -33,7 +33,7 @@ MARKS = {
     THRASHING: ("s", PINK, "allocator thrashing: smaller tried"),
     TRIAL: ("D", SKY, "trial decided"),
 }
-BETWEEN = 0.5
+HALF_A_STEP = 0.5
 """Offset for events that happen between two steps."""
 LOSS = "loss"
 LONGEST_NAME = 50
@@ -47,7 +47,7 @@ class Curve(NamedTuple):
     label: str
     points: Sequence[Sequence[float]]
     """Steps and values."""
-    colour: str
+    color: str
     style: Mapping[str, Any] = {}
     is_mark: bool = False
 
@@ -90,12 +90,12 @@ def _draw(figure: Figure, runs: Mapping[Path, Timeline]) -> None:
     figure.suptitle(title, x=0.02, ha="left", fontsize=12)
     panels = dict(zip(titles, figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0], strict=True))
     legend: dict[str, Any] = {}
-    for drawn, heading, colour in zip(curves, headings, RUN_COLOURS, strict=False):
+    for drawn, heading, color in zip(curves, headings, RUN_COLORS, strict=False):
         for curve in drawn:
-            own = one or curve.is_mark
-            style = {"color": curve.colour if own else colour, "lw": 1.2, "label": curve.label, **curve.style}
+            own_style = one or curve.is_mark
+            style = {"color": curve.color if own_style else color, "lw": 1.2, "label": curve.label, **curve.style}
             (line,) = panels[curve.panel].plot(*curve.points, **style)
-            legend.setdefault(curve.label if own else heading, line)
+            legend.setdefault(curve.label if own_style else heading, line)
     for title, axes in panels.items():
         axes.set_title(title, loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
@@ -122,21 +122,21 @@ def curves_of(run: Timeline, unit: str, per: int) -> Iterator[Curve]:
     panel = f"peak memory of the fullest rank ({unit})"
     yield Curve(panel, "peak memory", (steps, peaks), INK)
     yield Curve(panel, "memory limit", (steps, budgets), RED, {"ls": "--"})
-    end = max((record["step"] for record in (*run.steps, *run.events[-1:])), default=0) + BETWEEN
+    end = max((record["step"] for record in (*run.steps, *run.events[-1:])), default=0) + HALF_A_STEP
     for name, changes in _limits(run).items():
         is_bytes = changes[0].get("unit") == "bytes"
         panel = name.replace("bytes", f"most memory of a microbatch, predicted ({unit})")
-        at = [event["step"] + BETWEEN * (event["kind"] in (GROWTH, EPOCH)) for event in changes]
+        at = [event["step"] + HALF_A_STEP * (event["kind"] in (GROWTH, EPOCH)) for event in changes]
         after, before = (
             [event[key if is_number(event.get(key)) else "after"] / (per if is_bytes else 1) for event in changes]
             for key in ("after", "before")
         )
         yield Curve(panel, "limit", ([*at, end], [*after, after[-1]]), BLUE, {"drawstyle": "steps-post", "lw": 2})
-        for kind, (marker, colour, means) in MARKS.items():
+        for kind, (marker, color, means) in MARKS.items():
             marked = [index for index, event in enumerate(changes) if event["kind"] == kind]
             points = [at[index] for index in marked], [before[index] for index in marked]
             style = {"ls": "", "marker": marker, "ms": 7, "zorder": 4, "clip_on": False}
-            yield Curve(panel, means, points, colour, style, is_mark=True)
+            yield Curve(panel, means, points, color, style, is_mark=True)
 
 
 def _heading(directory: Path, run: Timeline) -> str:

@@ -142,7 +142,7 @@ def test_missing_or_invalid_section_is_named(message: Start, tmp_path: Path, sec
     ("override", "parts"),
     [
         ("model=torchtune.models.llama3.llama9", ["model", "torchtune.models.llama3.llama9"]),
-        ("model.colour=red", ["model", "demo_model", "colour"]),
+        ("model.color=red", ["model", "demo_model", "color"]),
         (
             "tokenizer=torchtune.models.llama3.llama3_tokenizer",
             ["tokenizer could not be built", "missing 1 required positional argument: 'path'"],
