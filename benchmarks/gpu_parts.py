@@ -318,52 +318,52 @@ def searches() -> Iterator[Row]:
     yield from (*rows, *speeds)
 
 
-MARGINS = (0.0, 0.05, 0.1)
-ROOM_GIB = 10
-"""Memory above what is resident, for the search and as a limit."""
-TOKENS = 1024
-"""Tokens of the longest sample; few enough for a margin to be worth some rows."""
+ROOM_GIB, ROWS_TOKENS = 10, 256
+"""Memory above what is resident, in which the search finds a size, and tokens of the longest sample."""
+HEADROOMS = (math.inf, 1.1, 1.05, 1.02)
+"""Limits, relative to the peak of allocated memory. Lengths are mixed, so the allocator reserves more than that."""
 
 
 def fragmentation() -> Iterator[Row]:
-    """Train steps of mixed lengths with the rows that a search finds for different margins, first without a limit.
+    """Train steps of mixed lengths, first without a limit, then with so little memory that the allocator flushes.
 
-    Without a margin the allocator flushes its cache. Rows then also show what the governor decided, and the speed.
+    Rows show the flushes, what the governor decided, and the speed.
     """
-    runs = [(0.0, False), *((margin, True) for margin in MARGINS)]
-    cases = [(train_mixed, *run, 8 if ON_NULL else 60) for run in runs]
+    cases = [(train_mixed, headroom, 8 if ON_NULL else 60) for headroom in HEADROOMS]
     return (row for _, row in in_turns(cases, in_group=True))
 
 
-def train_mixed(margin: float, limited: bool, steps: int) -> Row:
+def train_mixed(headroom: float, steps: int) -> Row:
     use("cuda")
-    with turn(), mock.patch("torchtune_adaptive.engine.memory.FRAGMENTATION", margin):
+    with turn():
         sizes = {**(SMALL if ON_NULL else WIDE), "vocab_size": 8192 if ON_NULL else 128_256}
         step = build(demo("full", "cuda", "dtype=bf16", **sizes), torch.device("cuda", 0))
         with metered(step) as memory:
-            step.train(1, TOKENS)
+            step.train(1, ROWS_TOKENS)
             release()
             limit(memory, live_bytes(memory) + ROOM_GIB * GIB)
-            to_search = step.to_search(TOKENS)
+            to_search = step.to_search(ROWS_TOKENS)
             rows = find_max_batch_size(to_search, memory=memory, round_to="none", max_rows=64).rows
             to_search.runner.close()
-            if not limited:
-                limit(memory, math.inf)
+            limit(memory, math.inf)
             release()
+            memory.reset_peak()
+            step.train(rows, ROWS_TOKENS)
+            release()
+            limit(memory, headroom * memory.peak_bytes)
             memory.reset_peak()
             retries, changes = memory.retries, list[Change]()
             runner = step.runner(rows, changes.append)
             tokens, seconds = [], []
             for number in range(steps):
                 began = time.perf_counter()
-                result = runner.run(samples_of(number, 2 * rows, TOKENS, mixed=True), step=number)
+                result = runner.run(samples_of(number, 2 * rows, ROWS_TOKENS, mixed=True), step=number)
                 step.optimization.update(result.target_tokens)
                 step.synchronize()
                 tokens.append(result.target_tokens)
                 seconds.append(time.perf_counter() - began)
             return {
-                "limit": f"{ROOM_GIB} GiB above resident" if limited else "none",
-                "margin": margin,
+                "headroom": None if math.isinf(headroom) else headroom,
                 "rows": rows,
                 "rows at the end": runner.limit.rows,
                 "peak GiB": memory.peak_bytes / GIB,

@@ -262,10 +262,10 @@ def gpu_searches(rows: list[Row]) -> str:
 
 
 def gpu_fragmentation(rows: list[Row]) -> str:
-    return ", ".join(
-        f"margin {row['margin']:.0%}: {row['rows']} rows, {row['flushes']} flushes, {row['tokens/s']} tokens/s"
+    return "; ".join(
+        f"{f'limit {share:.0%} of the peak' if (share := row['headroom']) else 'no limit'}: {row['flushes']} flushes, "
+        f"{row['tokens/s']} tokens/s, {row['decisions'] or 'no decision'}"
         for row in rows
-        if row["limit"] != "none"
     )
 
 
@@ -278,7 +278,7 @@ GPU_PARTS = {
     gpu_unpadded: "unpadded samples compared with padded ones: gradients, memory, speed",
     gpu_recipes: "recipes with little memory, compiled, offloading: losses compared with unlimited and stock runs",
     gpu_searches: "search of a model with 1.2 billion parameters, compared with brute force",
-    gpu_fragmentation: "60 steps of mixed lengths at the found size, by margin for fragmentation",
+    gpu_fragmentation: "60 steps of mixed lengths with little memory: flushes of the allocator, decisions, speed",
 }
 """Measurements of `make gpu-day`; each function is named after its file of results."""
 
