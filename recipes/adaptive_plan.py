@@ -8,7 +8,6 @@ Takes the configs of torchtune and of this package for finetuning, preference tr
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +20,8 @@ from torchtune_adaptive.forecast import output
 from torchtune_adaptive.forecast.alternatives import try_alternatives
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
 from torchtune_adaptive.forecast.request import PLAN_KEYS, read_request
-from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.entry_point import run_query
+from torchtune_adaptive.rehearse.sweep import in_parallel
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -40,17 +39,13 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
         )
     request = read_request(cfg, name_of(path), overrides)
     variants, as_table, advise = [*request.variants()], request.plan.format == "table", request.plan.advise
-    forecasts = []
-    for variant in variants:
-        if len(variants) > 1 or variant.lengths:
-            steps = f"{variant.steps} steps of {variant.length} tokens at most, {count_of(variant.ranks, 'rank')}"
-            print(f"rehearsing {steps}", file=sys.stderr, flush=True)
-        forecasts.append(rehearse_recipe(variant))
+    found = dict(in_parallel(rehearse_recipe, {at: (variant,) for at, variant in enumerate(variants)}))
+    forecasts = [found[at] for at in range(len(variants))]
     if as_table:
         print(output.as_text(forecasts[0]) if len(variants) == 1 else output.table(forecasts), flush=True)
     fits = any(forecast.fits for forecast in forecasts)
     tries = variants if advise or (advise is None and not fits) else []
-    tried = output.fastest_first([found for variant in tries for found in try_alternatives(variant)])
+    tried = output.best_first([fitting for variant in tries for fitting in try_alternatives(variant)])
     if as_table and tries:
         print(output.table(tried) if tried else NOTHING_FITS, flush=True)
     if not as_table:

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import alternatives
 from torchtune_adaptive.forecast.output import training_command
-from torchtune_adaptive.forecast.rehearse_recipe import ERASE, Forecast, progress, rehearse_recipe
+from torchtune_adaptive.forecast.rehearse_recipe import Forecast, rehearse_recipe
 from torchtune_adaptive.forecast.request import PlanRequest, read_request
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
@@ -47,22 +45,6 @@ def answer(config: str, *words: str, cwd: Path) -> Any:
     return json.loads(ended.stdout)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_shown_on_a_terminal_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
-    log, stderr = tmp_path / "log.txt", StringIO()
-    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    log.write_text("first line\nprobe of 8 rows\x1b[31m\nhalf a li")
-    deadline = time.monotonic() + 30
-    with progress(log, every_s=0.01):
-        while is_terminal and "s · probe of 8 rows[31m" not in stderr.getvalue():
-            assert time.monotonic() < deadline, stderr.getvalue()
-            time.sleep(0.01)
-    assert stderr.getvalue().endswith(ERASE) if is_terminal else stderr.getvalue() == ""
-
-
 @pytest.mark.smoke
 def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(tmp_path: Path) -> None:
     question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False",
@@ -79,29 +61,36 @@ def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(tmp_path: 
     assert row["tokens_per_second"] == pytest.approx(2 * 512 * row["rows"] / row["seconds"])
 
 
-def test_numbers_of_ranks_and_gpus_give_one_table_whose_fastest_row_has_the_command(tmp_path: Path) -> None:
+def test_numbers_of_ranks_and_gpus_give_one_table_whose_cheapest_row_has_the_command(tmp_path: Path) -> None:
     sizes = ("batch_size=4", "use_maximum_batch_size=False", "sequence_length=512")
-    ended = run_plan(*DEMO, "world_size=[2,4]", "memory_limit=l4,h100", *sizes, cwd=tmp_path)
+    prices = ("price.h100=2.4", "price.l4=0.1")
+    ended = run_plan(*DEMO, "world_size=[2,4]", "memory_limit=l4,h100", *sizes, *prices, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     _, *lines = ended.stdout.splitlines()
     rows = [line.split() for line in lines[:4]]
     assert [row[:3] for row in rows] == [[card, ranks, "yes"] for ranks in "24" for card in ("l4", "h100")]
-    assert [line for line in lines[:4] if line.endswith("4 rows of 512 tokens  <- fastest")] == [lines[3]]
     assert float(rows[1][3]) > float(rows[3][3]), "more ranks need less"
-    assert lines[-1].startswith("train with: tune run --nproc_per_node 4 ")
+    costs = [float(row[9]) for row in rows]
+    (cheapest,) = (at for at, line in enumerate(lines[:4]) if line.endswith("4 rows of 512 tokens  <- cheapest"))
+    assert costs[cheapest] == min(costs) < max(costs)
+    assert lines[-1].startswith(f"train with: tune run --nproc_per_node {rows[cheapest][1]} ")
 
 
-def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(tmp_path: Path) -> None:
-    sizes = ("model.num_layers=8", "memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=1")
-    ended = run_plan(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == "error: the config does not fit; the settings above fit"
-    assert "does not fit: out of memory in step 1" in ended.stdout
-    assert "enable_activation_checkpointing=True" in ended.stdout
-    rates = [float(line.split()[8].replace(",", "")) for line in ended.stdout.splitlines() if "  yes  " in line]
+def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [alternatives.EVERY_SECOND_LAYER, ("enable_activation_checkpointing=True",), ("compile=True",)]
+    monkeypatch.setattr(alternatives, "changes_that_save_memory", lambda *_: changes)
+    path, sizes = locate("adaptive/demo/full"), ("memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096")
+    words = [*DEMO[1:], "model.num_layers=8", *sizes, "batch_size=1", "use_maximum_batch_size=False"]
+    with pytest.raises(AdaptiveError, match="the config does not fit; the settings above fit"):
+        adaptive_plan.main(read_config(path, words), path, words)
+    printed = capsys.readouterr().out
+    assert "does not fit: out of memory in step 1" in printed
+    rates = [float(line.split()[8].replace(",", "")) for line in printed.splitlines() if "  yes  " in line]
     assert rates == sorted(rates, reverse=True)
     assert len(rates) == 2
-    assert "train with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout
+    assert "train with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in printed
 
 
 @pytest.mark.parametrize(
@@ -122,7 +111,6 @@ def test_every_recipe_has_a_prediction_by_stage(config: str, stages: set[str], t
     ("words", "expected"),
     [
         (("sequence_length=5000",), "samples of 5000 tokens, but the model takes at most 4096"),
-        (("optimizer._component_=bitsandbytes.optim.PagedAdamW8bit",), "pip install bitsandbytes"),
     ],
 )
 def test_config_that_the_recipe_refuses_is_refused(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
@@ -138,7 +126,7 @@ def test_config_of_an_unknown_recipe_is_refused(config: str) -> None:
 
 
 def test_smaller_batches_are_tried_before_other_settings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def nothing_fits(candidate: PlanRequest) -> Forecast:
         raise AdaptiveError(f"{candidate.batch_size} rows do not fit")
@@ -147,10 +135,9 @@ def test_smaller_batches_are_tried_before_other_settings(
     words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
     cfg = read_config(locate("adaptive/demo/full"), words)
     assert list(alternatives.try_alternatives(read_request(cfg, "", words))) == []
-    message = capsys.readouterr().err.splitlines()
-    fewer = "use_maximum_batch_size=True"
-    assert message[:2] == [f"trying {fewer} (1 rank, 256 tokens)", f"{fewer}: None rows do not fit"]
-    assert sum("64 rows" in line for line in message) == len(message) // 2 - 1
+    printed = capfd.readouterr().err
+    assert printed.startswith("use_maximum_batch_size=True: None rows do not fit\n")
+    assert printed.count("64 rows do not fit") > 10
 
 
 def test_no_other_setting_is_tried_if_fewer_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def trained(request: PlanRequest) -> list[RehearsalResult]:
         folder = Path(name)
         OmegaConf.save(rehearsed_config(request, folder), folder / "config.yaml")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-        rank = ["-m", "tests.forecast.one_rank", str(folder), str(request.steps + 1), request.recipe]
+        rank = ["-m", "tests.forecast.one_rank", str(folder), str(request.steps + 1), request.recipe.name]
         subprocess.run(
             [*launcher, *rank, "--config", str(folder / "config.yaml")],
             env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},

@@ -31,7 +31,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, plain_tensors, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.forecast.request import is_lora
+from torchtune_adaptive.forecast.request import recipe_of
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.null_cuda.build import LIBRARY
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
@@ -141,7 +141,7 @@ class RealStep:
 
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: build in the recipe's order, with random weights, in the existing process group."""
-    settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
+    settings, lora = read_lora_settings(cfg) if recipe_of(cfg).is_lora else (read_full_settings(cfg), None)
     place = Place(device, mesh_of(device, settings))
     torch.manual_seed(0)
     checkpoint = {training.MODEL_KEY: Unfilled()}

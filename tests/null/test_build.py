@@ -26,9 +26,6 @@ print(torch.cuda.is_available(), torch.cuda.device_count(), card.name, card.majo
 
 def test_concurrent_builds_end_with_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    killed = tmp_path / "torchtune_adaptive" / "unfinished-killed"
-    killed.mkdir(parents=True)
-    os.utime(killed, (0, 0))
     command = [sys.executable, "-c", "from torchtune_adaptive.null_cuda import build; print(build())"]
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = {builder.communicate(timeout=240)[0].strip() for builder in builders}
@@ -124,7 +121,6 @@ def test_missing_compiler_is_refused_and_one_with_arguments_is_accepted(
         ("/nope/gcc", "needs a C compiler"),
         ("cc '", "building the null device failed: "),
         ("false", r"status 1; set CC to a working C compiler$"),
-        ("true", "true wrote no library"),
     ):
         monkeypatch.setenv("CC", compiler)
         with pytest.raises(NullCudaError, match=expected):
@@ -157,14 +153,10 @@ def test_damaged_library_is_rebuilt() -> None:
         ("--capability", "banana", "banana is not a compute capability; an example is 9.0"),
     ],
 )
-@pytest.mark.parametrize("by_variable", [False, True])
 def test_wrong_value_is_refused(
-    option: str, value: str, expected: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    if by_variable:
-        monkeypatch.setenv(f"NULL_CUDA_{option[2:].upper()}", value)
-    monkeypatch.setattr(sys, "argv", ["null_cuda", *[option, value] * (not by_variable), "--", "true"])
+    option: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["null_cuda", option, value, "--", "true"])
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2

@@ -4,20 +4,17 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
 from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import Rehearse
-from tests.saved_figures import pictures
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.rehearse.result import RehearsalResult, draw
+from torchtune_adaptive.rehearse.result import RehearsalResult
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -160,14 +157,15 @@ def test_single_step_is_reported_with_the_memory_of_a_second_step(rehearse: Rehe
     sizes = ("--memory", "11GiB", "--memory-overhead", "0")
     alone = rehearse(TRAINS, *sizes, command=("train.py", "60000")).found
     first, second = rehearse(TRAINS, *sizes, command=("train.py", "60000", "60000")).found["steps"]
-    assert alone["after_last_step"]["state_bytes"] == pytest.approx(2 * WEIGHTS, rel=0.01)
-    assert alone["after_last_step"]["next_bytes"] == pytest.approx(second["allocated_bytes"], rel=1e-3)
-    needs = f"{second['allocated_bytes'] / GIB:.2f}"
-    assert alone["verdict"].endswith(f"; a second step would need about {needs} GiB allocated")
-    small = str((first["reserved_bytes"] + second["allocated_bytes"]) // 2)
+    state = alone["after_last_step"]["state_bytes"]
+    assert state == pytest.approx(2 * WEIGHTS, rel=0.01)
+    needs = first["allocated_bytes"] + state
+    assert second["allocated_bytes"] == pytest.approx(needs, rel=1e-3)
+    assert alone["verdict"].endswith(f"; a second step would need about {needs / GIB:.2f} GiB allocated")
+    small = str((first["reserved_bytes"] + needs) // 2)
     answer = rehearse(TRAINS, "--memory", small, "--memory-overhead", "0", command=("train.py", "60000"))
     assert (answer.status, answer.found["fits"]) == (2, None)
-    assert f"another would need about {needs} of" in answer.found["verdict"]
+    assert f"another would need about {needs / GIB:.2f} of" in answer.found["verdict"]
 
 
 @pytest.mark.parametrize("update", ["w -= w.grad", "pass"], ids=["manual update", "inference"])
@@ -383,7 +381,7 @@ def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse
     """
     answer = rehearse(script, json_format=False)
     assert "(3 steps)" in answer.found.splitlines()[0]
-    assert answer.found.splitlines()[-1].startswith("CUDA graphs were replayed 5 times")
+    assert answer.found.splitlines()[-1].startswith("CUDA graphs were replayed: ")
 
 
 @pytest.mark.parametrize(
@@ -395,7 +393,7 @@ def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse
         ("print(1)", "no answer: the script took no optimizer step, but its process allocated no GPU memory"),
         (
             "import os, torch\ntry: torch.empty(2**40, device='cuda')\nexcept RuntimeError: os.kill(os.getpid(), 9)",
-            "no answer: SIGKILL ended the script in step 1 (is this machine out of memory?)",
+            "no answer: signal 9 (Killed) ended the script in step 1 (is this machine out of memory?)",
         ),
         ("import torch.distributed as dist; dist.broadcast_object_list([None])", "no answer: rank 3 waits for objects "
          "of another rank: rehearse rank 0, which has them"),
@@ -439,10 +437,7 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({}, ("--memory", "1GB"), "the GPU has 0.931 GiB, of which 1 GiB are not for tensors"),
         ({}, ("--memory", "80"), "80 is not an amount of memory; examples are 80GB and 24GiB"),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
-        ({}, ("--steps", "-1"), "--steps is -1; the minimum is 0"),
-        ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
-        ({}, ("--picture", "plan.exe"), "--picture is plan.exe"),
-        ({}, ("--picture", "nowhere/plan.png"), "--picture is nowhere/plan.png, which cannot be written"),
+        ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
     ],
 )
 def test_invalid_options_are_refused_before_the_script_runs(
@@ -794,9 +789,7 @@ def test_device_that_runs_out_of_memory_is_named_and_so_is_the_option(rehearse: 
     assert "for several GPUs in one process, --devices" in alone
 
 
-def test_idle_optimizer_is_reported_and_a_value_dependent_one_gives_no_prediction(
-    rehearse: Rehearse,
-) -> None:
+def test_idle_optimizer_is_reported(rehearse: Rehearse) -> None:
     script = """
         import torch
 
@@ -805,19 +798,10 @@ def test_idle_optimizer_is_reported_and_a_value_dependent_one_gives_no_predictio
     text = rehearse(dedent(script) + dedent(ONE_STEP), json_format=False).found
     assert text.splitlines()[0].endswith("; an optimizer took no step (see below)")
     assert "an optimizer of 4.0 MiB of parameters took no step" in text
-    other = rehearse(dedent(script) + dedent(ONE_STEP).replace("SGD", "LBFGS").replace("step()", "step(lambda: 0.0)"))
-    assert other.found["fits"] is None
-    assert "LBFGS keeps up to 2 × history_size + 5 = 205 copies of its parameters (0.80 GiB)" in other.found["verdict"]
 
 
-def test_closed_stdin_and_unbuffered_python_have_no_effect(tmp_path: Path) -> None:
-    skip_without_null_device()
-    (tmp_path / "train.py").write_text(dedent(ONE_STEP))
-    command = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--", "python", "-u", "train.py"]
-    closed = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert closed.stdout.startswith("fits: "), closed.stderr
+def test_unbuffered_python_has_no_effect(rehearse: Rehearse) -> None:
+    assert rehearse(ONE_STEP, command=("python", "-u", "train.py")).found["fits"]
 
 
 def test_host_values_are_known_after_a_collective_in_every_step(rehearse: Rehearse) -> None:
@@ -883,7 +867,7 @@ def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.M
         monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: run(*args, **kwargs | to_full))
         answer = rehearse(ONE_STEP)
     assert answer.status == 2
-    assert answer.printed.splitlines()[-1].startswith("error: cannot write the output: No space left on device")
+    assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
 
 
 def test_signal_ends_it_with_the_steps_so_far(rehearse: Rehearse) -> None:
@@ -902,6 +886,22 @@ def test_signal_ends_it_with_the_steps_so_far(rehearse: Rehearse) -> None:
     until_then = "before that, 0.05 of 78.1 GiB reserved at most (step 1)"
     assert (answer.status, answer.found["verdict"]) == (2, f"no answer: interrupted in step 4; {until_then}")
     assert (len(answer.found["steps"]), answer.found["fits"], answer.printed) == (3, None, "")
+
+
+def test_traceback_of_a_script_that_takes_no_step_is_printed(rehearse: Rehearse) -> None:
+    script = """
+        import time, torch
+        from torchtune_adaptive.rehearse import step_recorder
+
+        step_recorder.SILENT_S = 0.5
+        optimizer = torch.optim.SGD(torch.nn.Linear(8, 8, device="cuda").parameters())
+        optimizer.step()
+        optimizer.step()
+        time.sleep(3)
+    """
+    answer = rehearse(script)
+    assert answer.found["fits"]
+    assert 'train.py", line 9 in <module>' in answer.printed
 
 
 def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:
@@ -978,8 +978,6 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
     assert not RehearsalResult(**about, status=0, steps=steps, rest={**end, "stopped": False}).rises
     alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, rest=end)
     assert alike.as_text().endswith("such as saving, was not run: --steps 0 runs the script to its end")
-    failed = RehearsalResult(**about, status=1, rest={**end, "error": "KeyError: 'LOCAL_RANK'"})
-    assert failed.verdict().endswith("put torchrun before the script)")
     assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises
     error = {
         "step": 6, "tried": False, "trains": True, "file": "train.py", "line": 1,
@@ -987,10 +985,10 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
         "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
         "allowed_bytes": 10 * GIB,
     }  # fmt: skip
-    more = {**end, "next_bytes": 9 * GIB, "state_bytes": GIB}
-    assert "the only step" in RehearsalResult(**about, status=0, steps=steps[:1], rest=more).as_text()
+    more = {**end, "state_bytes": GIB}
+    assert "a second step" in RehearsalResult(**about, status=0, steps=steps[:1], rest=more).verdict()
     ran_out = RehearsalResult(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], rest=more)
-    assert "the only step" not in ran_out.as_text()
+    assert "a second step" not in ran_out.verdict()
     limited = RehearsalResult(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
     assert "8.00 GiB allocated of the script's limit of 8.00 GiB" in limited.verdict()
     assert "contiguous" not in limited.as_text()
@@ -998,40 +996,3 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
         **about, status=1, steps=steps, errors=[error], rest={**end, "error": "out of memory"}
     ).as_text()
     assert "enough memory is free, but not contiguous: PYTORCH_ALLOC_CONF=expandable_segments:True may help" in text
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    return pictures(monkeypatch)
-
-
-def rehearsed(steps: int, **about: Any) -> RehearsalResult:
-    """Return a rehearsal that runs out of memory after this many steps."""
-    peaks = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}
-    taken = [{"step": step, **peaks, "flushes": step % 2} for step in range(1, steps + 1)]
-    error = {"step": steps + 1, "tried": False, "allocated_bytes": GIB, "reserved_bytes": 3 * GIB}
-    error |= {"asked_bytes": 2 * GIB, "allowed_bytes": 4 * GIB, "trains": True}
-    return RehearsalResult(4 * GIB, overhead_bytes=0, rank=0, ranks=8, **about, steps=taken, errors=[error])
-
-
-def test_rehearsal_is_plotted(tmp_path: Path, drawn: list[Any]) -> None:
-    draw(rehearsed(3, status=1), tmp_path / "plan.png")
-    (axes,) = drawn[0].axes
-    heights = [round(bar.get_height()) for bar in axes.patches]
-    assert heights == [2, 2, 2, 3, 1, 1, 1, 1, 2]
-    card, flushed = axes.lines
-    assert set(card.get_ydata()) == {4}
-    assert list(flushed.get_xdata()) == [1, 3]
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("status", [1, 0], ids=["ended the script", "caught by the script"])
-def test_oom_in_the_first_step_has_colors_in_its_legend_and_whole_steps_on_the_axis(
-    tmp_path: Path, drawn: list[Any], status: int
-) -> None:
-    draw(rehearsed(0, status=status), tmp_path / "plan.png")
-    (axes,), (legend,) = drawn[0].axes, drawn[0].legends
-    colors = {patch.get_facecolor() for patch in legend.get_patches()}
-    assert len(colors) == 3, "reserved, allocated, refused"
-    low, high = axes.get_xlim()
-    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.cli import report, status
 from torchtune_adaptive.config.registry import RECIPES, file_of, stock_configs, supported_configs
-from torchtune_adaptive.config.remedies import in_keys
+from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA, recipes_extra_is_missing
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with printing():
             exit_status = options.run(options)
     except AdaptiveError as error:
-        print(f"error: {in_keys(error)}", file=sys.stderr)
+        print(f"error: {error.in_words(KEYS)}", file=sys.stderr)
         exit_status = options.failed
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

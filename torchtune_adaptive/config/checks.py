@@ -17,20 +17,9 @@ from torchtune_adaptive.formatting import nearest
 logger = logging.getLogger(__name__)
 
 SECTIONS = (
-    "model",
-    "tokenizer",
-    "dataset",
-    "dataset_val",
-    "loss",
-    "optimizer",
-    "lr_scheduler",
-    "checkpointer",
-    "ref_checkpointer",
-    "metric_logger",
-    "profiler",
-    "tensor_parallel_plan",
-    "batch_increase_function",
-)
+    "model", "tokenizer", "dataset", "dataset_val", "loss", "optimizer", "lr_scheduler", "checkpointer",
+    "ref_checkpointer", "metric_logger", "profiler", "tensor_parallel_plan", "batch_increase_function",
+)  # fmt: skip
 OF_PPO = "policy_model"
 MISSPELT = 0.8
 """Similarity, from 0 to 1, at which a key counts as a typo."""

@@ -20,7 +20,6 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import shown
 
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, IndexError, RecursionError)
 """Errors of reading YAML and overrides (IndexError for a `[`)."""
@@ -49,11 +48,7 @@ def name_of(path: Path) -> str:
 
 def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
     """Return the config at a path with overrides, which have the same meaning as in torchtune."""
-    _check_yaml(path)
-    if nameless := [word for word in overrides if word.startswith("=")]:
-        raise ConfigError(f"{nameless[0]} has no key: write key=value, without a space before the =")
-    file: Any = OmegaConf.to_container(OmegaConf.load(path))
-    parts = [f"~{key}" for key, part in file.items() if isinstance(part, dict) and COMPONENT in part]
+    parts = [f"~{key}" for key, part in _read_yaml(path).items() if isinstance(part, dict) and COMPONENT in part]
     removed = [word for word in overrides if word in parts]  # torchtune cannot remove components
     overrides = [word for word in overrides if word not in removed]
     try:
@@ -79,17 +74,15 @@ def _expanded(value: Any) -> Any:
         return {key: _expanded(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_expanded(each) for each in value]
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{shown(value)} in the config contains a NUL character: remove it")
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def _check_yaml(path: Path) -> None:
+def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
             OmegaConf.load(path)  # refuses duplicate keys
-            return
+            return content
     except UNREADABLE as error:
         raise ConfigError(f"--config {path} cannot be read: {_in_a_line(error)}") from error
     kind = "nothing" if content is None else f"a {type(content).__name__}"
@@ -97,6 +90,4 @@ def _check_yaml(path: Path) -> None:
 
 
 def _in_a_line(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "its nesting is too deep"
     return " ".join(str(error).split())

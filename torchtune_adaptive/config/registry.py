@@ -43,6 +43,21 @@ class Recipe:
     own_keys: str = ""
     """Path of the keys that only this recipe has."""
 
+    @property
+    def is_lora(self) -> bool:
+        """Return True if it trains adapters."""
+        return self.saved_as.startswith("lora")
+
+    @property
+    def trains_on_pairs(self) -> bool:
+        """Return True for preference training."""
+        return self.saved_as.endswith("_dpo")
+
+    @property
+    def trains_on_rollouts(self) -> bool:
+        """Return True for PPO and GRPO."""
+        return self.saved_as.endswith(("_ppo", "_grpo"))
+
     def read(self, cfg: DictConfig) -> tuple[Settings, Any]:
         """Return the common and the specific settings; raise ConfigError if they are invalid."""
         settings = pkgutil.resolve_name(self.reader)(cfg)

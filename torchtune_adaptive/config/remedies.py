@@ -47,8 +47,3 @@ def without_active_remedies(cfg: DictConfig) -> Iterator[None]:
         if cfg.get("enable_activation_checkpointing") is True:
             error.remedies = without_backward(error.remedies)
         raise
-
-
-def in_keys(error: AdaptiveError, keys: Mapping[Remedy, str] = KEYS) -> str:
-    """Return the message of an error, with remedies as config keys."""
-    return error.in_words(keys)

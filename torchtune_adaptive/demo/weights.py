@@ -29,8 +29,6 @@ def demo_checkpointer(
 
     `sizes` are the arguments that the config passes to `demo_model`.
     """
-    if isinstance(checkpoint_files, str):
-        raise ValueError(f"checkpoint_files is {checkpoint_files!r}: pass a list, [{checkpoint_files}]")
     made: dict[str, Callable[[], Mapping[str, object]]] = {
         WEIGHTS_FILE: lambda: demo_model(**(sizes or {})).state_dict(),
         VALUE_FILE: lambda: demo_classifier().state_dict(),

@@ -11,18 +11,18 @@ from typing import Any
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.rehearse_recipe import Forecast
-from torchtune_adaptive.forecast.request import PlanRequest, is_lora, trains_on_pairs, trains_on_rollouts
+from torchtune_adaptive.forecast.request import PlanRequest
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
 from torchtune_adaptive.rehearse.result import FRAGMENTED
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rehearse.step_time import time_lines
-from torchtune_adaptive.rehearse.sweep import SweepRow, as_table
+from torchtune_adaptive.rehearse.sweep import as_table, preference
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 
 
 def as_text(forecast: Forecast) -> str:
     """Return the heading, a table for each search, memory and time of training, the command and notes."""
-    lines, rehearsal, option = [_heading(forecast.request)], forecast.rehearsal, option_of(forecast)
+    lines, rehearsal, row = [_heading(forecast.request)], forecast.rehearsal, forecast.row
     for stage, search in forecast.searches.items():
         cells = [_cells(size) for size in sizes_of(forecast) if size["stage"] == stage]
         lines += [f"{stage}:"] * bool(stage) + [in_columns([("rows", "tokens", "allocated", ""), *cells])]
@@ -35,8 +35,8 @@ def as_text(forecast: Forecast) -> str:
         if forecast.request.lengths:
             over_time = f"; {count_of(len(rehearsal.caught), 'recovery', 'recoveries')}, {steps}"
         lines.append(f"in training: {sizes[0]} allocated, {sizes[1]} reserved at most{over_time}")
-        if option.time and rehearsal.work:
-            lines += time_lines(option.time, rehearsal.work, option.gpu.name, option.ranks)
+        if row.time and rehearsal.work:
+            lines += time_lines(row.time, rehearsal.work, row.gpu.name, row.ranks)
         lines.append(f"train with: {training_command(forecast)}")
     else:
         lines.append(forecast.why_not)
@@ -45,24 +45,16 @@ def as_text(forecast: Forecast) -> str:
 
 
 def table(forecasts: Sequence[Forecast]) -> str:
-    """Return a table of settings, and the command of the fastest that fits."""
-    first, *_ = fastest_first(forecasts)
-    command = f"\ntrain with: {training_command(first)}" if first.fits else ""
-    return as_table([option_of(each) for each in forecasts]) + command
+    """Return a table of settings, and the command of the best that fits."""
+    best, *_ = best_first(forecasts)
+    command = f"\ntrain with: {training_command(best)}" if best.fits else ""
+    return as_table([each.row for each in forecasts]) + command
 
 
-def fastest_first(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Sort settings by their tokens per second; those that do not fit are last."""
-    return sorted(forecasts, key=lambda each: (not each.fits, -(option_of(each).tokens_per_second or 0)))
-
-
-def option_of(forecast: Forecast) -> SweepRow:
-    """Return the forecast as a row of a table of GPUs."""
-    request, found = forecast.request, forecast.rehearsal
-    reserved = forecast.most["reserved_bytes"] if forecast.fits else found.run_peaks["reserved_bytes"]
-    rows = f"{count_of(forecast.rows, 'row')} of " if forecast.rows else ""
-    label = f"{rows}{request.length} tokens {' '.join(request.changes)}".strip()
-    return SweepRow(request.gpu, request.ranks, found, forecast.fits, reserved, found.usable_bytes, None, label)
+def best_first(forecasts: Sequence[Forecast]) -> list[Forecast]:
+    """Sort settings by cost; without prices, by speed. Those that do not fit are last."""
+    order = preference([each.row for each in forecasts])
+    return sorted(forecasts, key=lambda each: order(each.row))
 
 
 def as_json(forecasts: Sequence[Forecast]) -> str:
@@ -72,7 +64,7 @@ def as_json(forecasts: Sequence[Forecast]) -> str:
 
 def _as_dict(forecast: Forecast) -> dict[str, Any]:
     return {
-        **option_of(forecast).as_dict(),
+        **forecast.row.as_dict(),
         "verdict": forecast.rehearsal.verdict() if forecast.fits else forecast.why_not,
         "overrides": " ".join(forecast.request.changes),
         "tokens": forecast.request.length,
@@ -87,16 +79,16 @@ def _as_dict(forecast: Forecast) -> dict[str, Any]:
 
 
 def _heading(request: PlanRequest) -> str:
-    cfg, on_rollouts, length = request.cfg, trains_on_rollouts(request.cfg), f"{request.length} tokens"
+    cfg, recipe, length = request.cfg, request.recipe, f"{request.length} tokens"
     usable = request.gpu.memory - request.overhead_bytes
     parts = [
         str((cfg.policy_model if POLICY_SECTION in cfg else cfg.model).get(COMPONENT)).rpartition(".")[2],
-        "lora" if is_lora(cfg) else "full",
-        *["PPO" if POLICY_SECTION in cfg else "GRPO"] * on_rollouts,
-        *["pairs"] * trains_on_pairs(cfg),
+        "lora" if recipe.is_lora else "full",
+        *["PPO" if POLICY_SECTION in cfg else "GRPO"] * recipe.trains_on_rollouts,
+        *["pairs"] * recipe.trains_on_pairs,
         count_of(request.ranks, "rank"),
         *["compiled"] * bool(cfg.get("compile")),
-        f"prompts of {length}, answers of {cfg.max_generated_tokens}" if on_rollouts else length,
+        f"prompts of {length}, answers of {cfg.max_generated_tokens}" if recipe.trains_on_rollouts else length,
         f"{format_bytes(usable)} usable of {format_bytes(request.gpu.memory)}",
     ]
     return " · ".join(parts)
@@ -130,7 +122,8 @@ def _cells(size: dict[str, Any]) -> tuple[str, ...]:
 
 def notes(forecast: Forecast) -> list[str]:
     """Return the assumptions and limits of a forecast."""
-    request, cfg, on_rollouts = forecast.request, forecast.request.cfg, trains_on_rollouts(forecast.request.cfg)
+    request, cfg = forecast.request, forecast.request.cfg
+    on_rollouts = request.recipe.trains_on_rollouts
     given = request.plan.sequence_length or request.lengths or value_at(cfg, "tokenizer.max_seq_len")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
     searches = on_rollouts or cfg.get("use_maximum_batch_size")
@@ -139,11 +132,9 @@ def notes(forecast: Forecast) -> list[str]:
     applies = {
         f"{overhead} are reserved for the CUDA context, NCCL and libraries (memory_overhead)": True,
         "reserved is for rows of one length; varying lengths fragment the cache more": not request.lengths,
-        "in each step, the rank with the longest samples is rehearsed": bool(request.lengths) and request.ranks > 1,
         f"sequence_length is not set: {request.length} tokens are assumed": not given,
         "in the rehearsed steps, answers end at once: the table of stages has the memory of whole answers": on_rollouts,
-        "a row is a pair of answers of this length": trains_on_pairs(cfg),
-        "fsdp_cpu_offload is True: weights, gradients and optimizer state are on the host": cfg.get("fsdp_cpu_offload"),
+        "a row is a pair of answers of this length": request.recipe.trains_on_pairs,
         f"batch_size={forecast.rows} makes a rank's step {(forecast.rows or 0) * microbatches} samples instead of "
         f"{configured * microbatches}; use_maximum_batch_size=True finds the same rows and keeps the step": other_rows,
     }
@@ -156,7 +147,7 @@ def training_command(forecast: Forecast) -> str:
     own_keys = {field.name for field in fields(request.plan)}
     words = {word.partition("=")[0]: word for word in request.overrides if word.partition("=")[0] not in own_keys}
     changes: dict[str, object] = {}
-    if trains_on_rollouts(cfg):
+    if request.recipe.trains_on_rollouts:
         changes["use_maximum_batch_size"] = True
     elif rows is not None and not cfg.get("use_maximum_batch_size"):  # otherwise the run searches itself
         changes["batch_size"] = rows
@@ -170,5 +161,5 @@ def training_command(forecast: Forecast) -> str:
     if machines > 1 and not left:
         rendezvous = "--rdzv_backend c10d --rdzv_endpoint NODE0:29400"
         launcher = f"--nnodes {machines} --nproc_per_node {ONE_MACHINE} {rendezvous}"
-    parts = ["tune run", launcher, request.recipe, "--config", request.config_name, shlex.join(words.values())]
+    parts = ["tune run", launcher, request.recipe.name, "--config", request.config_name, shlex.join(words.values())]
     return " ".join(parts).rstrip()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +15,14 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import keys_of
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import AdaptiveError, Remedy
-from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings, trains_on_rollouts
+from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import rehearse
+from torchtune_adaptive.rehearse.start import RankSettings, rehearse
+from torchtune_adaptive.rehearse.sweep import SweepRow
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
-ERASE = "\r\x1b[K"
-"""Escape sequence that erases a terminal's line."""
 SAMPLES = 4096
 """Samples of a rank: more than fit on any card."""
 
@@ -72,21 +68,31 @@ class Forecast:
         names = ("allocated_bytes", "reserved_bytes", "flushes")
         return {name: max((step[name] for step in self.rehearsal.steps), default=0) for name in names}
 
+    @property
+    def row(self) -> SweepRow:
+        """The row of a table of GPUs."""
+        request, found, plan = self.request, self.rehearsal, self.request.plan
+        reserved = self.most["reserved_bytes"] if self.fits else found.run_peaks["reserved_bytes"]
+        rows = f"{count_of(self.rows, 'row')} of " if self.rows else ""
+        label = f"{rows}{request.length} tokens {' '.join(request.changes)}".strip()
+        price = (plan.price or {}).get(request.gpu.name)
+        return SweepRow(request.gpu, request.ranks, found, self.fits, reserved, found.usable_bytes, price, label)
+
 
 def rehearse_recipe(request: PlanRequest) -> Forecast:
     """Rehearse the recipe; raises an AdaptiveError if it ends for a reason other than memory."""
+    at = f"{count_of(request.ranks, 'rank')} of {request.gpu.name}, {request.length} tokens at most"
+    print(f"rehearsing {' '.join(request.changes) or 'the config'} ({at})", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="forecast-") as name:
         folder = Path(name)
         config, log = folder / "config.yaml", folder / "log.txt"
         OmegaConf.save(rehearsed_config(request, folder), config)
-        with log.open("w") as output, progress(log):
+        with log.open("w") as output:
             try:
                 rehearsal = rehearse(
-                    ["-m", request.recipe, "--config", str(config)],
+                    ["-m", request.recipe.name, "--config", str(config)],
                     request.gpu,
-                    ranks=request.ranks,
-                    overhead_bytes=request.overhead_bytes,
-                    steps=request.steps,
+                    RankSettings(ranks=request.ranks, overhead_bytes=request.overhead_bytes, steps=request.steps),
                     output=output,
                     variables={"OMP_NUM_THREADS": "1"},
                 )
@@ -94,7 +100,7 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
                 raise AdaptiveError(f"adaptive_plan rehearses the recipe on a null device: {error}") from error
         if rehearsal.interrupted:
             raise KeyboardInterrupt
-        if trains_on_rollouts(request.cfg):  # answers end at once, so the time of a step is unknown
+        if request.recipe.trains_on_rollouts:  # answers end at once, so the time of a step is unknown
             rehearsal = replace(rehearsal, traced={})
         forecast = Forecast(request, rehearsal)
         if not rehearsal.fits and not rehearsal.errors:
@@ -102,30 +108,6 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
             *_, last = "", *printed.splitlines()
             raise AdaptiveError(forecast.recipe_error or f"{rehearsal.verdict()} ({last})\n{printed[-2000:]}")
         return forecast
-
-
-@contextmanager
-def progress(log: Path, every_s: float = 1.0) -> Iterator[None]:
-    """On a terminal, show the elapsed seconds and the log's last line on stderr; erase them at the end."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    done, began = threading.Event(), time.monotonic()
-
-    def show() -> None:
-        while not done.wait(every_s):
-            *_, last = "", *log.read_text(errors="replace").split("\n")[:-1]
-            line = f"rehearsing · {time.monotonic() - began:.0f} s · {''.join(filter(str.isprintable, last))}"
-            print(f"{ERASE}{line[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
-        print(ERASE, end="", file=sys.stderr, flush=True)
-
-    shown = threading.Thread(target=show, daemon=True)
-    shown.start()
-    try:
-        yield
-    finally:
-        done.set()
-        shown.join()
 
 
 def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
@@ -162,7 +144,7 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
             "resume_from_checkpoint": False,
             "batch_increase_function": None,
             "max_steps_per_epoch": None,
-            **({} if trains_on_rollouts(request.cfg) else {"epochs": 1}),
+            **({} if request.recipe.trains_on_rollouts else {"epochs": 1}),
             "use_maximum_batch_size": request.batch_size is None and not by_tokens,
             "adaptive": {
                 **adaptive,

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.remedies import KEYS, in_keys, without_active_remedies
+from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
@@ -169,7 +169,7 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
         except AdaptiveError as error:
             stop_listening()
             if first_to_report():
-                _report(error, in_keys(error, remedies))
+                _report(error, error.in_words(remedies))
             _exit(1)
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and error.code:

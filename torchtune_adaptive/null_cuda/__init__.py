@@ -32,24 +32,20 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment variables that give a child process null devices, and build the library if needed.
 
-    Defaults are NULL_CUDA_MEMORY, NULL_CUDA_DEVICES, NULL_CUDA_CAPABILITY and NULL_CUDA_NAME, or else one device of
-    80 GiB and compute capability 9.0. Processes do not share device memory. Raises a ValueError for invalid arguments.
+    Without arguments, a process has one device of 80 GiB and compute capability 9.0. Processes do not share device
+    memory. Raises a ValueError for invalid arguments.
     """
-    given = {"MEMORY": memory, "DEVICES": devices, "CAPABILITY": capability, "NAME": name}
-    card = {f"NULL_CUDA_{key}": os.environ.get(f"NULL_CUDA_{key}") for key in given}
-    card |= {f"NULL_CUDA_{key}": str(value) for key, value in given.items() if value is not None}
-    if (size := card["NULL_CUDA_MEMORY"]) is not None:
-        card["NULL_CUDA_MEMORY"] = str(bytes_of(size))
-    count, version = card["NULL_CUDA_DEVICES"] or "1", card["NULL_CUDA_CAPABILITY"] or "9.0"
-    if not (count.isdecimal() and 1 <= int(count) <= MAX_DEVICES):
-        raise ValueError(f"the number of devices is {count}: pass 1 to {MAX_DEVICES}")
-    if not re.fullmatch(r"\d+\.\d", version):
-        raise ValueError(f"{version} is not a compute capability; an example is 9.0")
+    if not 1 <= int(devices or 1) <= MAX_DEVICES:
+        raise ValueError(f"the number of devices is {devices}: pass 1 to {MAX_DEVICES}")
+    if not re.fullmatch(r"\d+\.\d", capability or "9.0"):
+        raise ValueError(f"{capability} is not a compute capability; an example is 9.0")
+    size = None if memory is None else bytes_of(str(memory))
+    given = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability, "NAME": name}
     library = build()
     return {
         "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
         "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", str(library.parent)),
-        **{variable: value for variable, value in card.items() if value is not None},
+        **{f"NULL_CUDA_{key}": str(value) for key, value in given.items() if value is not None},
     }
 
 

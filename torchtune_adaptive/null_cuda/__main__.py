@@ -13,7 +13,7 @@ def main() -> int:
     """Replace this process by the command; return an exit status if that fails."""
     parser = argparse.ArgumentParser(prog="python -m torchtune_adaptive.null_cuda", description=__doc__)
     parser.add_argument("--memory", help="memory of each device, for example 80GB or 24GiB (default: 80GiB)")
-    parser.add_argument("--devices", metavar="1..16", help="number of devices (default: 1)")
+    parser.add_argument("--devices", type=int, metavar="1..16", help="number of devices (default: 1)")
     parser.add_argument("--capability", help="compute capability (default: 9.0)")
     parser.add_argument("--name", help="name of the devices")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")

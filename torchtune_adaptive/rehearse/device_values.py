@@ -67,8 +67,6 @@ class DeviceValues:
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
         """Call `on_guess` when an unknown integer is read as 0, or an unknown mask selects everything."""
         self._on_guess = on_guess
-        self.zeros = 0
-        """How many numbers that a kernel would have computed were read as 0."""
         self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
         """By the place that reads a number and its caller: true if the number can become a size."""
         self._writes = dict[int, tuple[StorageWeakRef, int | None]]()
@@ -240,12 +238,10 @@ class DeviceValues:
                 copied.copy_(self._on_host(original))
         elif original.is_floating_point():
             copied.zero_()
-            self.zeros += 1
         elif original.dtype is not torch.uint8 and _is_plain(original):  # pickled objects travel as bytes
             is_mask = original.dtype is torch.bool and original.numel() > 1
             if source is Source.DEVICE:
                 copied.fill_(is_mask)
-                self.zeros += not is_mask
             if is_mask or original.dtype is not torch.bool:  # a single boolean checks for NaN
                 self._on_guess(MASK if is_mask else INTEGER, _caller())
 
@@ -266,19 +262,12 @@ class DeviceValues:
         source = self._source_of(tensor)
         if tensor.is_floating_point() and source is not Source.HOST:
             # optimizers divide by their step count, which is on the device after their state was loaded
-            is_step = reader.f_code is _get_value.__code__
-            self.zeros += not is_step
-            return float(is_step)
+            return float(reader.f_code is _get_value.__code__)
         if tensor.dtype is torch.bool and source is not Source.HOST:
-            asserted = any(_is_in_assert(frame) for frame in (reader, reader.f_back) if frame)
-            self.zeros += not asserted
-            return asserted
+            return any(_is_in_assert(frame) for frame in (reader, reader.f_back) if frame)
         if source is not Source.HOST and self._may_become_size(reader):
             self._on_guess(INTEGER, reader)
-        if source is Source.DEVICE:
-            self.zeros += 1
-            return 0
-        return self._cpu(tensor).item()
+        return 0 if source is Source.DEVICE else self._cpu(tensor).item()
 
     def _may_become_size(self, frame: FrameType) -> bool:
         while frame.f_code.co_filename == __file__ and frame.f_back:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from torchtune_adaptive.rehearse.step_time import seconds_text
 def run_real(command: Sequence[str], steps: int) -> RehearsalResult:
     """Run a command, and return the result of the lowest rank that failed, or else of rank 0."""
     with interrupted_by_signals(), tempfile.TemporaryDirectory() as folder:
-        settings = RankSettings(rank=0, ranks=None, memory=0, overhead_bytes=None, steps=steps, real=True)
+        settings = RankSettings(steps=steps, real=True)
         ending = execute(folder, settings, command, script_environment(os.environ, keep="CUDA_VISIBLE_DEVICES"))
         records = sorted(Path(folder).iterdir(), key=lambda path: (len(path.name), path.name))
         ranks = [path for path in records if path.name.isdecimal()] or records or [Path(folder, "0")]
@@ -66,7 +65,7 @@ class Comparison(NamedTuple):
         lines += ["", "the rehearsed time is an estimate; the first step has no measured time"]
         return "\n".join(line.rstrip() for line in lines)
 
-    def as_json(self) -> str:
-        """Return both results and their differences."""
-        both = {name: json.loads(found.as_json()) for name, found in self._asdict().items()}
-        return json.dumps({**both, "differences": self.differences()}, indent=2)
+    def as_dict(self) -> dict[str, Any]:
+        """Return both results and their differences, for JSON."""
+        both = {name: found.as_dict() for name, found in self._asdict().items()}
+        return {**both, "differences": self.differences()}

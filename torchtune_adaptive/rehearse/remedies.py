@@ -1,13 +1,17 @@
-"""Rehearse a command with arguments that need less memory. Only arguments that the script accepts are offered."""
+"""Find settings with which a run fits: changes are rehearsed in parallel, and those that fit are returned.
+
+`changes` has the arguments of trainers that save memory; `forecast.alternatives` has the config keys.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, row_of
+from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, preference, row_of
 
 
 class TrainerArguments(NamedTuple):
@@ -38,6 +42,27 @@ TRAINERS = (
 )  # fmt: skip
 """transformers' TrainingArguments, and torchtitan."""
 MORE_RANKS = 2, 4, 8
+"""Multiples of the number of ranks to try."""
+
+
+class _Row(Protocol):
+    @property
+    def fits(self) -> bool | None: ...
+
+
+_R = TypeVar("_R", bound=_Row)
+
+
+def that_fit(attempt: Callable[..., _R | None], cases: Mapping[str, tuple[Any, ...]], enough: int = 0) -> list[_R]:
+    """Attempt the cases in parallel, in this order; return those that fit. Stop as soon as `enough` do (0: never)."""
+    fitting: list[_R] = []
+    with closing(in_parallel(attempt, cases)) as results:
+        for _, row in results:
+            if row is not None and row.fits:
+                fitting.append(row)
+            if enough and len(fitting) >= enough:
+                break
+    return fitting
 
 
 def argument_changes(command: Sequence[str]) -> list[Mapping[str, str]]:
@@ -92,5 +117,11 @@ def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: i
     }
     if ranks > 1:
         cases |= {f"--ranks {times * ranks}": (list(command), card, times * ranks) for times in MORE_RANKS}
-    rows = [row_of(found, card, found.usable_bytes, {}, label) for label, found in in_parallel(rehearse, cases)]
-    return sorted((row for row in rows if row.fits), key=lambda row: -(row.tokens_per_second or 0))
+    attempts = {label: (rehearse, label, *case) for label, case in cases.items()}
+    rows = that_fit(_attempt, attempts)
+    return sorted(rows, key=preference(rows))
+
+
+def _attempt(rehearse: Rehearse, label: str, command: Sequence[str], card: Gpu, ranks: int) -> SweepRow:
+    found = rehearse(command, card, ranks)
+    return row_of(found, card, found.usable_bytes, {}, label)

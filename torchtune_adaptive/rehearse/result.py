@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, seconds_text, time_lines
 
@@ -28,21 +28,20 @@ _GUESSED = {
     "depends on it, training needs more memory (replace it by a fixed number to see how much)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
 }
-CONVOLVED, RECURRENT = "convolved", "recurrent"
+CONVOLVED, RECURRENT, REPLAYED = "convolved", "recurrent", "replayed"
 _NOTES = {
     CONVOLVED: "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm "
     "with a smaller workspace",
+    REPLAYED: "CUDA graphs were replayed: steps of optimizers in them are not counted",
     RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
     "needs less memory",
 }
-KINDS = ("step", "first", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message")
+KINDS = ("step", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message")
 """Kinds of lines in a record."""
 _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
 )
 """Errors of Python that a number that is 0 can cause."""
-_ERROR_WITHOUT_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
-"""Errors of a script that needs torchrun."""
 _ERROR_OF_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
 OTHER_DEVICES = " (for several processes, pass --ranks; for several GPUs in one process, --devices)"
 _KILLED_BY: dict[int, str] = {
@@ -98,8 +97,6 @@ class RehearsalResult:
             with suppress(ValueError):  # the last line is incomplete if the script was killed
                 record = json.loads(line)
                 found[record.pop("kind")].append(record)
-        if not found["end"]:
-            found["step"] = found["step"] or found["first"]
         about |= dict(*found["share"][-1:])
         about["gpu"] = Gpu(*about["gpu"]) if about.get("gpu") else None
         return cls(
@@ -147,11 +144,16 @@ class RehearsalResult:
         return self.status == 0 and self.swallowed is None and used and self.next_bytes <= self.usable_bytes
 
     @property
+    def fits_or_not(self) -> bool | None:
+        """True if the script fits, False if it ran out of memory, None if there is no answer."""
+        return True if self.fits else False if self.out_of_memory else None
+
+    @property
     def next_bytes(self) -> int:
-        """Bytes that a second step would allocate; 0 if it ran, or needs no more than the first."""
+        """Estimate of what a second step allocates, which finds optimizer state in memory; 0 if there was one."""
         first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unfinished else 0
-        needs = int(self.rest.get("next_bytes", 0))
-        return needs if first and needs > RISES * first else 0
+        state = int(self.rest.get("state_bytes", 0))
+        return first + state if first and state > (RISES - 1) * first else 0
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -203,7 +205,8 @@ class RehearsalResult:
             return f"no answer: the script starts processes that use a GPU, which a rehearsal cannot follow: {remedy}"
         if self.status < 0:
             why = _KILLED_BY.get(-self.status, "") or (f": {self.last_error}" if self.last_error else "")
-            return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}{why}"
+            ended = f"signal {-self.status} ({signal.strsignal(-self.status)}) ended the script"
+            return f"no answer: {ended} in step {len(self.steps) + 1}{why}"
         if self.status:
             why = self.rest.get("error") or f"exit status {self.status}"
             if why.startswith("exit status") and self.last_error:
@@ -211,10 +214,9 @@ class RehearsalResult:
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
             by_zero = " (a rehearsal reads numbers of the GPU as 0)" if _ERROR_OF_ZERO.match(why) else ""
-            alone = " (torchrun sets it: put torchrun before the script)" if _ERROR_WITHOUT_LAUNCHER.match(why) else ""
             devices = OTHER_DEVICES if _ERROR_OF_DEVICE.search(why) else ""
             memory = "; it ran out of memory before (see below)" if self.unfinished else ""
-            hints = f"{by_zero}{devices}" * (not self.real) + f"{alone}{memory}{guessed}"
+            hints = f"{by_zero}{devices}" * (not self.real) + f"{memory}{guessed}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
         if self.swallowed is not None:
             return (
@@ -232,17 +234,15 @@ class RehearsalResult:
             flushed = "; the cache was flushed" if self.rest["flushes"] else ""
             return f"{fits}{flushed}; no optimizer took a step{guessed}"
         flushing = sum(each["flushes"] > 0 for each in self.steps)
-        steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
-        flushed = (
-            f"the cache is flushed in {flushing} of {steps}" if flushing else f"the cache is never flushed ({steps})"
-        )
-        errors = f"{len(self.caught)} out-of-memory error{'s' * (len(self.caught) != 1)}"
+        steps = count_of(len(self.steps), "step")
+        flushed = f"flushed in {flushing} of {steps}" if flushing else f"never flushed ({steps})"
+        errors = count_of(len(self.caught), "out-of-memory error")
         recovered = f"; the script recovered from {errors}" if self.caught else ""
         idle = "; an optimizer took no step (see below)" if self.rest.get("idle_bytes") else ""
         rises = "; later steps may need more (see below)" if self.rises else ""
         if self.next_bytes:
             rises = f"; a second step would need about {_size(self.next_bytes)} allocated"
-        return f"{fits}; {flushed}{recovered}{guessed}{idle}{rises}"
+        return f"{fits}; the cache is {flushed}{recovered}{guessed}{idle}{rises}"
 
     @property
     def _most_reserved(self) -> str:
@@ -353,16 +353,9 @@ class RehearsalResult:
                 f"an optimizer of {_size(idle)} of parameters took no step, so its state and their gradients may not "
                 "be counted: raise --steps"
             )
-        if self.next_bytes:
-            lines.append(
-                f"the only step allocated {_size(self.rest['state_bytes'])} of optimizer state at its end, which a "
-                "second forward and backward would find on the GPU"
-            )
         if managed := self.rest.get("managed_bytes"):
             lines.append(f"{_size(managed)} of managed memory (a paged optimizer's state) is counted as host memory")
         lines += [_NOTES[each] for each in self.rest.get("notes", ())]
-        if replays := self.rest.get("replays"):
-            lines.append(f"CUDA graphs were replayed {replays} times: steps of optimizers in them are not counted")
         return "\n".join(lines)
 
     def _places(self, what: str) -> str:
@@ -379,30 +372,28 @@ class RehearsalResult:
             most = max(most, each["reserved_bytes"])
         return shown
 
-    def as_json(self) -> str:
-        """Return the result as JSON."""
-        answer = {
-            "fits": self.fits if self.fits or self.out_of_memory else None,
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result for JSON."""
+        same = (
+            "rank",
+            "ranks",
+            "usable_bytes",
+            "overhead_bytes",
+            "real",
+            "rank_peaks",
+            "out_of_memory",
+            "caught",
+            "guesses",
+        )
+        return {
+            "fits": self.fits_or_not,
             "verdict": self.verdict(),
-            "rank": self.rank,
-            "ranks": self.ranks,
-            "usable_bytes": self.usable_bytes,
-            "overhead_bytes": self.overhead_bytes,
-            "real": self.real,
+            **{name: getattr(self, name) for name in same},
             "steps": self.timed_steps,
-            "rank_peaks": self.rank_peaks,
             "time": self._time_as_dict(),
-            "out_of_memory": self.out_of_memory,
-            "caught": self.caught,
-            "guesses": self.guesses,
             "after_last_step": self.rest,
             "script_status": self.status,
         }
-        return json.dumps(answer, indent=2)
-
-
-def _signal(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _gib(size: int) -> str:
@@ -411,41 +402,3 @@ def _gib(size: int) -> str:
 
 def _size(size: int) -> str:
     return f"{_gib(size)} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
-
-
-# Okabe and Ito's colours, which are distinct with any colour vision
-_BLUE, _SKY, _RED, _INK = "#0072B2", "#56B4E9", "#D55E00", "#333333"
-
-
-def draw(found: RehearsalResult, path: Path) -> None:
-    """Draw the peaks of the steps; needs matplotlib."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axes = figure.subplots()
-    title = "\n".join(textwrap.fill(part, 80) for part in found.verdict().split("; "))
-    axes.set_title(title, loc="left", fontsize=11)
-    card = found.usable_bytes / GIB
-    error = None if found.fits else found.unfinished
-    drawn = [*found.steps, *([] if error is None else [error])]
-    steps, reserved, allocated = (
-        [each[name] / per for each in drawn]
-        for name, per in (("step", 1), ("reserved_bytes", GIB), ("allocated_bytes", GIB))
-    )
-    axes.bar(steps, reserved, width=0.9, color=_SKY, label="reserved")
-    axes.bar(steps, allocated, width=0.9, color=_BLUE, label="allocated")
-    if error is not None:
-        axes.bar(error["step"], error["asked_bytes"] / GIB, bottom=error["reserved_bytes"] / GIB, width=0.9,
-                 color=_RED, label="requested")  # fmt: skip
-    axes.axhline(card, color=_INK, lw=1.5, label="usable memory")
-    flushing = [each["step"] for each in found.steps if each["flushes"]]
-    if flushing:
-        axes.plot(flushing, [card] * len(flushing), "v", color=_RED, ms=7, clip_on=False, label="cache flushed")
-    axes.set(xlabel="step", ylabel="GiB", ylim=(0, None))
-    axes.xaxis.set_major_locator(
-        MaxNLocator(integer=True, min_n_ticks=1)
-    )  # the default of two would add fractions of one step
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower left", ncols=3, frameon=False)
-    figure.savefig(path, dpi=150)

@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
@@ -50,10 +48,7 @@ from torchtune_adaptive.rehearse.start import (
     script_of,
     without_python,
 )
-from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush, innermost
-
-SILENT_S = 60
-"""Interval of messages about a script that takes no step."""
+from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush
 
 
 def main(record: str, settings_json: str, *command: str) -> None:
@@ -81,9 +76,7 @@ def main(record: str, settings_json: str, *command: str) -> None:
     _skip_offloaded_copies()
     _run_recurrent_layers_without_cudnn(recorder.notes)
     after_import("transformers.modeling_utils", _build_models_without_weights)
-    values = DeviceValues(recorder.guessed)
-    values.install()
-    threading.Thread(target=_report_waiting, args=(recorder, values), daemon=True).start()
+    DeviceValues(recorder.guessed).install()
     _run_recorded(recorder, command)
 
 
@@ -126,32 +119,6 @@ def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> None:
         traceback.print_exception(error.with_traceback(frames))  # without the frames of this module
         status = 1
     _exit(status)
-
-
-def _report_waiting(recorder: StepRecorder, values: DeviceValues) -> None:
-    """Print where the script is if it takes no step. A loop may wait for a value that is never computed."""
-    steps, zeros = -1, 0
-    while True:
-        if recorder.steps == steps:
-            cause = _cause(values.zeros - zeros)
-            place = _place_of_main_thread()
-            print(f"rehearsal: no step for {SILENT_S} s, now at {place}{cause}", file=sys.stderr, flush=True)
-        steps, zeros = recorder.steps, values.zeros
-        time.sleep(SILENT_S)
-
-
-def _cause(zeros: int) -> str:
-    """Return the cause if it is certain: a running compilation, or numbers that were read as 0."""
-    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if getattr(handler, "_CompilationCallbackHandler__pending_callbacks_counter", 0):
-        return " (torch.compile is compiling)"
-    return f" (since then it read {count_of(zeros, 'number')} from the GPU, all as 0)" if zeros else ""
-
-
-def _place_of_main_thread() -> str:
-    """Return file and line. A separate function, because a variable with a frame keeps the frame's tensors alive."""
-    file, line = innermost(sys._current_frames()[threading.main_thread().ident or 0])
-    return f"{file}:{line}"
 
 
 def _exit(status: int) -> None:

@@ -34,16 +34,10 @@ LAUNCHERS = (
 )  # fmt: skip
 """Programs and modules whose arguments contain the number of ranks."""
 
-_START_OTHERS = ("deepspeed", "deepspeed.launcher.runner", "mpirun", "mpiexec", "srun", "horovodrun")
-
-
-def _is_python(word: str) -> bool:
-    return re.fullmatch(r"python[\d.]*", Path(word).name) is not None
-
 
 def without_python(command: Sequence[str]) -> list[str]:
     """Return the command without the interpreter and `-u`, which has no effect on memory."""
-    words = [*command[1:]] if _is_python(command[0]) else [*command]
+    words = [*command[1:]] if command and re.fullmatch(r"python[\d.]*", Path(command[0]).name) else [*command]
     return words[1:] if words[:1] == ["-u"] else words
 
 
@@ -71,14 +65,7 @@ def check_command(command: Sequence[str]) -> None:
     """Raise a ValueError if the command is not a Python program that can be rehearsed."""
     words = without_python(command)
     if not words or (words[0] == "-m" and len(words) < 2):
-        raise ValueError(f"{' '.join(command)} contains no script: add one, for example train.py")
-    named = {word.partition("=")[0].replace("_", "-") for word in words}
-    if program_of(command).startswith("accelerate") and "--num-machines" in named and "--machine-rank" not in named:
-        raise ValueError("accelerate needs --machine_rank with --num_machines: add --machine_rank 0")
-    if (launcher := program_of(command)) in _START_OTHERS:
-        at_script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
-        instead = " ".join(words[at_script:]) or "the script"
-        raise ValueError(f"{launcher} starts processes that cannot be followed: rehearse {instead}, with --ranks")
+        raise ValueError("no script to rehearse; for example: -- train.py --batch-size 12")
     if words[0] == "-m":
         return
     if words[0].startswith("-"):
@@ -113,13 +100,14 @@ def overhead_of(ranks: int) -> int:
 class RankSettings(NamedTuple):
     """Settings of the rehearsed process."""
 
-    rank: int
-    ranks: int | None
+    rank: int = 0
+    ranks: int | None = None
     """By default, the number that the launcher in the command starts."""
-    memory: int
+    memory: int = 0
     """Bytes of a GPU."""
-    overhead_bytes: int | None
-    steps: int
+    overhead_bytes: int | None = None
+    steps: int = 0
+    """Steps to run; 0: all."""
     devices: int | None = None
     """GPUs that the process sees; by default one per rank of the machine."""
     real: bool = False
@@ -132,7 +120,7 @@ class RankSettings(NamedTuple):
     def share(self, ranks: int) -> dict[str, int]:
         """Return the memory of a GPU that each of this many ranks can use."""
         overhead = overhead_of(ranks) if self.overhead_bytes is None else self.overhead_bytes
-        if self.rank >= ranks:
+        if not 0 <= self.rank < ranks:
             raise CannotRehearse(f"--rank is {self.rank}, but the last of {ranks} is {ranks - 1}")
         if self.memory <= overhead:
             raise CannotRehearse(
@@ -148,35 +136,24 @@ def end_with_parent() -> None:
 
 
 def rehearse(
-    command: Sequence[str],
-    gpu: Gpu,
-    *,
-    ranks: int | None = None,
-    rank: int = 0,
-    overhead_bytes: int | None = None,
-    steps: int,
-    devices: int | None = None,
-    output: IO[str] | None = None,
+    command: Sequence[str], gpu: Gpu, settings: RankSettings, *, output: IO[str] | None = None,
     variables: Mapping[str, str] | None = None,
-) -> RehearsalResult:
+) -> RehearsalResult:  # fmt: skip
     """Run a command as one rank of many, and return its peaks.
 
     Raises CannotRehearse, or a NullCudaError if this machine has no null device. The output of the command is copied
     to `output`, by default standard error.
     """
-    settings = RankSettings(rank, ranks, gpu.memory, overhead_bytes, steps, devices)
-    likely = ranks or likely_ranks(command, rank)
+    settings = settings._replace(memory=gpu.memory)
+    likely = settings.ranks or likely_ranks(command, settings.rank)
     share = settings.share(likely)
     device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the execution trace prints warnings when it starts and stops
     environ = script_environment({**quiet, **os.environ, **device, **(variables or {})})
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # keep the record off closed standard streams
-        pass
-    os.close(descriptor)
     with tempfile.TemporaryFile() as file:
         record = Path(f"/proc/self/fd/{file.fileno()}")
         ending = execute(str(record), settings, command, environ, output, pass_fds=[file.fileno()])
-        return RehearsalResult.read(record, **share, rank=rank, gpu=gpu, **ending)
+        return RehearsalResult.read(record, **share, rank=settings.rank, gpu=gpu, **ending)
 
 
 def execute(
@@ -262,9 +239,6 @@ def interrupted_by_signals() -> Iterator[None]:
     def end(*_: object) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         yield

@@ -5,6 +5,7 @@ The script can read and reset the same peaks without affecting the record.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import linecache
@@ -30,12 +31,13 @@ from torch.utils.weak import WeakIdRef
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.result import CONVOLVED
-from torchtune_adaptive.rehearse.start import CannotRehearse
+from torchtune_adaptive.rehearse.result import CONVOLVED, REPLAYED
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+SILENT_S = 60
+"""A script that takes no step for this time may wait for a value that is never computed: print where it is."""
 
 
 class StepRecorder:
@@ -56,14 +58,13 @@ class StepRecorder:
         self._all: set[WeakIdRef] | None = None
         self._reading: Usages = {}
         self._before_update: Usages = {}
-        self._allocated: list[int] = []
+        self._allocated = 0
         self._run: Usages = {}
         """The peaks of all steps and of the time after the last one."""
-        self._most_before_update: Usages = {}
-        self._state_bytes = Counter[int]()
+        self._state_bytes = 0
+        """Bytes that optimizers allocated in their first steps."""
         self.notes = set[str]()
         """Keys of notes for the end of the report."""
-        self._replays = 0
         self._searching = False
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
@@ -78,6 +79,7 @@ class StepRecorder:
         """The end of each step."""
 
     def __enter__(self) -> None:
+        self._watch()
         # do not initialize CUDA before the script: this would change the device of a DeviceMesh, and forbid forks
         torch.cuda._lazy_call(self._on_cuda_init)
         register_optimizer_step_pre_hook(self._before_optimizer_step)
@@ -93,11 +95,16 @@ class StepRecorder:
         after_import("torchtune_adaptive.engine.probes", self._exclude_probes)
         replay = torch.cuda.CUDAGraph.replay
 
-        def count_and_replay(graph: torch.cuda.CUDAGraph) -> None:
-            self._replays += 1
+        def note_and_replay(graph: torch.cuda.CUDAGraph) -> None:
+            self.notes.add(REPLAYED)
             replay(graph)
 
-        torch.cuda.CUDAGraph.replay = count_and_replay  # type: ignore[method-assign,assignment]
+        torch.cuda.CUDAGraph.replay = note_and_replay  # type: ignore[method-assign,assignment]
+
+    def _watch(self) -> None:
+        """Print the traceback of every thread if this is not called again in time. Real steps may be slow."""
+        if not self.real:
+            faulthandler.dump_traceback_later(SILENT_S, repeat=True, file=2)
 
     def _on_cuda_init(self) -> None:
         torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
@@ -120,19 +127,13 @@ class StepRecorder:
             weight for each in self._idle().values() for group in each.param_groups for weight in group["params"]
         ]
         idle_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in weights if each.is_cuda)
-        next_bytes = {
-            device: usage.allocated_bytes + self._state_bytes[device]
-            for device, usage in self._most_before_update.items()
-        }
         facts = {
             "error": _message(error),
             "by_memory": _is_out_of_memory(error),
-            "replays": self._replays,
             "idle_bytes": idle_bytes,
             "stopped": stopped,
             "seconds": seconds,
-            "state_bytes": sum(self._state_bytes.values()),
-            "next_bytes": max(next_bytes.values(), default=0),
+            "state_bytes": self._state_bytes,
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
             "managed_bytes": 0 if self.real else used_memory(managed=True),
             "notes": [*self.notes, *([CONVOLVED] if used_convolutions() else [])],
@@ -173,8 +174,6 @@ class StepRecorder:
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._searching:
             return
-        if isinstance(optimizer, torch.optim.LBFGS):
-            _refuse_lbfgs(optimizer)
         _add(self._before_update, self._peaks.read())
         self._allocated = _allocated()
 
@@ -184,9 +183,7 @@ class StepRecorder:
         usage, parameter = self._before_update, _parameter_of(optimizer)
         self._before_update = {}
         if parameter not in self._have_stepped:
-            _add(self._most_before_update, usage)
-            for device, (before, now) in enumerate(zip(self._allocated, _allocated(), strict=True)):
-                self._state_bytes[device] += max(now - before, 0)
+            self._state_bytes += max(_allocated() - self._allocated, 0)
         _add(usage, self._peaks.read())
         self._have_stepped.add(parameter)
         gone = any(each() is None for each in self._stepped)  # freed: the script trains a new model in each step
@@ -198,8 +195,6 @@ class StepRecorder:
             self._updated = torch.cuda.Event(enable_timing=True)
             self._updated.record()
         self._stepped = self._stepped | {parameter}
-        if self._all is None and not self.steps:  # in case the script is killed in the second step
-            self.write("first", {"step": 1, **asdict(_fullest(self._reading))})
         if self._stepped == self._all:
             self._end_step()
         # not the first step, which allocates optimizer state and compiles
@@ -218,6 +213,7 @@ class StepRecorder:
 
     def _end_step(self) -> None:
         self.steps += 1
+        self._watch()
         self.write("step", {"step": self.steps, **asdict(_fullest(self._reading))})
         if self.steps == self._traced:
             self.write("work", {"step": self.steps, "work": RECORDER.stop()})
@@ -272,19 +268,9 @@ class StepRecorder:
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
 
 
-def _refuse_lbfgs(optimizer: torch.optim.LBFGS) -> None:
-    (group,) = optimizer.param_groups
-    copies = 2 * group["history_size"] + 5
-    size = copies * sum(each.nbytes for each in group["params"])
-    raise CannotRehearse(
-        f"torch.optim.LBFGS keeps up to 2 × history_size + 5 = {copies} copies of its parameters "
-        f"({size / 2**30:.2f} GiB), depending on values: rehearse with torch.optim.SGD and add their size"
-    )
-
-
-def _allocated() -> list[int]:
-    devices = range(torch.cuda.device_count())
-    return [torch.cuda.memory_allocated(device) if torch.cuda.is_initialized() else 0 for device in devices]
+def _allocated() -> int:
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    return sum(map(torch.cuda.memory_allocated, devices))
 
 
 def _compiled_graphs() -> int:

@@ -6,10 +6,11 @@ that has enough memory for them. A GPU on which the allocator would have to flus
 
 from __future__ import annotations
 
-import json
+import math
+import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +22,7 @@ from torchtune_adaptive.rehearse.step_time import UNCERTAINTY, StepTime, seconds
 _RANGE = re.compile(r"\{(\d+):(\d+)\}")
 Rehearse = Callable[[Sequence[str], Gpu, int | None], RehearsalResult]
 _Key = TypeVar("_Key")
+_Result = TypeVar("_Result")
 
 
 class SweepRow(NamedTuple):
@@ -105,13 +107,21 @@ def row_of(
     return SweepRow(card, found.ranks, found, verdict, reserved, usable, price, label)
 
 
+def preference(rows: Iterable[SweepRow]) -> Callable[[SweepRow], tuple[bool, float]]:
+    """Return a key that sorts these rows by cost; without prices, by speed. Rows that do not fit are last."""
+    by_cost = any(row.cost is not None for row in rows)
+
+    def order(row: SweepRow) -> tuple[bool, float]:
+        known = row.cost if by_cost else row.tokens_per_second
+        return not row.fits, math.inf if known is None else known if by_cost else -known
+
+    return order
+
+
 def as_table(rows: Sequence[SweepRow]) -> str:
     """Return a table. The cheapest row is marked; without prices, the fastest."""
     by_cost = any(row.cost is not None for row in rows)
-    best = min(
-        (row for row in rows if (row.cost if by_cost else row.tokens_per_second) is not None),
-        key=lambda row: row.cost if row.cost is not None else -(row.tokens_per_second or 0), default=None,
-    )  # fmt: skip
+    best = min((row for row in rows if row.tokens_per_second), key=preference(rows), default=None)
     lines = [
         f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"
         + f" {'cost/1M tokens':>15}" * by_cost
@@ -135,11 +145,6 @@ def as_table(rows: Sequence[SweepRow]) -> str:
 
 
 _WORDS = {True: "yes", False: "no", None: "no answer"}
-
-
-def as_json(rows: Sequence[SweepRow]) -> str:
-    """Return the rows of the table."""
-    return json.dumps([row.as_dict() for row in rows], indent=2)
 
 
 def range_in(command: Sequence[str]) -> tuple[int, int] | None:
@@ -195,20 +200,16 @@ def _next(low: int, high: int, limits: tuple[int, int], found: Mapping[int, Rehe
     return [guess, min(guess + 1, high - 1)] if guess > low + 1 or high - low < 4 else [guess, (low + high) // 2]
 
 
-def in_parallel(
-    rehearse: Rehearse, cases: Mapping[_Key, tuple[Sequence[str], Gpu, int | None]]
-) -> Iterator[tuple[_Key, RehearsalResult]]:
-    """Yield results as they are found. The processes are forked before torch is imported."""
-    workers = min(len(cases), len(os.sched_getaffinity(0)))
-    if not cases:
-        return
+def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]]) -> Generator[tuple[_Key, _Result]]:
+    """Call `work` with the arguments of each case, in forked processes; yield the results as they are found."""
+    workers = max(1, min(len(cases), len(os.sched_getaffinity(0))))
     with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=end_with_parent) as pool:
         try:
-            waiting = {pool.submit(rehearse, *case): key for key, case in cases.items()}
+            waiting = {pool.submit(work, *case): key for key, case in cases.items()}
             for done in as_completed(waiting):
-                if done.result().interrupted:
-                    raise KeyboardInterrupt
                 yield waiting[done], done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             raise

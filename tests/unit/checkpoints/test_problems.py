@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtune_adaptive.checkpoints import loading, manager, store
 from torchtune_adaptive.checkpoints.manager import describe_failure
-from torchtune_adaptive.config.remedies import in_keys
+from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import CheckpointError, ConfigError
 
 
@@ -69,7 +69,7 @@ def test_oom_in_a_save_names_the_checkpoint_to_resume_from(tmp_path: Path, monke
     monkeypatch.setattr(manager.THIS_RUN, "newest", None)
 
     def message() -> str:
-        return in_keys(manager.out_of_memory_in("epoch_0", torch.OutOfMemoryError()))
+        return manager.out_of_memory_in("epoch_0", torch.OutOfMemoryError()).in_words(KEYS)
 
     advice = "train on more ranks or raise adaptive.memory_limit if it is set"
     again = "the same command and resume_from_checkpoint=auto"

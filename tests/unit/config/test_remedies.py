@@ -2,7 +2,7 @@
 
 import pickle
 
-from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO, in_keys
+from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, Remedy
 
 FACT = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
@@ -14,13 +14,13 @@ def test_every_remedy_has_a_text() -> None:
 
 
 def test_rollouts_get_shorter_with_shorter_answers() -> None:
-    message = in_keys(EXHAUSTED, KEYS_IN_PPO)
+    message = EXHAUSTED.in_words(KEYS_IN_PPO)
     assert "smaller; lower max_generated_tokens or tokenizer.max_seq_len, set enable_activation" in message
 
 
 def test_library_names_arguments_and_recipes_name_keys() -> None:
     assert str(EXHAUSTED) == f"{FACT}; use shorter samples, checkpoint activations, or train on more ranks"
-    assert in_keys(EXHAUSTED) == (
+    assert EXHAUSTED.in_words(KEYS) == (
         f"{FACT}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
         "set enable_activation_checkpointing: True, or train on more ranks"
     )
@@ -29,4 +29,4 @@ def test_library_names_arguments_and_recipes_name_keys() -> None:
 def test_error_keeps_its_remedies_when_pickled() -> None:
     sent: AdaptiveError = pickle.loads(pickle.dumps(EXHAUSTED))
     assert isinstance(sent, LimitExhaustedError)
-    assert in_keys(sent) == in_keys(EXHAUSTED)
+    assert sent.in_words(KEYS) == EXHAUSTED.in_words(KEYS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtune_adaptive.config.remedies import in_keys
+from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import (
     LimitExhaustedError,
     RanksPartedError,
@@ -59,7 +59,7 @@ def test_without_a_shared_folder_every_rank_prints_its_message(tmp_path: Path, m
 def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, why: str) -> None:
     with pytest.raises(RecoveryUnsupportedError) as caught, entry_point.explain_out_of_memory(recover):
         raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
-    text = in_keys(caught.value)
+    text = caught.value.in_words(KEYS)
     assert text.startswith("out of memory on rank 0 outside training, and ")
     assert why in text
     assert "(OutOfMemoryError: aten.mm needs 9 bytes, but the limit is 8 bytes)" in text

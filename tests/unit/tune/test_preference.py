@@ -12,7 +12,7 @@ from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.request import is_lora, trains_on_pairs
+from torchtune_adaptive.forecast.request import recipe_of
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import check_samples
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE, build_preference_loss, figures_of, sums_of_rows
@@ -82,10 +82,10 @@ def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
 def test_recipe_is_recognized_by_its_reference_or_loss(name: str) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
-    assert trains_on_pairs(cfg)
-    assert is_lora(cfg) == ("lora" in name)
+    assert recipe_of(cfg).trains_on_pairs
+    assert recipe_of(cfg).is_lora == ("lora" in name)
     cfg.loss = {"_component_": "torch.nn.CrossEntropyLoss"}
-    assert trains_on_pairs(cfg) == ("lora" not in name)
+    assert recipe_of(cfg).trains_on_pairs == ("lora" not in name)
 
 
 def test_sums_over_packed_rows_and_their_gradients_equal_those_per_row() -> None:
