@@ -177,7 +177,6 @@ def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
         (("--gpu", "h1000"), "unknown GPU 'h1000'"),
         (("--price", "a100=1"), "add it to --gpu"),
         (("--ranks", "1,x"), "is not a number from 1"),
-        (("--gpu", "h100,a100", "--picture", "x.png"), "a single rehearsal"),
     ],
 )
 def test_wrong_options_are_refused_at_once(options: tuple[str, ...], refusal: str, rehearse: Rehearse) -> None:

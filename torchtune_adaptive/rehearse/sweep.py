@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple, TypeVar
@@ -203,9 +204,9 @@ def _next(low: int, high: int, limits: tuple[int, int], found: Mapping[int, Rehe
 def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]]) -> Generator[tuple[_Key, _Result]]:
     """Call `work` with the arguments of each case, in forked processes; yield the results as they are found."""
     workers = max(1, min(len(cases), len(os.sched_getaffinity(0))))
-    with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=end_with_parent) as pool:
+    with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=_start_worker) as pool:
         try:
-            waiting = {pool.submit(work, *case): key for key, case in cases.items()}
+            waiting = {pool.submit(_run_case, work, *case): key for key, case in cases.items()}
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
         except BaseException:
@@ -213,3 +214,17 @@ def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ..
             for worker in multiprocessing.active_children():
                 worker.terminate()
             raise
+
+
+def _start_worker() -> None:
+    """Leave signals of the terminal to the parent, which terminates its workers."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run_case(work: Callable[..., _Result], *case: Any) -> _Result:
+    try:
+        return work(*case)
+    except KeyboardInterrupt:
+        os._exit(1)  # otherwise the worker would take the next case
