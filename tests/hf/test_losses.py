@@ -94,6 +94,48 @@ def test_random_numbers_of_a_loss_equal_those_of_stock(tmp_path: Path) -> None:
     assert difference(train(tmp_path, AdaptiveArguments(), base=Noisy, arguments=arguments(tmp_path)), stock) == 0.0
 
 
+class CountsCalls(Trainer):
+    """Its loss has an attribute with a default of the class, and one that becomes a tensor."""
+
+    calls = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.average: Any = 0.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.calls += 1
+        self.average = 0.5 * self.average + loss.detach()
+        return loss * (0.5 if self.calls > 4 else 1.0) * (1.0 if self.average > 8 else 0.7)
+
+
+class KeepsAnAverage(torch.nn.Module):
+    """A model that assigns a new tensor to a buffer, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head, self.calls = torch.nn.Embedding(256, 16), torch.nn.Linear(16, 256), 0
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, Any]:
+        logits = self.head(self.embedding(input_ids))
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.average, self.calls = self.average + 1, self.calls + 1
+        return {"loss": losses * (1 + (self.average > 3)) * (1 + (self.calls > 9))}
+
+
+@pytest.mark.parametrize("kind", ["trainer", "model"])
+def test_checks_of_a_loss_do_not_count_as_its_calls(tmp_path: Path, kind: str) -> None:
+    def run(adaptive: AdaptiveArguments | None = None) -> Run:
+        torch.manual_seed(3)
+        changed: dict[str, Any] = {"base": CountsCalls} if kind == "trainer" else {"model": KeepsAnAverage()}
+        return train(tmp_path, adaptive, arguments=arguments(tmp_path, gradient_accumulation_steps=1), **changed)
+
+    stock = run()
+    assert difference(run(AdaptiveArguments()), stock) == 0.0
+
+
 class Normalized(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

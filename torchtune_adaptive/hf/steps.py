@@ -52,6 +52,9 @@ NOT_SPLIT = (
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; a repeated step restores them."""
 
+IN_ATTRIBUTES = (bool, int, float, str, Tensor)
+"""Types of the attributes that the checks of a loss restore."""
+
 
 class BatchLoss(NamedTuple):
     """The loss of a batch."""
@@ -287,6 +290,7 @@ class OptimizerSteps:
     def _loss_of(self, samples: Sequence[RawSample], *, training: bool) -> BatchLoss:
         """Collective: return the loss of a batch; restore buffers, counters and random generators."""
         trainer, device, restore = self.trainer, self.trainer.args.device, snapshot(self.trainer)
+        restore_attributes = attributes_of(trainer, *self.model.modules())
         batch = self._collated(samples)
         buffers = [(each, each.clone()) for each in self.model.buffers()] if training else []
         self.model.train(training)
@@ -298,6 +302,7 @@ class OptimizerSteps:
             restore()
             return BatchLoss(loss, batch.targets, drew=drawn != draw(device))
         finally:
+            restore_attributes()
             self.model.train()
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):  # statistics of a batch normalization
@@ -395,6 +400,28 @@ def snapshot(trainer: Any) -> Callable[[], None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torchs.restore()
+
+    return restore
+
+
+def attributes_of(*owners: Any) -> Callable[[], None]:
+    """Return a function that restores numbers, texts and tensors in attributes, and which tensors are buffers.
+
+    A loss may count its calls, or keep an average in an attribute. A check of the loss must not change them.
+    """
+
+    def read(owner: Any) -> dict[str, Any]:
+        return {name: value for name, value in vars(owner).items() if isinstance(value, IN_ATTRIBUTES)}
+
+    before = [(owner, read(owner), dict(vars(owner).get("_buffers", {}))) for owner in owners]
+
+    def restore() -> None:
+        for owner, attributes, buffers in before:
+            for name in read(owner).keys() - attributes.keys():
+                del vars(owner)[name]
+            vars(owner).update(attributes)
+            if buffers:
+                owner._buffers.update(buffers)
 
     return restore
 
