@@ -438,6 +438,7 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({}, ("--memory", "80"), "80 is not an amount of memory; examples are 80GB and 24GiB"),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
+        ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
     ],
 )
 def test_invalid_options_are_refused_before_the_script_runs(
@@ -800,6 +801,12 @@ def test_idle_optimizer_is_reported(rehearse: Rehearse) -> None:
     assert "an optimizer of 4.0 MiB of parameters took no step" in text
 
 
+def test_lbfgs_gives_no_prediction_but_a_remedy(rehearse: Rehearse) -> None:
+    answer = rehearse(dedent(ONE_STEP).replace("SGD", "LBFGS").replace("step()", "step(lambda: 0.0)"))
+    assert answer.found["fits"] is None
+    assert "LBFGS keeps up to 2 × history_size + 5 = 205 copies of its parameters" in answer.found["verdict"]
+
+
 def test_unbuffered_python_has_no_effect(rehearse: Rehearse) -> None:
     assert rehearse(ONE_STEP, command=("python", "-u", "train.py")).found["fits"]
 
@@ -985,6 +992,8 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
         "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
         "allowed_bytes": 10 * GIB,
     }  # fmt: skip
+    failed = RehearsalResult(**about, status=1, rest={**end, "error": "KeyError: 'LOCAL_RANK'"})
+    assert failed.verdict().endswith("put torchrun before the script)")
     more = {**end, "state_bytes": GIB}
     assert "a second step" in RehearsalResult(**about, status=0, steps=steps[:1], rest=more).verdict()
     ran_out = RehearsalResult(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], rest=more)

@@ -42,6 +42,8 @@ _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
 )
 """Errors of Python that a number that is 0 can cause."""
+_ERROR_WITHOUT_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
+"""Errors of a script that needs torchrun."""
 _ERROR_OF_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
 OTHER_DEVICES = " (for several processes, pass --ranks; for several GPUs in one process, --devices)"
 _KILLED_BY: dict[int, str] = {
@@ -214,9 +216,10 @@ class RehearsalResult:
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
             by_zero = " (a rehearsal reads numbers of the GPU as 0)" if _ERROR_OF_ZERO.match(why) else ""
+            alone = " (torchrun sets it: put torchrun before the script)" if _ERROR_WITHOUT_LAUNCHER.match(why) else ""
             devices = OTHER_DEVICES if _ERROR_OF_DEVICE.search(why) else ""
             memory = "; it ran out of memory before (see below)" if self.unfinished else ""
-            hints = f"{by_zero}{devices}" * (not self.real) + f"{memory}{guessed}"
+            hints = f"{by_zero}{devices}" * (not self.real) + f"{alone}{memory}{guessed}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
         if self.swallowed is not None:
             return (

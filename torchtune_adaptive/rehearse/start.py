@@ -35,6 +35,9 @@ LAUNCHERS = (
 """Programs and modules whose arguments contain the number of ranks."""
 
 
+_OTHER_LAUNCHERS = ("deepspeed", "deepspeed.launcher.runner", "mpirun", "mpiexec", "srun", "horovodrun")
+
+
 def without_python(command: Sequence[str]) -> list[str]:
     """Return the command without the interpreter and `-u`, which has no effect on memory."""
     words = [*command[1:]] if command and re.fullmatch(r"python[\d.]*", Path(command[0]).name) else [*command]
@@ -66,6 +69,10 @@ def check_command(command: Sequence[str]) -> None:
     words = without_python(command)
     if not words or (words[0] == "-m" and len(words) < 2):
         raise ValueError("no script to rehearse; for example: -- train.py --batch-size 12")
+    if (launcher := program_of(command)) in _OTHER_LAUNCHERS:
+        at_script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+        instead = " ".join(words[at_script:]) or "the script"
+        raise ValueError(f"{launcher} starts processes that cannot be followed: rehearse {instead}, with --ranks")
     if words[0] == "-m":
         return
     if words[0].startswith("-"):

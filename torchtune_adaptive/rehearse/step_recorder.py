@@ -32,6 +32,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_mem
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.result import CONVOLVED, REPLAYED
+from torchtune_adaptive.rehearse.start import CannotRehearse
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -174,6 +175,12 @@ class StepRecorder:
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._searching:
             return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            copies = 2 * optimizer.param_groups[0]["history_size"] + 5
+            raise CannotRehearse(
+                f"torch.optim.LBFGS keeps up to 2 × history_size + 5 = {copies} copies of its parameters, depending on "
+                "values: rehearse with torch.optim.SGD and add their size"
+            )
         _add(self._before_update, self._peaks.read())
         self._allocated = _allocated()
 
