@@ -128,14 +128,16 @@ class ThisRun:
     """Directory of `adaptive_run.json`, once the run knows where it starts."""
     record_directory_id: tuple[int, int] | None = None
     """Another run may start under the name of a directory that was renamed; this run does not write there."""
+    typed: list[str] = field(default_factory=list)
+    """The command of the launcher, read at the start: if it is killed, its ranks belong to another process."""
     restarted: bool = False
     """On rank 0: True if a launcher of any rank has started this run before, with the same command."""
     _recording: threading.Lock = field(default_factory=threading.Lock)
     """Signals are recorded by the thread that receives them, other ends by the main thread."""
 
     def keep_record_in(self, directory: Path) -> None:
-        """Note the directory of `adaptive_run.json`, which may be missing on other nodes than rank 0's."""
-        self.record_directory = directory
+        """Note the command, and the directory of `adaptive_run.json`, which other nodes than rank 0's may lack."""
+        self.record_directory, self.typed = directory, typed_command()
         with suppress(OSError):
             self.record_directory_id = directory_id(directory)
 
@@ -173,7 +175,7 @@ def saved_and_next_command() -> str:
 
 def resume_command() -> str:
     """Return the command that was typed, with `resume_from_checkpoint=auto`."""
-    typed = typed_command()
+    typed = THIS_RUN.typed or typed_command()
     if "resume_from_checkpoint=auto" not in typed:
         changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
         typed = [*(word for word in typed if not word.startswith(changed)), "resume_from_checkpoint=auto"]

@@ -180,6 +180,8 @@ class Metrics:
             values = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
             line = f"step {step}: {values}{' (the lowest loss so far)' * best}"
             logger.info("%s", line)
+            if not math.isfinite(figures["val_loss"]):
+                logger.warning("step %d: the validation loss is not finite; check the samples of dataset_val", step)
             self._log_dict(step, figures)
             self._journal.event(Event(kind=VALIDATION, step=step, reason=line, val_loss=figures["val_loss"]))
 

@@ -181,3 +181,12 @@ def test_resume_command(typed: list[str], resumes: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(run_state.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert resume_command() == resumes
+
+
+def test_resume_command_is_the_launchers_after_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = run_state.ThisRun()
+    monkeypatch.setattr(run_state, "THIS_RUN", started)
+    monkeypatch.setattr(run_state, "typed_command", lambda: ["tune", "run", "recipe"])
+    started.keep_record_in(tmp_path)
+    monkeypatch.setattr(run_state, "typed_command", lambda: ["init"])
+    assert resume_command() == "tune run recipe resume_from_checkpoint=auto"

@@ -149,3 +149,15 @@ def test_progress_has_time_left_speed_padding_and_memory(
         f"loss 2, 0:01:00 left (epoch 0:00:20), {rest}",
         f"loss 3, 0:00:50 left (epoch 0:00:10), {rest}",
     ]
+
+
+def test_validation_loss_that_is_not_finite_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: list[str]
+) -> None:
+    monkeypatch.setattr(metrics.components, "build", lambda *_: mock.Mock())
+    settings = Settings(**NEEDED, config=OmegaConf.create({}))
+    ours = Metrics(replace(settings, output_dir=str(tmp_path)), torch.device("cpu"), Journal(tmp_path))
+    ours.log_validation(4, {"val_loss": 1.5}, best=True)
+    assert message == []
+    ours.log_validation(8, {"val_loss": math.nan}, best=False)
+    assert message == ["step 8: the validation loss is not finite; check the samples of dataset_val"]
