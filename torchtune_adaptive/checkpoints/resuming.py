@@ -112,10 +112,12 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     checkpoints = store.find_checkpoints(directory)
     try:
         files, manifest = choose_checkpoint(settings, recipe, checkpoints, steps)
-    except RunFinished:  # possibly killed right after its last checkpoint
+    except RunFinished:  # possibly killed right after its last checkpoint, or while it wrote another file
         with suppress(OSError):
             store.prune(directory, settings.keep_last_n_checkpoints, None)
             store.clean(directory)
+            for unfinished in Path(settings.output_dir).glob("adaptive_*.tmp"):
+                unfinished.unlink()
         raise
     damaged: frozenset[int] = frozenset()
     if files is not None:
