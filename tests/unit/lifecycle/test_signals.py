@@ -178,6 +178,7 @@ def test_error_replaces_the_recorded_signal(tmp_path: Path) -> None:
     ],
 )
 def test_resume_command(typed: list[str], resumes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "THIS_RUN", run_state.ThisRun())
     monkeypatch.setattr(run_state.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert resume_command() == resumes
