@@ -55,7 +55,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0, gloo_gr
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.formatting import count_of, format_bytes
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_if_slow, say
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class CheckpointManager:
             logger.warning("overwrite_output_dir: %s in %s removed", removed, self._directory)
             store.remove_all(self._directory)
 
+    @log_if_slow("read the weights")
     def load(self) -> State:
         """Collective: return the initial weights, or the weights and state of the checkpoint to resume from."""
         return loading.load(self._checkpointer, self._start.files)

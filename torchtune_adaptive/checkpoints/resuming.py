@@ -26,6 +26,7 @@ from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.lifecycle import run_state
+from torchtune_adaptive.lifecycle.console import log_if_slow
 from torchtune_adaptive.lifecycle.run_state import RESTARTS, THIS_RUN, lock_directory, resume_command, unwritable
 from torchtune_adaptive.lifecycle.torchrun import this_launcher
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
@@ -67,6 +68,7 @@ class Start:
             lock.close()
 
 
+@log_if_slow("looked for a checkpoint and verified its files")
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
     """Collective: return where the run starts; raise `RunFinished` or the same error on every rank."""
     decided: Start | Exception | None = None

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 OURS = "torchtune_adaptive"
 BETWEEN_LINES_S = 30.0
 """Seconds between progress lines without a terminal."""
+SLOW_S = 2.0
 CLOSED_PIPE, INTERRUPTED = 141, 130
 """Exit statuses of a command whose output pipe was closed, or that Ctrl-C ended, as in shells."""
 
@@ -37,6 +39,15 @@ def say(line: str) -> None:
 
     if dist.get_rank() == 0:
         logger.info("%s", line)
+
+
+@contextmanager
+def log_if_slow(what: str) -> Iterator[None]:
+    """Log on rank 0 how long a phase of the start took, if that was over two seconds; also works as a decorator."""
+    start = time.monotonic()
+    yield
+    if (seconds := time.monotonic() - start) > SLOW_S:
+        say(f"{what} · {seconds:.0f} s")
 
 
 class _LogLines(io.TextIOBase):

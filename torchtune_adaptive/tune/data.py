@@ -33,7 +33,7 @@ from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_if_slow, say
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
@@ -153,6 +153,7 @@ def check_samples(samples: CheckedDataset, needed: Sequence[str], cfg: DictConfi
         )
 
 
+@log_if_slow("built the dataset")
 def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
     """Build `cfg.dataset`, concatenating several; also return True if its rows are packed."""
     section = components.require_parts(cfg, "dataset")

@@ -28,6 +28,7 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError, refuse
 from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.lifecycle.console import log_if_slow
 from torchtune_adaptive.tune.distributed import SHARDING, Meshes, Place, dtype_of
 from torchtune_adaptive.tune.unpadded import support_documents
 
@@ -194,6 +195,7 @@ def _call_where_present(model: nn.Module, method: str) -> None:
             getattr(module, method)()
 
 
+@log_if_slow("loaded the weights into the model")
 def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool) -> None:
     """Collective: load full weights, which every rank has read from the same files."""
     if isinstance(weights, Unfilled):
