@@ -23,17 +23,20 @@ VERSIONS ?= 2.13.0 2.14.1
 .PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
 
 demo: $(READY)
+	rm -rf runs/demo/full runs/demo/lora
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
 	@echo 'What happened: runs/demo/full/adaptive_report.png. Next: . $(BIN)/activate, then README, section 1'
 
 # preference training (DPO): of all weights with a reference model, then of adapters, with the base model as the reference
 demo-dpo: $(READY)
+	rm -rf runs/demo/dpo runs/demo/lora_dpo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config adaptive/demo/dpo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_dpo_distributed --config adaptive/demo/lora_dpo
 
 # reinforcement learning (PPO): the mean reward rises from 0.05 to above 0.3
 demo-ppo: $(READY)
+	rm -rf runs/demo/ppo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_ppo_full_finetune_distributed --config adaptive/demo/ppo
 
 # transformers' Trainer and, if installed, TRL's SFTTrainer: two ranks with too little memory for their batches
@@ -44,6 +47,7 @@ demo-hf: $(READY)
 
 # GRPO: a tiny policy learns to sort two digits, in two and a half minutes
 demo-grpo: $(READY)
+	rm -rf runs/demo/grpo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_grpo_full_finetune_distributed --config adaptive/demo/grpo
 
 # rehearses Llama 3.1 8B on eight GPUs of 80 GB, without a GPU: 1 row fits, 2 do not

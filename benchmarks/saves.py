@@ -1,8 +1,7 @@
-"""Measure how long a checkpoint pauses training, with our recipes and stock's, synchronous and asynchronous.
+"""Measure how long a checkpoint pauses training, with our recipes and stock's.
 
-Goal: no longer than stock's pause; if asynchronous, no longer than a copy of the state to host memory, which is
-measured as well. Both recipes have the same model and optimizer on the same ranks and save alternately. An asynchronous
-save ends before the next save begins. CPU seconds are those of the training thread on rank 0.
+Goal: no longer than stock's pause. Both recipes have the same model and optimizer on the same ranks and save
+alternately. A copy of the state to host memory is measured as well. CPU seconds are those of rank 0's training thread.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
-from torchtune.training.checkpointing import _checkpointer
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from benchmarks.results import Result, compared
@@ -40,14 +37,9 @@ class Case:
     recipe: str
     options: tuple[str, ...] = ()
 
-    @property
-    def asynchronous(self) -> bool:
-        return "enable_async_checkpointing=True" in self.options
-
 
 CASES = [
     Case("full", "full"),
-    Case("full, asynchronous", "full", ("enable_async_checkpointing=True",)),
     Case("LoRA", "lora"),
     Case("LoRA, adapter only", "lora", ("save_adapter_weights_only=True",)),
 ]
@@ -70,7 +62,7 @@ def run(pairs: int) -> Result:
     note = (
         f"{RANKS} ranks. ratio: wall time of ours over stock's, of neighbouring saves; cpu ratio: of rank 0's training "
         "thread. copy: the trained state of a rank, copied to other host memory. Ours syncs to disk, reads back for "
-        "checksums and keeps random generators; stock's does not. LoRA has no asynchronous saves, in torchtune as here"
+        "checksums and keeps random generators; stock's does not"
     )
     return Result([measure(case, pairs) for case in CASES], note)
 
@@ -103,7 +95,7 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
     ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *model, *case.options))
     ours.setup()
     have_optimizer_state(ours.model, ours.optimization.checkpointed)
-    with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"), remembered_saves() as on_their_way:
+    with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"):
         config = demo_config(case.recipe, folder / "stock", *model, *case.options)
         stock = load_stock(case.recipe)(config)
         stock.setup(config)
@@ -112,10 +104,7 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
         group = dist.new_group()
         for epoch in range(pairs + 1):
             by_stock = timed(lambda at=epoch: save_as_stock(case.recipe, stock, at), group)  # type: ignore[misc]
-            while on_their_way:
-                on_their_way.pop().result()
             by_us = timed(lambda at=epoch: save_as_ours(ours, at), group)  # type: ignore[misc]
-            ours.run.checkpoints.wait()
             rounds.append(Pauses(by_stock, by_us, timed(lambda: _copied(ours), group)))
             _remove_older(folder)
     newest = ours.run.checkpoints.last
@@ -125,29 +114,12 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
 
 
 def timed(save: Callable[[], object], group: dist.ProcessGroup) -> Pause:
-    """Collective: return the seconds until training continues on all ranks.
-
-    Uses a separate group, because a thread of stock's asynchronous save uses the default one.
-    """
+    """Collective: return the seconds until training continues on all ranks."""
     dist.barrier(group)
     began, cpu_began = time.perf_counter(), time.thread_time()
     save()
     dist.barrier(group)
     return Pause(time.perf_counter() - began, time.thread_time() - cpu_began)
-
-
-@contextmanager
-def remembered_saves() -> Iterator[list[Any]]:
-    """Yield a list that collects the futures of stock's asynchronous saves, to wait for them."""
-    found: list[Any] = []
-    save = _checkpointer.async_save
-
-    def remembered(*args: Any, **options: Any) -> Any:
-        found.append(save(*args, **options))
-        return found[-1]
-
-    with mock.patch.object(_checkpointer, "async_save", remembered):
-        yield found
 
 
 def have_optimizer_state(model: Any, optimizer: Any) -> None:

@@ -44,7 +44,7 @@ class AdaptiveFullDPODistributed:
         weights = run.checkpoints.load()
         self.model, reference = build_models(settings, place, weights, with_adapters=run.contents.lora is not None)
         self.optimization = build_optimization(settings, self.model, weights, place.device)
-        run.resume(weights, self.model, self.optimization)
+        run.resume(weights)
         loss_fn = build_preference_loss(settings.config)
         tokenizer = components.build("tokenizer", settings.config)
         self.data = build_pairs(settings, tokenizer, place.mesh)

@@ -38,7 +38,7 @@ class AdaptiveFullFinetuneDistributed:
         build_model = build_full_model if run.contents.lora is None else build_lora_model
         self.model = build_model(settings, place, weights)
         self.optimization = build_optimization(settings, self.model, weights, place.device)
-        run.resume(weights, self.model, self.optimization)
+        run.resume(weights)
         loss_fn = build_loss(settings, self.model)
         tokenizer = components.build("tokenizer", settings.config)
         self.data = build_data(settings, tokenizer, loss_fn, place.mesh)

@@ -52,7 +52,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
         weights = run.checkpoints.load()
         policy = build_policy(settings, grpo, place, weights)
         optimization = build_optimization(settings, policy, weights, place.device)
-        run.resume(weights, policy, optimization, told={"seed": "seed"})
+        run.resume(weights)
         tokenizer = components.build("tokenizer", settings.config)
         generate = build_generate(policy, tokenizer, settings, grpo, place.device, run.progress.seed)
         stages = grpo_stages(policy, generate, settings, grpo, place)

@@ -47,7 +47,7 @@ class AdaptivePPOFullFinetuneDistributed:
         weights = run.checkpoints.load()
         self.models = build_models(settings, place, weights, run.progress.seed)
         optimization = build_optimization(settings, self.models.trained, weights, place.device)
-        run.resume(weights, self.models.trained, optimization, told={"seed": "seed"})
+        run.resume(weights)
         tokenizer = components.build("tokenizer", settings.config)
         generate = build_generate(self.models.policy, tokenizer, settings, ppo, place.device, run.progress.seed)
         stages = ppo_stages(self.models, generate, ppo, place.device)

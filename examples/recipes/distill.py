@@ -38,7 +38,7 @@ class Distillation:
         self.model = build_full_model(settings, place, weights)
         self.teacher = build_frozen_model(settings, place, teacher, "teacher_model", "teacher_checkpointer")
         self.optimization = build_optimization(settings, self.model, weights, place.device)
-        run.resume(weights, self.model, self.optimization)
+        run.resume(weights)
         tokenizer, loss_fn = (components.build(key, settings.config) for key in ("tokenizer", "loss"))
         self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
         self.runner = StepRunner(

@@ -1,11 +1,10 @@
-"""Identity of a run: the config values and files that must not change when it resumes."""
+"""Identity of a run: the config values and frozen weights that must not change when it resumes."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
-from glob import glob
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,9 @@ NOT_TRAINED = {
     "reward_checkpointer": "reward weights",
 }
 """Config section of weights that recipes read and do not train -> their name."""
-INITIAL_WEIGHTS = "initial weights"
-"""Key of the weights that a recipe trains. A resumed run does not read them, so they may differ or be missing."""
-CONTENT_OF = "content of "
-"""Prefix of the keys of data files."""
 MOST_SHOWN = 3
 ENDS_BYTES = 2**22
-"""Bytes to read at each end of a file, divided by the number of files."""
+"""Bytes to read at each end of a file."""
 
 
 def saves_adapters(recipe: str) -> bool:
@@ -71,11 +66,6 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
         flat |= weights_in(name, cfg.get(section))
     if saves_adapters(recipe):
         flat |= weights_in("frozen weights", cfg.get("checkpointer"))
-    else:
-        trained = weights_in("", cfg.get("checkpointer"))
-        flat |= {INITIAL_WEIGHTS: sorted(map(str, trained.values()))} if trained else {}
-    files = {text: _files_named(text) for text in _strings_in(plain["dataset"])}
-    flat |= {f"{CONTENT_OF}{text}": _fingerprint(found) for text, found in files.items() if found}
     flat.pop(MAY_BE_LOWERED, None)
     if recipe == "full_ppo":  # which uses it only to split a step
         flat.pop("gradient_accumulation_steps", None)
@@ -89,7 +79,7 @@ def weights_in(name: str, section: Any) -> dict[str, object]:
         return {}
     paths = {file: Path(str(section.get("checkpoint_dir"))) / file for file in file_names(names)}
     return {
-        f"{name} in {file}": _fingerprint([path]) if os.path.isfile(path) else "missing" for file, path in paths.items()
+        f"{name} in {file}": _fingerprint(path) if os.path.isfile(path) else "missing" for file, path in paths.items()
     }
 
 
@@ -110,9 +100,7 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
     another_recipe = configured.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
-        # a missing data file has its own error
-        is_missing = key.startswith(CONTENT_OF) and not (key in configured and key in saved)
-        if configured.get(key) != saved.get(key) and not is_missing and key != INITIAL_WEIGHTS:
+        if configured.get(key) != saved.get(key):
             ours, theirs = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
             changed.append(f"{key} is {ours}, but was {theirs}")
     if len(changed) > MOST_SHOWN:
@@ -120,32 +108,14 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
     return ", and ".join(changed) or None
 
 
-def _files_named(text: str) -> list[Path]:
-    """Return the files that a string names: a path, a pattern, or a folder if the string contains a slash."""
-    path = text.removeprefix("file://")
-    pattern = f"{path}/*" if "/" in path and os.path.isdir(path) else path  # False for a prompt, however long
-    return sorted(Path(found) for found in glob(pattern) if os.path.isfile(found))
-
-
-def _fingerprint(files: Sequence[Path]) -> str:
-    """Return the total size, and a checksum of both ends of each file."""
-    total, crc32, ends = 0, 0, ENDS_BYTES // len(files)
-    for path in files:
-        size = path.stat().st_size
-        total += size
-        with path.open("rb") as file:
-            crc32 = zlib.crc32(file.read(ends), crc32)
-            file.seek(max(file.tell(), size - ends))
-            crc32 = zlib.crc32(file.read(), crc32)
-    return f"{total} bytes, CRC-32 {crc32:08x}"
-
-
-def _strings_in(values: object) -> set[str]:
-    """Return all strings of a section, which include the names of data files."""
-    if isinstance(values, Mapping | list):
-        parts = values.values() if isinstance(values, Mapping) else values
-        return {text for part in parts for text in _strings_in(part)}
-    return {values} if isinstance(values, str) else set()
+def _fingerprint(path: Path) -> str:
+    """Return the size of a file, and a checksum of both of its ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        crc32 = zlib.crc32(file.read(ENDS_BYTES))
+        file.seek(max(file.tell(), size - ENDS_BYTES))
+        crc32 = zlib.crc32(file.read(), crc32)
+    return f"{size} bytes, CRC-32 {crc32:08x}"
 
 
 def _flat(values: object, prefix: str = "") -> dict[str, object]:

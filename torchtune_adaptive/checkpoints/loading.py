@@ -1,4 +1,4 @@
-"""Load weights and state with torchtune's checkpointers or torch.distributed.checkpoint.
+"""Load weights and state with torchtune's checkpointers.
 
 Every rank reads the same files. All ranks raise the error of the first rank that fails.
 """
@@ -13,20 +13,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
 from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
-from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.contents import AnyOptimizer
 from torchtune_adaptive.checkpoints.identity import file_names
-from torchtune_adaptive.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
-from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
@@ -43,20 +34,21 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
     check_copied_files(cfg.checkpointer)
     if "checkpoint_files" in cfg.checkpointer:
         file_names(cfg.checkpointer.checkpoint_files)
-    from_files = files is not None and not files.distributed
-    if files is not None and from_files:
+    if files is not None:
         # When resuming, torchtune looks for an adapter in the last epoch of output_dir, and fails without an epoch.
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
         section.update(recipe_checkpoint=files.recipe_state, adapter_checkpoint=files.adapter)
         if files.adapter is None:  # otherwise the base weights are those that the config names
             section["checkpoint_files"] = list(files.weights)
-    built = components.build_section("checkpointer", OmegaConf.create(section), should_load_recipe_state=from_files)
+    built = components.build_section(
+        "checkpointer", OmegaConf.create(section), should_load_recipe_state=files is not None
+    )
     return cast(Checkpointer, built)
 
 
 def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
     """Collective: load weights that are not trained."""
-    section = section_writing_to(settings.config, key, checkpoint_directory(settings) / store.SAVING)
+    section = section_writing_to(settings.config, key, Path(settings.output_dir) / store.SAVING)
     checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
     weights: State = _on_all_ranks(partial(read_state, checkpointer, key), "the weights", key)[training.MODEL_KEY]
     return weights
@@ -73,7 +65,7 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
 
 def load(checkpointer: Checkpointer, files: Files | None) -> State:
     """Collective: load the initial weights, or the weights and state to resume from."""
-    if files is None or files.distributed:
+    if files is None:
         return _on_all_ranks(partial(read_state, checkpointer), "the weights")
 
     def read() -> State:
@@ -82,26 +74,6 @@ def load(checkpointer: Checkpointer, files: Files | None) -> State:
         return state
 
     return _on_all_ranks(read, f"checkpoint {files.folder}")
-
-
-def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, group: dist.ProcessGroup | None) -> State:
-    """Collective: load model and optimizer from any number of saved parts; return the recipe state."""
-    for one in optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackwardWrapper) else [optimizer]:
-        _init_optim_state(one)  # torch loads only state that exists
-    state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
-    state.update(dict.fromkeys(TORCHTUNE_KEYS.values(), 0))
-    reader, what = FileSystemReader(folder), f"checkpoint {folder}"
-    # Read it before `fill`: a rank that cannot read it would be missing in the collectives of `fill`.
-    if ADAPTIVE_KEY in _on_all_ranks(reader.read_metadata, what).state_dict_metadata:
-        state[ADAPTIVE_KEY] = ""
-
-    def fill() -> None:
-        load_parts(state, storage_reader=reader, process_group=group)
-        model.load_state_dict(state.pop(training.MODEL_KEY))
-        optimizer.load_state_dict(state.pop(training.OPT_KEY))
-
-    _on_all_ranks(fill, what)
-    return state
 
 
 def read_state(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
@@ -121,7 +93,7 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
         result = work()
     except AdaptiveError as error:
         problem = str(error)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - files can be wrong in any way
+    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
         if is_oom(error) or isinstance(error, MemoryError):
             problem = (
                 f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"

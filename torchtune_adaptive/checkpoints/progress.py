@@ -22,8 +22,6 @@ TORCHTUNE_KEYS = {
     "max_steps_per_epoch": training.MAX_STEPS_KEY,
 }
 """Field -> key in torchtune's recipe state."""
-GIVEN = {"seed": "seed", "total_epochs": "epochs", "max_steps_per_epoch": "max_steps_per_epoch"}
-"""Field -> config key."""
 
 SavedLimits: TypeAlias = Mapping[str, Any]
 """State of each stage's limit, by the stage's name."""
@@ -95,12 +93,9 @@ class Progress:
         """The position for a manifest."""
         return Position(epochs=self.epochs_run, steps_in_epoch=self.steps_in_epoch, step=self.step)
 
-    def name_of_checkpoint(self, *, distributed: bool) -> str:
+    def name_of_checkpoint(self) -> str:
         """Return the directory name of a checkpoint at this position."""
-        if self.steps_in_epoch:
-            return f"step_{self.step}"
-        prefix = "dist_" if distributed else ""  # as in torchtune
-        return f"{prefix}epoch_{self.epochs_run - 1}"
+        return f"step_{self.step}" if self.steps_in_epoch else f"epoch_{self.epochs_run - 1}"
 
     def after_step(self, sizes: EpochSizes, ranks: int) -> Progress:
         """Return the progress after one more step."""
@@ -122,8 +117,8 @@ class Progress:
         done, past = self.epochs_run + 1, (*self.past, sizes)
         return replace(self, epochs_run=done, past=past, begun=None, steps_in_epoch=0, samples_in_epoch=0)
 
-    def resumed(self, checkpoint: Mapping[str, Any], keys: Mapping[str, str] = GIVEN) -> Progress:
-        """Return the progress of a checkpoint, with the config's epochs; log the fields of `keys` that differ."""
+    def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
+        """Return the progress of a checkpoint, with the config's epochs; log other keys that the config changes."""
         if absent := [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
@@ -140,10 +135,10 @@ class Progress:
                 f"epochs is {self.total_epochs}, but the checkpoint to resume from already has "
                 f"{resumed.epochs_run}: raise epochs, or set resume_from_checkpoint: False"
             )
-        for field, key in keys.items():
-            configured, then, now = (getattr(progress, field) for progress in (self, saved, resumed))
-            if configured != then:
-                say(f"{key}: config {configured}, checkpoint {then}; using {now}")
+        for key in ("seed", "max_steps_per_epoch"):
+            configured, kept = getattr(self, key), getattr(saved, key)
+            if configured != kept:
+                say(f"{key}: config {configured}, checkpoint {kept}; using {kept}")
         return resumed
 
     def recipe_state(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -91,8 +91,6 @@ class Manifest:
     position: Position
     finished: bool
     """True if all epochs were trained. A larger `epochs` continues the run."""
-    distributed: bool
-    """True if torch.distributed.checkpoint wrote it, with one part per rank, instead of torchtune's files."""
     ranks: int
     identity: Mapping[str, object]
     """The part of the config that must not change on resume."""
@@ -122,60 +120,61 @@ class FoundCheckpoint:
         return self.manifest.serial if self.manifest else -1
 
 
-class NotOurs(Exception):
-    """The output directory no longer belongs to this run. The caller begins the message with the directory's name."""
+class DirectoryLost(Exception):
+    """The output directory is no longer this run's. The caller begins the message with the directory's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """Identifies the output directory of a run. The lock is not enough: if the directory is renamed, the lock moves
-    with it, and another run may start under the old name."""
+class OutputDirectory:
+    """The directory of a run's checkpoints. The lock alone does not identify it: if the directory is renamed, the lock
+    moves with it, and another run may start under the old name."""
 
-    directory: Path
+    path: Path
     mark: str
+    """Unique name of the run's staging directory."""
     directory_id: tuple[int, int]
     """On rank 0's machine."""
 
     @property
     def staging(self) -> Path:
         """Directory in which only this run writes its checkpoints."""
-        return self.directory / SAVING / self.mark
+        return self.path / SAVING / self.mark
 
     def check(self) -> None:
-        """Raise NotOurs if the directory was moved, removed or replaced, or if another run has cleaned it (rank 0
+        """Raise DirectoryLost if the directory was moved, removed or replaced, or if another run has cleaned it (rank 0
         only).
 
         The inode number identifies the directory: no other gets this number while the lock file in it is open.
         """
         here = None
         with suppress(FileNotFoundError, NotADirectoryError):
-            here = directory_id(self.directory)
+            here = directory_id(self.path)
         if here != self.directory_id:
-            raise NotOurs(
+            raise DirectoryLost(
                 "is not the directory in which this run started: it was moved, removed or replaced, and the "
                 "checkpoints with it; resume from where it is now (output_dir=..., resume_from_checkpoint=auto), or "
                 "start over in another output_dir"
             )
         if not (self.staging / MARKER_FILE).is_file():
-            raise NotOurs(
-                f"no longer contains {self.staging.relative_to(self.directory)}, which marks it as this run's: it was "
+            raise DirectoryLost(
+                f"no longer contains {self.staging.relative_to(self.path)}, which marks it as this run's: it was "
                 "removed, or another run has started there; see what is there (tune-adaptive status), then resume "
                 "(resume_from_checkpoint=auto) or start over in another output_dir"
             )
 
-    def release(self) -> None:
+    def remove_staging(self) -> None:
         """Remove this run's staging directory."""
         shutil.rmtree(self.staging, ignore_errors=True)
         with suppress(OSError):
-            (self.directory / SAVING).rmdir()
+            (self.path / SAVING).rmdir()
 
 
-def claim(directory: Path) -> Claim:
-    """Mark an existing directory as this run's."""
-    claimed = Claim(directory=directory.absolute(), mark=uuid.uuid4().hex, directory_id=directory_id(directory))
-    claimed.staging.mkdir(parents=True)
-    (claimed.staging / MARKER_FILE).touch()
-    return claimed
+def mark_directory(path: Path) -> OutputDirectory:
+    """Create this run's staging directory in an existing directory, with the file that marks it."""
+    marked = OutputDirectory(path=path.absolute(), mark=uuid.uuid4().hex, directory_id=directory_id(path))
+    marked.staging.mkdir(parents=True)
+    (marked.staging / MARKER_FILE).touch()
+    return marked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +183,6 @@ class Files:
 
     folder: Path
     """The checkpoint's directory, which also contains the saved state of the random generators."""
-    distributed: bool = False
-    """True if torch.distributed.checkpoint wrote the directory."""
     weights: tuple[str, ...] = ()
     """Files of the full model; empty if only an adapter was saved."""
     adapter: str | None = None
@@ -200,7 +197,6 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
     paths = {name: str(folder / name) for name in manifest.files}
     return Files(
         folder=folder,
-        distributed=manifest.distributed,
         weights=tuple(paths[name] for name in sorted(paths) if WEIGHTS.fullmatch(name)),
         adapter=paths.get(ADAPTER_FILE),
         recipe_state=paths.get(RECIPE_STATE_FILE),
@@ -208,7 +204,7 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
     )
 
 
-def named(directory: Path) -> list[Path]:
+def checkpoint_paths(directory: Path) -> list[Path]:
     """Return all paths with the name of a checkpoint."""
     return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
 
@@ -216,7 +212,7 @@ def named(directory: Path) -> list[Path]:
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """Return all checkpoint directories: complete ones first, newest first."""
     checkpoints = []
-    for path in filter(Path.is_dir, named(directory)):
+    for path in filter(Path.is_dir, checkpoint_paths(directory)):
         found = read_manifest(path)
         manifest, fault = (found, None) if isinstance(found, Manifest) else (None, found)
         checkpoints.append(FoundCheckpoint(path, manifest, fault))
@@ -238,36 +234,31 @@ def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoi
     return None, skipped
 
 
-def publish(claim: Claim, name: str) -> Path:
-    """Fsync a complete checkpoint and rename it from the staging directory to its place. Raises NotOurs."""
-    directory = claim.directory
-    staged, place = claim.staging / name, directory / name
+def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
+    """Fsync a complete checkpoint and rename it from the staging directory to its place. Raises DirectoryLost."""
     if REHEARSAL.on:  # the weights are zeros: no run may resume from them
         shutil.rmtree(staged, ignore_errors=True)
-        return place
+        return
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)
-    claim.check()  # if the directory is replaced after this check, the rename fails
+    directory.check()  # if the directory is replaced after this check, the rename fails
     # A checkpoint of this name exists if it is incomplete, or if the run has resumed from an earlier one and reached
     # this position again. If the run is killed between removal and rename, it resumes from the previous checkpoint.
+    place = directory.path / name
     if place.is_dir():
         remove(place)
     staged.rename(place)
-    sync(directory)
-    return place
+    sync(directory.path)
 
 
-def prune(directory: Path, keep_last: int | None, resumed_from: str | None, damaged: Collection[int] = ()) -> None:
-    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best and that of a finished run.
-
-    Checkpoints with the serials `damaged` are neither counted nor removed.
-    """
-    found = find_checkpoints(directory)
-    complete = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.serial not in damaged]
-    manifests = {checkpoint.path: checkpoint.manifest for checkpoint in complete if checkpoint.manifest}
-    best_step = next((manifest.best_step for manifest in manifests.values()), None)  # as the newest one names it
-    for path, manifest in [*manifests.items()][len(complete) if keep_last is None else keep_last :]:
+def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
+    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best, and the last of a run."""
+    complete = [(found.path, found.manifest) for found in find_checkpoints(directory) if found.manifest]
+    if keep_last is None or not complete:
+        return
+    best_step = complete[0][1].best_step  # as the newest one names it
+    for path, manifest in complete[keep_last:]:
         if path.name != resumed_from and not manifest.finished and manifest.position.step != best_step:
             remove(path)
 
@@ -280,13 +271,6 @@ def remove(folder: Path) -> None:
         condemned.unlink()
     else:
         shutil.rmtree(condemned)
-
-
-def remove_all(directory: Path) -> None:
-    """Remove all checkpoints."""
-    for path in named(directory):
-        if path.is_symlink() or path.is_dir():
-            remove(path)
 
 
 def clean(directory: Path) -> None:

@@ -90,7 +90,6 @@ def independent_copy(text: str, destination: Path) -> str:
     ours = {recipe.stock_name: name for name, recipe in RECIPES.items()}
     text = _COMMAND.sub(lambda it: f"{it[1]}{ours.get(it[2], it[2])} --config {destination}", text)
     text = re.sub(r"^.*# only in the demo\b.*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^overwrite_output_dir: True", "overwrite_output_dir: False", text, flags=re.MULTILINE)
     return re.sub(r"^(output_dir: \S*/)[^\s/]+", rf"\g<1>{destination.stem}", text, flags=re.MULTILINE)
 
 

@@ -41,9 +41,7 @@ def run(options: argparse.Namespace) -> int:
 def condition_of(directory: Path) -> tuple[Condition, list[str]]:
     """Return the condition of a run and the lines to print."""
     run = run_state.read_record(directory)
-    named = directory / run.checkpoints if run else directory
-    place = named if os.path.isdir(named) else directory  # the folder may have been moved
-    held_by, found = lock_holder(place), find_checkpoints(place)
+    held_by, found = lock_holder(directory), find_checkpoints(directory)
     if run is None and not found:
         return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
     newest = found[0] if found and found[0].manifest else None
@@ -69,7 +67,7 @@ def condition_of(directory: Path) -> tuple[Condition, list[str]]:
     if run is not None and run.ended in (run_state.SIGNALLED, run_state.STOPPED):
         lines.append(f"last time: {run.message}")
     if newest is None and found:
-        lines.append("start over with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir")
+        lines.append("start over with another output_dir, or remove this one")
     elif condition is not Condition.FINISHED:
         first = "once that is fixed, " * (condition is Condition.BROKEN)
         again = "the command that started it, with resume_from_checkpoint=auto"

@@ -23,7 +23,7 @@ SECTIONS = (
 OF_PPO = "policy_model"
 MISSPELT = 0.8
 """Similarity, from 0 to 1, at which a key counts as a typo."""
-NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
+NOT_FOR_LORA = ("optimizer_in_bwd", "tensor_parallel_dim")
 NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
 
 

@@ -261,8 +261,6 @@ class Settings:
     keep_last_n_checkpoints: int | None = option(COUNT | NULL, None)
     """keep the newest N checkpoints and remove older ones. The last checkpoint of a finished run is always kept, and so
     is the one that `resume_from_checkpoint: True` loaded"""
-    overwrite_output_dir: bool = option(BOOL, False)
-    """let a fresh start remove the checkpoints in `output_dir`; without it, existing checkpoints are an error"""
     enable_async_checkpointing: bool = option(BOOL, False)
     save_adapter_weights_only: bool = option(BOOL, False)
 

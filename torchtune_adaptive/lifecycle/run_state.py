@@ -1,7 +1,7 @@
 """State of this process's run, its record `adaptive_run.json`, and the lock that admits one run to an output directory.
 
-Signals and errors can end a run at any time, so the state is global. The record has the command, its launchers, and how
-the run ended. The kernel releases the lock when its process ends.
+Signals and errors can end a run at any time, so the state is global. The record has the command and how the run ended.
+The kernel releases the lock when its process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -33,7 +32,6 @@ from torchtune_adaptive.lifecycle.torchrun import launcher_timeout_s
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "adaptive_run.json"
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MAX_RECORDING_S = 2.0
 
 SIGNALLED, STOPPED, FINISHED, ERROR = "asked", "stopped", "finished", "error"
@@ -54,15 +52,12 @@ class RunRecord:
     command: str
     folder: str
     """Working directory of the command."""
-    checkpoints: str
-    """Directory of the checkpoints, relative to the output directory if inside it."""
     serial: int
     """Serial of this run's first checkpoint; a finished checkpoint with a smaller serial is from an earlier run."""
     started_at: str
     ended: str | None = None
     """One of the four constants above, unless the run still trains or was killed."""
     message: str = ""
-    launchers: list[str] = field(default_factory=list)
 
 
 def now() -> str:
@@ -70,18 +65,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def record_start(directory: Path, command: str, checkpoints: Path, serial: int, launchers: Iterable[str] = ()) -> None:
+def record_start(directory: Path, command: str, serial: int) -> None:
     """Write the record of a run that starts."""
-    output_dir, place = directory.absolute(), checkpoints.absolute()
-    record = RunRecord(
-        command=command,
-        folder=os.getcwd(),
-        checkpoints=str(place.relative_to(output_dir) if place.is_relative_to(output_dir) else place),
-        serial=serial,
-        started_at=now(),
-        launchers=list(launchers),
-    )
-    write_record(directory, record)
+    write_record(directory, RunRecord(command=command, folder=os.getcwd(), serial=serial, started_at=now()))
 
 
 def record_end(directory: Path, how: str, message: str = "") -> None:
@@ -130,8 +116,6 @@ class ThisRun:
     """Another run may start under the name of a directory that was renamed; this run does not write there."""
     typed: list[str] = field(default_factory=list)
     """The command of the launcher, read at the start: if it is killed, its ranks belong to another process."""
-    restarted: bool = False
-    """On rank 0: True if a launcher of any rank has started this run before, with the same command."""
     _recording: threading.Lock = field(default_factory=threading.Lock)
     """Signals are recorded by the thread that receives them, other ends by the main thread."""
 
@@ -177,8 +161,8 @@ def resume_command() -> str:
     """Return the command that was typed, with `resume_from_checkpoint=auto`."""
     typed = THIS_RUN.typed or typed_command()
     if "resume_from_checkpoint=auto" not in typed:
-        changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
-        typed = [*(word for word in typed if not word.startswith(changed)), "resume_from_checkpoint=auto"]
+        kept = (word for word in typed if not word.startswith("resume_from_checkpoint="))
+        typed = [*kept, "resume_from_checkpoint=auto"]
     return shlex.join(typed)
 
 
@@ -199,7 +183,8 @@ def lock_directory(directory: Path) -> IO[bytes]:
 
     It is an fcntl lock: it works over NFS, and forked children, which may outlive a rank, do not inherit it.
     """
-    until_s = time.monotonic() + (launcher_timeout_s() + EXTRA_WAIT_AFTER_RESTART_S if THIS_RUN.restarted else WAIT_S)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    until_s = time.monotonic() + (launcher_timeout_s() + EXTRA_WAIT_AFTER_RESTART_S if restarted else WAIT_S)
     path = directory / LOCK_FILE
     try:
         directory.mkdir(parents=True, exist_ok=True)

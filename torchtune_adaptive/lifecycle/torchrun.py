@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -14,24 +13,12 @@ from pathlib import Path
 from torchtune_adaptive import dependencies
 
 LOOK_FOR_THE_LAUNCHER_S = 1.0
-_STARTED = 19
-"""Position of the start time after the process name in /proc/PID/stat."""
 PID_FILE, REPORTED_FILE = "pid", "reported"
 
 
 def launcher_timeout_s() -> float:
     """Return how long torchrun waits for its workers after it received a signal."""
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-
-
-def this_launcher() -> str | None:
-    """Return a name of this rank's launcher that is unique across machines and time."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    parent, began = os.getppid(), ""
-    with suppress(OSError):  # without /proc, a reused PID is not detected
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[_STARTED]
-    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent} {began}"
 
 
 def exit_with_launcher() -> None:

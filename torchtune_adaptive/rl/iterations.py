@@ -59,7 +59,6 @@ class Iterations:
         with self.trainer.memory_of_this_rank() as memory:
             limits = LimitFinder(self.trainer, self.stages, rl).find(memory)
         self.stages.runners.use_limits(limits)
-        run.checkpoints.remove_overwritten()
         self.trainer.schedule = BatchSchedule(epochs=epochs, limits=limits)
         self.optimization.start_schedule(
             total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0

@@ -57,7 +57,6 @@ NOT_SUPPORTED = (
     "collate_fn",
     "fsdp_cpu_offload",
     "enable_activation_offloading",
-    "enable_async_checkpointing",
     "optimizer_in_bwd",
     "run_val_every_n_steps",
 )

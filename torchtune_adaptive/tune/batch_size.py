@@ -102,7 +102,6 @@ def set_batch_sizes(trainer: Trainer) -> None:
         for stage in stages:
             if stage in limits and stage != training:
                 say(f"{stage}: at most {limits[stage]} a microbatch")
-        run.checkpoints.remove_overwritten()
     trainer.schedule = BatchSchedule(
         epochs=sized.epochs,
         limits=limits,

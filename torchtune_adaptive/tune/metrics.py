@@ -18,7 +18,6 @@ from torchtune import training
 
 from torchtune_adaptive.atomic_files import keep_file, reason
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
-from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
@@ -200,7 +199,7 @@ class Metrics:
         step, first = self._first
         if step:
             what = "trained" if THIS_RUN.phase is RunPhase.SAVED else "so far"
-            since, directory = "" if step == 1 else f" from step {step}", checkpoint_directory(self._settings)
+            since, directory = "" if step == 1 else f" from step {step}", self._settings.output_dir
             skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
             if progress.best_step is not None:
                 skipped += f", best val_loss {progress.best_val_loss:.4f} after step {progress.best_step}"

@@ -15,7 +15,7 @@ from torch import nn
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.checkpoints.manager import CheckpointManager
-from torchtune_adaptive.checkpoints.progress import GIVEN, EpochSizes, Progress, SavedLimits, start_progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import AUTO, Settings
@@ -62,13 +62,10 @@ class Run:
         prepare(settings)
         self.metrics = Metrics(settings, self.place.device, self.journal)
 
-    def resume(
-        self, checkpoint: State, model: nn.Module, optimization: Optimization, told: Mapping[str, str] = GIVEN
-    ) -> None:
-        """Collective: restore progress, model and optimizer if the run resumes from a checkpoint."""
+    def resume(self, checkpoint: State) -> None:
+        """Restore the progress if the run resumes from a checkpoint."""
         if self._start.resumes:
-            state = self.checkpoints.resume(checkpoint, model, optimization.checkpointed)
-            self.progress = self.progress.resumed(state, told)
+            self.progress = self.progress.resumed(checkpoint)
 
     def close(self) -> None:
         """Unlock the output directory and leave the process group."""
@@ -255,7 +252,7 @@ class Trainer:
         self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
 
     def close(self) -> None:
-        """Collective: finish pending saves, draw the picture of the run, and leave the process group."""
+        """Collective: draw the picture of the run, and leave the process group."""
         self.run.checkpoints.close()
         self.stages.training.close()
         self.run.metrics.close(self.run.progress)

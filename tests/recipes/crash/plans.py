@@ -13,7 +13,6 @@ from tests.recipes.crash.kill_points import INT, LAST_SAVE, LAST_STEP, PROBE, ST
 from tests.recipes.crash.resume_chain import FIRST_PRUNING
 from tests.recipes.crash.summary import place
 from tests.recipes.crash.variants import (
-    ASYNC,
     FULL,
     GRPO,
     GRPO_LORA,
@@ -123,9 +122,7 @@ def is_record(label: str) -> bool:
 
 
 def unlike(operations: list[str]) -> list[int]:
-    """Return the numbers of the operations, from 1; of similar ones (files of an asynchronous save) the outermost and
-    one more.
-    """
+    """Return the numbers of the operations, from 1; of similar ones the outermost and one more."""
     alike: dict[str, list[int]] = {}
     for at, label in enumerate(operations, start=1):
         alike.setdefault(place(label), []).append(at)
@@ -213,13 +210,12 @@ def all_plans() -> list[Plan]:
 def kill_plans() -> list[Plan]:
     """With forked ranks."""
     full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
-    one_async = Variant("full", 1, budget=True, asynchronous=True)
     peer = every_operation(4, rank=1, torn=False)
     return [
         *(Plan("every operation", variant, every_operation(cut=True)) for variant in (FULL, LORA)),
-        Plan("every operation", ASYNC, every_operation()),
-        *(Plan("every fourth, the peer", variant, peer) for variant in (full, ASYNC, lora)),
-        *(Plan("moments", variant, random_moments(6)) for variant in (FULL, LORA, one_async)),
+        Plan("every operation", full, every_operation()),
+        *(Plan("every fourth, the peer", variant, peer) for variant in (full, lora)),
+        *(Plan("moments", variant, random_moments(6)) for variant in (FULL, LORA)),
         *(Plan("moments", variant, random_moments(6, ranks=2)) for variant in (full, lora, PAIRS)),
         Plan("operations", PAIRS_LORA, random_operations(6)),
         Plan("between policy and value", PPO, between_models),
@@ -255,7 +251,6 @@ def signal_plans() -> list[Plan]:
         Plan("signals", full, signals_at(everywhere, (RANK_0, RANK_1))),
         Plan("signals", FULL, signals_at(everywhere)),
         Plan("signals", LORA, signals_at(everywhere)),
-        Plan("signals", ASYNC, signals_at((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("signals", lora, signals_at((in_a_step, in_a_save), (RANK_1,))),
         Plan("signals", PAIRS, signals_at((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("signals", PAIRS_LORA, signals_at((in_a_step, at_the_start))),
@@ -271,10 +266,10 @@ def signal_plans() -> list[Plan]:
 def tune_run_plans() -> list[Plan]:
     """With `tune run`, and a launcher if there are two ranks."""
     full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
-    manners = ((full, LAUNCHER_FIRST), (full, RANK_FIRST), (ASYNC, LAUNCHER_FIRST), (lora, RANK_FIRST))
+    manners = ((full, LAUNCHER_FIRST), (full, RANK_FIRST), (lora, RANK_FIRST))
     return [
         *(Plan("tune run, moments", variant, random_moments(4), tune_run=True) for variant in (FULL, LORA)),
-        *(Plan("tune run", variant, random_operations(10, 2), tune_run=True) for variant in (full, ASYNC, lora)),
+        *(Plan("tune run", variant, random_operations(10, 2), tune_run=True) for variant in (full, lora)),
         *(Plan("tune run", variant, random_operations(6), tune_run=True) for variant in (FULL, LORA)),
         *(Plan("tune run", variant, random_operations(3, 2), tune_run=True) for variant in (PPO, GRPO)),
         *(

@@ -64,13 +64,11 @@ class Tally:
         return all_resumed and not (self.lost or self.wrong or self.too_many_lost or self.not_begun)
 
     def summary(self) -> str:
-        waited = max((lost for name, lost in self.steps_lost.items() if not name.startswith("async")), default=0)
-        on_its_way = max((lost for name, lost in self.steps_lost.items() if name.startswith("async")), default=0)
         return (
             f"killed {self.killed} ({self.by_tune_run} by tune run), stopped by signals {self.stopped} "
             f"({self.stopped_by_tune_run} by tune run), resumed {self.resumed}, "
-            f"lost {len(self.lost)}, wrong {len(self.wrong)}, steps lost at most {waited} "
-            f"(asynchronous: {on_its_way})"
+            f"lost {len(self.lost)}, wrong {len(self.wrong)}, "
+            f"steps lost at most {max(self.steps_lost.values(), default=0)}"
         )
 
     def details(self) -> list[str]:

@@ -28,13 +28,11 @@ class Variant:
     ranks: int
     budget: bool = False
     """Limit microbatches by tokens instead of rows."""
-    asynchronous: bool = False
     searched: bool = False
     """Search the number of rows before training."""
 
     def __str__(self) -> str:
-        kind = "async" if self.asynchronous else self.kind
-        return f"{kind}/{self.ranks}/{'tokens' if self.budget else 'searched' if self.searched else 'rows'}"
+        return f"{self.kind}/{self.ranks}/{'tokens' if self.budget else 'searched' if self.searched else 'rows'}"
 
     @property
     def recipe(self) -> str:
@@ -53,23 +51,18 @@ class Variant:
         return PPO_KEYS if self.kind == "full_ppo" else GRPO_KEYS if self.kind.endswith("_grpo") else ()
 
     def safe_after(self, step: int) -> int:
-        """Return the step that must be on disk once `step` is done, so that a kill loses only later steps.
-
-        Training waits for a save, or, with asynchronous saves, for the previous one.
-        """
-        begun = [0, 0, *(save for save in SAVES if save < step)]
-        return begun[-2] if self.asynchronous else begun[-1]
+        """Return the step that must be on disk once `step` is done, so that a kill loses only later steps."""
+        return max((save for save in SAVES if save < step), default=0)
 
 
-FULL, ASYNC, LORA = Variant("full", 1, budget=True), Variant("full", 2, asynchronous=True), Variant("lora", 1)
+FULL, LORA = Variant("full", 1, budget=True), Variant("lora", 1)
 """Variants that are killed at every operation."""
 PAIRS, PAIRS_LORA = Variant("full_dpo", 2), Variant("lora_dpo", 1, budget=True)
 """Preference training, whose steps have two stages."""
 PPO, GRPO, GRPO_LORA = Variant("full_ppo", 2), Variant("full_grpo", 2), Variant("lora_grpo", 1)
 """A step is an iteration, an epoch one pass over the prompts."""
 VARIANTS = (
-    *(FULL, ASYNC, LORA),
-    *(Variant("full", 2), Variant("full", 1, budget=True, asynchronous=True), Variant("lora", 2, budget=True)),
+    *(FULL, LORA, Variant("full", 2), Variant("lora", 2, budget=True)),
     *(PAIRS, PAIRS_LORA, PPO, GRPO, GRPO_LORA),
     *(Variant("full", 2, searched=True), Variant("lora", 1, searched=True)),
 )
@@ -82,10 +75,9 @@ def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:
         folder,
         "metric_logger._component_=tests.recipes.crash.kill_hook.WatchedLogger",
         *("clip_grad_norm=1.0", "shuffle=True"),
-        *("overwrite_output_dir=False", "resume_from_checkpoint=auto"),
+        *("resume_from_checkpoint=auto"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
         *(["adaptive.token_budget=256"] if variant.budget else []),
-        *(["enable_async_checkpointing=True"] if variant.asynchronous else []),
         *(SEARCHED if variant.searched else []),
         *overrides,
     )

@@ -223,7 +223,6 @@ def test_weights_of_another_model_are_refused(message: Start, kind: str, overrid
     ("override", "parts"),
     [
         ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "LoRA"]),
-        ("enable_async_checkpointing=True", ["enable_async_checkpointing is True", "LoRA", "allowed is False"]),
         ("~model.lora_rank", ["model.lora_rank is missing", COUNT]),
         ("model.lora_attn_modules=[query]", ["model.lora_attn_modules is ['query']", "q_proj"]),
     ],

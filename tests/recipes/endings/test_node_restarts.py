@@ -29,7 +29,6 @@ RUN = (
     "gradient_accumulation_steps=2",
     "data_parallel_replicate_dim=2",
     "save_every_n_steps=2",
-    "overwrite_output_dir=False",
     "resume_from_checkpoint=auto",
 )
 STEPS = 40
@@ -121,15 +120,14 @@ def test_restart_unknown_to_rank_0_loses_no_checkpoint(tmp_path: Path) -> None:
     waited for a GPU, so the other launcher restarts all ranks.
     """
     (port,) = free_ports(1)
-    fresh = ("overwrite_output_dir=True", "resume_from_checkpoint=False")
-    with two_nodes(tmp_path, port, *fresh, restarts=1) as nodes:
+    with two_nodes(tmp_path, port, "resume_from_checkpoint=False", restarts=1) as nodes:
         for pid in nodes[0].ranks():
             os.kill(pid, signal.SIGSTOP)
         before = max(saved(*nodes))
         os.kill(nodes[1].ranks()[0], signal.SIGKILL)
         message = wait_for(nodes)
     assert [each.process.returncode != 0 for each in nodes] == [True, True], message
-    assert "contains checkpoints of an earlier run or of this one" in message, message
+    assert "contains checkpoints of an earlier run" in message, message
     assert (tmp_path / "out" / f"step_{before}").is_dir(), message
 
 

@@ -20,7 +20,6 @@ RUN = (
     "dataset.samples=32",
     "tokenizer.max_seq_len=96",
     "resume_from_checkpoint=auto",
-    "overwrite_output_dir=False",
     "shuffle=True",
     "clip_grad_norm=1.0",
 )

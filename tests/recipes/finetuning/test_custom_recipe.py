@@ -20,7 +20,7 @@ TEACHER = (
     "teacher_checkpointer.seed=1",
     "teacher_checkpointer.sizes.num_layers=2",
 )
-RUN = ("save_every_n_steps=2", "resume_from_checkpoint=auto", "overwrite_output_dir=False", "epochs=2")
+RUN = ("save_every_n_steps=2", "resume_from_checkpoint=auto", "epochs=2")
 
 
 def distilled(folder: Path, *, fails: bool, stop_before: int | None = None) -> int:

@@ -24,7 +24,6 @@ BASE = (
     "gradient_accumulation_steps=2",
     "clip_grad_norm=0.7",
     "epochs=2",
-    "overwrite_output_dir=False",
     "resume_from_checkpoint=auto",
 )
 HYBRID = ("data_parallel_replicate_dim=2",)
@@ -45,7 +44,7 @@ RUNS: dict[str, dict[str, list[tuple[str, ...]]]] = {
         ],
         "starved": [starved("10MiB")],
         "onto a flat mesh": [HYBRID, ()],
-        "onto a hybrid mesh": [(), (*HYBRID, "enable_async_checkpointing=True")],
+        "onto a hybrid mesh": [(), HYBRID],
     },
     "lora_dpo": {"flat": [()], "starved": [starved("17MiB")]},
 }

@@ -44,16 +44,15 @@ DEALT_BYTES = 4 * KIB
 @dataclass(frozen=True)
 class Case:
     kind: str
-    asynchronous: bool = False
     ranks: int = 1
     """Several ranks agree, use heartbeats, and deal samples under a token budget."""
 
     def __str__(self) -> str:
         ranks = f", {self.ranks} ranks under a budget" if self.ranks > 1 else ""
-        return f"{self.kind}, {'asynchronous' if self.asynchronous else 'waiting'} saves{ranks}"
+        return f"{self.kind}{ranks}"
 
 
-CASES = (Case("full", asynchronous=True), Case("lora"), Case("full", asynchronous=True, ranks=2))
+CASES = (Case("full"), Case("lora"), Case("full", ranks=2))
 
 
 class Quiet:
@@ -124,7 +123,6 @@ def config_of(case: Case, folder: Path, steps: int) -> Any:
         *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS * case.ranks}", "tokenizer.max_seq_len=256"),
         *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
-        f"enable_async_checkpointing={case.asynchronous}",
         "adaptive.memory_limit=64MiB",
         *(["adaptive.token_budget=512"] if case.ranks > 1 else []),
     )

@@ -93,7 +93,7 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
             *(f"dataset.seed={weather.seed}", f"dataset.samples={weather.samples}", "shuffle=True"),
             *(f"num_steps={weather.epochs * weather.samples}", "max_generated_tokens=8", "clip_grad_norm=1.0"),
             *("batch_size=8", "ppo_batch_size=8", "forward_batch_size=8", f"ppo_epochs={PPO_EPOCHS}"),
-            *("resume_from_checkpoint=auto", "overwrite_output_dir=False", *adaptive),
+            *("resume_from_checkpoint=auto", *adaptive),
             *overrides,
         )
     return demo_config(

@@ -34,14 +34,14 @@ from tests.recipes.crash.plans import (
     random_operations,
 )
 from tests.recipes.crash.session import Session
-from tests.recipes.crash.variants import ASYNC, FULL
+from tests.recipes.crash.variants import FULL, Variant
 
 
 @pytest.mark.parametrize(
     ("plan", "least_killed"),  # fewer than planned: the run may finish before the last points
     [
         (Plan("one of each operation", FULL, one_of_each), 5),
-        (Plan("sample", ASYNC, random_operations(3, ranks=2)), 2),
+        (Plan("sample", Variant("full", 2), random_operations(3, ranks=2)), 2),
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ SECTIONS = {
     "value_checkpointer": "value",
     "reward_checkpointer": "value",
 }
-RESUMED = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
+RESUMED = ("save_every_n_steps=1", "resume_from_checkpoint=auto")
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 

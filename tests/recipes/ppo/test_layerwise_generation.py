@@ -31,7 +31,7 @@ DEEP = (
 SEARCHED = "use_maximum_batch_size=True"
 LATER = 2
 """The iteration before which memory becomes scarce."""
-KEPT = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
+KEPT = ("save_every_n_steps=1", "resume_from_checkpoint=auto")
 
 
 class Case(NamedTuple):

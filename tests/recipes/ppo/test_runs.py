@@ -34,7 +34,7 @@ STOP = 3
 """The iteration in which a run ends between two stages, after the first checkpoint."""
 RESUMED = (
     *("dataset.samples=32", "num_steps=32", "shuffle=True"),
-    *("save_every_n_steps=2", "resume_from_checkpoint=auto", "overwrite_output_dir=False"),
+    *("save_every_n_steps=2", "resume_from_checkpoint=auto"),
     "adaptive.regrow_after=0",
 )
 

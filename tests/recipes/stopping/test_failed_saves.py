@@ -17,8 +17,7 @@ from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune import distributed
 
-RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
-ASYNC = ("enable_async_checkpointing=True",)
+RUN = ("resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 IS_GONE = ("step_6", "{out}", "no longer contains .saving/", "resume_from_checkpoint=auto")
 OUT_OF_MEMORY = ("out of memory while saving checkpoint step_6 on rank {rank}",)
 
@@ -28,11 +27,6 @@ def take_the_folder_away(recipe: Any, out: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(out / store.SAVING)
     dist.barrier()
-
-
-def take_it_away_between_saves(recipe: Any, out: Path) -> None:
-    recipe.run.checkpoints.wait()
-    take_the_folder_away(recipe, out)
 
 
 def no_memory_to(function: str) -> Callable[..., Any]:
@@ -50,15 +44,12 @@ def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:
 class Case(NamedTuple):
     spoil: Callable[..., Any]
     text: tuple[str, ...]
-    overrides: tuple[str, ...] = ()
     kind: str = "full"
 
 
 CASES = {
     "full-gone": Case(take_the_folder_away, IS_GONE),
-    "full-gone-background-save": Case(take_it_away_between_saves, IS_GONE, ASYNC),
     "full-no-memory": Case(no_memory_to("manager.gather_weights"), OUT_OF_MEMORY),
-    "full-no-memory-background-save": Case(no_memory_to("manager.copied_to_host"), OUT_OF_MEMORY, ASYNC),
     "lora-no-memory-on-rank-0": Case(
         no_memory_to("contents.peft.get_merged_lora_ckpt"), ("step_6 could not be saved", "out of memory"), kind="lora"
     ),
@@ -69,7 +60,7 @@ CASES = {
 def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
     """Collective: return the error of a run whose third checkpoint failed, and its complete checkpoints."""
     case = CASES[name]
-    recipe = load_ours(case.kind)(demo_config(case.kind, folder, *RUN, *case.overrides))
+    recipe = load_ours(case.kind)(demo_config(case.kind, folder, *RUN))
     recipe.setup()
     save, saves = recipe.run.checkpoints.save, [0]
 
@@ -94,7 +85,7 @@ def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_ends_with_path_cause_and_last_good_checkpoint(tmp_path: Path, name: str) -> None:
     ended = run_on_ranks(2, trained, name, tmp_path / "run", timeout_s=90, in_group=False)
-    good = "dist_epoch_0" if CASES[name].overrides == ASYNC else "epoch_0"
+    good = "epoch_0"
     for rank, (message, complete) in enumerate(ended):
         assert message is not None
         for word in CASES[name].text:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.recipes.signal_runs import run_with_signals
 
-RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
+RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64", "resume_from_checkpoint=auto")
 
 
 def test_run_resumes_with_the_frozen_weights_generated_by_its_first_start(tmp_path: Path) -> None:

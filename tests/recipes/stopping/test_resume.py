@@ -24,7 +24,6 @@ ADAMW: tuple[str, ...] = ()
 """The optimizer of the demo's config."""
 SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
 SAVED_STATE = "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt"
-ASYNC = "enable_async_checkpointing=True"
 IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
 
 
@@ -44,7 +43,7 @@ class Case:
 CASES = {
     "ours-by-stock": Case(then=run_stock, resume_arguments=(SAVED_WEIGHTS, SAVED_STATE)),
     "stock-by-ours": Case(first=run_stock, optimizer=ADAMW, resume_arguments=(SAVED_WEIGHTS,)),
-    "async-in-backward": Case(overrides=(ASYNC, *IN_BACKWARD)),
+    "in-backward": Case(overrides=IN_BACKWARD, resume_arguments=(SAVED_WEIGHTS,)),
     "adapter-only": Case("lora", overrides=("save_adapter_weights_only=True",), weights="adapter_model.pt"),
 }
 

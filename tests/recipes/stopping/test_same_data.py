@@ -62,7 +62,7 @@ def test_difference_on_one_rank_is_the_same_error_on_all_ranks(kind: str, tmp_pa
 
 def test_resume_refuses_data_that_changed_under_the_same_config(tmp_path: Path) -> None:
     run = ["--config", "adaptive/demo/full", f"output_dir={tmp_path}", "dataset.samples=16", "adaptive=null"]
-    run += ["use_maximum_batch_size=False", "resume_from_checkpoint=auto", "overwrite_output_dir=False"]
+    run += ["use_maximum_batch_size=False", "resume_from_checkpoint=auto"]
     run += [f"checkpointer.checkpoint_dir={tmp_path / 'weights'}"]
     start_in_process("full", *run, "epochs=1", train=True)
     start_in_process("full", *run, "epochs=2")

@@ -24,7 +24,6 @@ EVERY = 3
 RUN = (
     f"epochs={EPOCHS}",
     "resume_from_checkpoint=auto",
-    "overwrite_output_dir=False",
     f"save_every_n_steps={EVERY}",
     "shuffle=True",
     "seed=1",
@@ -48,7 +47,7 @@ EIGHT_BIT = (
 """Memory limits disable torchao's compiled optimizer step."""
 KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
-    "full-async-8-bit-2-ranks": ("full", 2, ("enable_async_checkpointing=True", *EIGHT_BIT)),
+    "full-8-bit-2-ranks": ("full", 2, EIGHT_BIT),
     "full-growing": ("full", 2, ("model.attn_dropout=0.1", *GROWING)),
     "lora-tokens": ("lora", 1, ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
 }

@@ -37,21 +37,19 @@ def held(tokenizer, **options):
 """
 
 
-@pytest.mark.smoke("its-checkpoints")
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["its-checkpoints", "its-record"])
-def test_second_run_names_the_first_and_changes_no_file(elsewhere: bool, tmp_path: Path) -> None:
-    options = (*RUN, f"checkpointer.output_dir={tmp_path / 'checkpoints'}") if elsewhere else RUN
+@pytest.mark.smoke
+def test_second_run_names_the_first_and_changes_no_file(tmp_path: Path) -> None:
     out = tmp_path / "run" / "out"
     out.mkdir(parents=True)
     with another_run(out) as first:
         before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-        ended = run_with_signals(2, "full", tmp_path / "run", *options)
+        ended = run_with_signals(2, "full", tmp_path / "run", *RUN)
         assert [each.status for each in ended] == [1, 1]
         assert re.search(
             rf"error: output_dir '{re.escape(str(out))}' is in use by process {first.pid} on", ended[0].lines
         )
         assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    ended = run_with_signals(2, "full", tmp_path / "run", *options)
+    ended = run_with_signals(2, "full", tmp_path / "run", *RUN)
     assert [each.status for each in ended] == [0, 0]
     assert condition_of(out)[0] is Condition.FINISHED
 
@@ -72,14 +70,11 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".jsonl"}
 
 
-@pytest.mark.parametrize("options", [(), ("enable_async_checkpointing=True",)], ids=["waiting", "background-save"])
-def test_run_whose_directory_was_renamed_does_not_write_into_that_of_the_next_run(
-    options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_run_whose_directory_was_renamed_does_not_write_into_that_of_the_next_run(tmp_path: Path) -> None:
     (tmp_path / "held.py").write_text(HELD)
     command = ["--nproc_per_node", "2", "adaptive_full_finetune_distributed", "--config", "adaptive/demo/full"]
     command += ["output_dir=out", "dataset._component_=held.held", "dataset.samples=640", "save_every_n_steps=4"]
-    command += ["use_maximum_batch_size=False", "adaptive=null", "epochs=1", "overwrite_output_dir=False", *options]
+    command += ["use_maximum_batch_size=False", "adaptive=null", "epochs=1"]
     command += ["metric_logger.log_dir=logs"]
 
     def stopped_after_step_4(run: Started, name: str) -> None:

@@ -23,7 +23,7 @@ from torchtune_adaptive.tune.validation import Validation
 
 RUN = (
     *("batch_size=2", "gradient_accumulation_steps=1", "dataset.samples=32", "tokenizer.max_seq_len=128"),
-    *("resume_from_checkpoint=auto", "overwrite_output_dir=False", "save_every_n_steps=3", "seed=1"),
+    *("resume_from_checkpoint=auto", "save_every_n_steps=3", "seed=1"),
     *("run_val_every_n_steps=2", "keep_best_checkpoint=True"),
     "dataset_val._component_=torchtune_adaptive.demo.dataset.demo_dataset",
     *("dataset_val.samples=5", "dataset_val.seed=7"),

@@ -47,6 +47,6 @@ def saved(directory: Path, name: str, serial: int = 0, *, recipe: str = "full", 
     return save(directory, name, serial, identity=identity, position=position, **others)
 
 
-def files_of(begun: Start) -> Files:
-    assert begun.files is not None
-    return begun.files
+def files_of(found: Start) -> Files:
+    assert found.files is not None
+    return found.files

@@ -33,11 +33,6 @@ def test_weights_with_other_names_or_contents_are_another_run() -> None:
     )
 
 
-def test_missing_data_file_is_reported_by_the_dataset() -> None:
-    assert difference({}, {"content of rows.jsonl": "2 bytes"}) is None
-    assert difference({"content of rows.jsonl": "3 bytes"}, {"content of rows.jsonl": "2 bytes"}) is not None
-
-
 def test_all_changes_are_reported_together() -> None:
     ours, theirs = (dict.fromkeys("abcd", value) for value in (1, 2))
     message = "a is 1, but was 2, and b is 1, but was 2, and c is 1, but was 2"

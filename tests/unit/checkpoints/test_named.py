@@ -23,10 +23,10 @@ def files(name: str) -> str:
 def test_named_weights_come_with_their_state(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch, epochs=epoch + 1)
-    begun = named(tmp_path, files("epoch_0"))
-    assert files_of(begun).recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
-    assert files_of(begun).complete
-    assert begun.serial == 2
+    found = named(tmp_path, files("epoch_0"))
+    assert files_of(found).recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
+    assert files_of(found).complete
+    assert found.serial == 2
 
 
 def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -86,14 +86,3 @@ def test_missing_names_are_reported_with_existing_ones(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=rf"{message} to .*, for example .*=\[epoch_0/model-00001-of-00001\.bin\]$"):
         named(tmp_path, files("epoch_5"))
-
-
-def test_distributed_checkpoint_is_found_by_its_manifest_or_torchs_last_file(tmp_path: Path) -> None:
-    asynchronous = "enable_async_checkpointing=True"
-    (tmp_path / "dist_epoch_0").mkdir()
-    with pytest.raises(ConfigError, match="no complete dist_epoch"):
-        named(tmp_path, asynchronous)
-    (tmp_path / "dist_epoch_0" / ".metadata").write_bytes(b"")
-    found = files_of(named(tmp_path, asynchronous))
-    assert found.distributed
-    assert found.folder == tmp_path / "dist_epoch_0"

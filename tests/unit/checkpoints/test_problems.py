@@ -2,13 +2,11 @@
 
 import errno
 from pathlib import Path
-from traceback import StackSummary
 from unittest import mock
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtune_adaptive.checkpoints import loading, manager, store
 from torchtune_adaptive.checkpoints.manager import describe_failure
@@ -17,23 +15,21 @@ from torchtune_adaptive.errors import CheckpointError, ConfigError
 
 
 def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None:
-    error = RuntimeError("basic_ios::clear: iostream error")
-    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert describe_failure(error, tmp_path).startswith("No space left on device (")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert describe_failure(full, tmp_path).startswith("No space left on device (")
     gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/tokenizer.json")
     assert describe_failure(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
-    assert describe_failure(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
 
 
 CUT = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
 STREAM = RuntimeError("basic_ios::clear: iostream error")
 
 
-@pytest.mark.parametrize("error", [CUT, STREAM, CheckpointException("write", {1: (CUT, StackSummary())})])
+@pytest.mark.parametrize("error", [CUT, STREAM])
 def test_if_torch_drops_the_reason_the_file_system_is_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    assert describe_failure(error, tmp_path).startswith(f"RuntimeError: {STREAM if error is STREAM else CUT} (")
+    assert describe_failure(error, tmp_path).startswith(f"RuntimeError: {error} (")
     assert not (tmp_path / store.SAVING / "try").exists()
 
     def full(*_: object) -> None:
@@ -43,12 +39,6 @@ def test_if_torch_drops_the_reason_the_file_system_is_checked(
     message = describe_failure(error, tmp_path)
     assert message.startswith("No space left on device (")
     assert message.endswith(" free)")
-
-
-def test_save_without_host_memory_names_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    for short in (MemoryError(), RuntimeError("can't start new thread"), OSError(errno.ENOMEM, "?")):
-        assert describe_failure(short, tmp_path) == "out of memory on the host of rank 1: free host memory"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +66,8 @@ def test_oom_in_a_save_names_the_checkpoint_to_resume_from(tmp_path: Path, monke
     assert message().endswith(f"there is no earlier checkpoint; once that is fixed, start over with {again}; {advice}")
     monkeypatch.setattr(manager.THIS_RUN, "newest", tmp_path)
     assert message().endswith(f"the last good one is {tmp_path}; once that is fixed, resume with {again}; {advice}")
-    assert describe_failure(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
+    for error in (torch.OutOfMemoryError(), MemoryError()):
+        assert describe_failure(error, tmp_path) == f"out of memory on rank 0: {advice}"
 
 
 @pytest.mark.parametrize(

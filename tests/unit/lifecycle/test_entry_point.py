@@ -99,7 +99,7 @@ def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
 def test_unrecoverable_run_does_not_offer_to_resume(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_state.record_start(tmp_path, "tune run", tmp_path, 0)
+    run_state.record_start(tmp_path, "tune run", 0)
     monkeypatch.setattr(entry_point.THIS_RUN, "record_directory", None)
     monkeypatch.setattr(entry_point.THIS_RUN, "record_directory_id", None)
     entry_point.THIS_RUN.keep_record_in(tmp_path)
@@ -117,10 +117,10 @@ def test_unrecoverable_run_does_not_offer_to_resume(
 
 def test_end_of_a_run_is_not_recorded_in_a_directory_that_replaced_its_own(tmp_path: Path) -> None:
     first, out = run_state.ThisRun(), tmp_path / "out"
-    run_state.record_start(out, "tune run", out, 0)
+    run_state.record_start(out, "tune run", 0)
     first.keep_record_in(out)
     out.rename(tmp_path / "moved")
-    run_state.record_start(out, "tune run", out, 0)
+    run_state.record_start(out, "tune run", 0)
     first.record_end(run_state.STOPPED, "SIGTERM")
     record = run_state.read_record(out)
     assert record is not None

@@ -16,7 +16,7 @@ import pytest
 from tests.ranks import PATIENCE
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.lifecycle import run_state
-from torchtune_adaptive.lifecycle.run_state import LOCK_FILE, THIS_RUN, lock_directory, lock_holder
+from torchtune_adaptive.lifecycle.run_state import LOCK_FILE, lock_directory, lock_holder
 
 HOLDS = """
 import os, sys, time
@@ -72,7 +72,7 @@ def test_dying_predecessor_is_waited_for_and_longer_after_a_restart(
     restarted: bool, wait_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_state, "WAIT_S", wait_s)
-    monkeypatch.setattr(THIS_RUN, "restarted", restarted)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(int(restarted)))
     with another_run(tmp_path, "print('held', flush=True); time.sleep(1.5); os._exit(1)"):
         began = time.monotonic()
         lock_directory(tmp_path).close()

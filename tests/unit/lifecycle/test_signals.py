@@ -154,7 +154,7 @@ def test_rank_with_a_failed_peer_ends_silently(how: str, attempt: Path) -> None:
 
 
 def test_error_replaces_the_recorded_signal(tmp_path: Path) -> None:
-    run_state.record_start(tmp_path, "tune run", tmp_path, 0)
+    run_state.record_start(tmp_path, "tune run", 0)
     run_state.record_end(tmp_path, run_state.SIGNALLED, "SIGTERM")
     run_state.record_end(tmp_path, run_state.ERROR, "lower the rate")
     run_state.record_end(tmp_path, run_state.SIGNALLED, "SIGTERM")
@@ -168,7 +168,7 @@ def test_error_replaces_the_recorded_signal(tmp_path: Path) -> None:
     [
         (["/v/bin/python", "/v/bin/tune", "run", "r", "epochs=2"], "tune run r epochs=2 resume_from_checkpoint=auto"),
         (
-            ["python3", "recipe.py", "--config", "a b", "resume_from_checkpoint=False", "overwrite_output_dir=True"],
+            ["python3", "recipe.py", "--config", "a b", "resume_from_checkpoint=False"],
             "python3 recipe.py --config 'a b' resume_from_checkpoint=auto",
         ),
         (

@@ -62,7 +62,6 @@ def test_keys_of_torchtunes_grpo_are_read() -> None:
 OF_ALL = [
     ("epochs=2", "epochs is 2, but {} trains for num_steps: remove it"),
     ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
-    ("enable_async_checkpointing=True", "enable_async_checkpointing is True"),
     ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which {} does not support: allowed is False"),
     ("enable_activation_offloading=True", "enable_activation_offloading is True"),
     ("optimizer_in_bwd=True", "optimizer_in_bwd is True, which {} does not support"),
