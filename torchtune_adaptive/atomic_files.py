@@ -11,10 +11,7 @@ import reprlib
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-FromFile = TypeVar("FromFile")
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +84,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ValueError(f"it holds {reprlib.repr(content)}, not a JSON object")
     return content
-
-
-def of_its_types(record: FromFile) -> FromFile:
-    """Return a dataclass that was read from a file; raise TypeError if a field has another type than it declares."""
-    for name, kind in get_type_hints(type(record)).items():
-        value, plain = getattr(record, name), get_origin(kind) or kind
-        fits = isinstance(value, kind if plain is UnionType else plain) and not (kind is int and type(value) is bool)
-        if not fits or (plain is list and not all(isinstance(each, *get_args(kind)) for each in value)):
-            raise TypeError(f"{name} is {reprlib.repr(value)}")
-    return record
 
 
 def directory_id(path: Path) -> tuple[int, int]:

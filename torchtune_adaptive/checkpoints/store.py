@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtune_adaptive.atomic_files import directory_id, of_its_types, read_json, sync
+from torchtune_adaptive.atomic_files import directory_id, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
@@ -300,9 +300,9 @@ def read_manifest(folder: Path) -> Manifest | Fault:
     try:
         if values.pop(OWN_CHECKSUM) != _checksum(values) or values.pop("version") != VERSION:
             raise ValueError("the manifest is not what was saved")
-        files = {name: of_its_types(FileRecord(**record)) for name, record in values.pop("files").items()}
-        position = of_its_types(Position(**values.pop("position")))
-        manifest = of_its_types(Manifest(files=files, position=position, **values))
+        files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
+        position = Position(**values.pop("position"))
+        manifest = Manifest(files=files, position=position, **values)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():

@@ -72,5 +72,7 @@ def condition_of(directory: Path) -> tuple[Condition, list[str]]:
         first = "once that is fixed, " * (condition is Condition.BROKEN)
         again = "the command that started it, with resume_from_checkpoint=auto"
         command = f"cd {shlex.quote(run.folder)} && {run.command}" if run else again
+        if run and os.path.realpath(run.output_dir) != os.path.realpath(directory):  # it was copied or moved
+            command += f" output_dir={shlex.quote(os.path.abspath(directory))}"
         lines.append(f"{first}{'resume' if newest else 'start over'} with: {command}")
     return condition, lines

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
-from torchtune_adaptive.atomic_files import directory_id, keep_file, of_its_types, read_json
+from torchtune_adaptive.atomic_files import directory_id, keep_file, read_json
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.torchrun import launcher_timeout_s
@@ -52,6 +52,7 @@ class RunRecord:
     command: str
     folder: str
     """Working directory of the command."""
+    output_dir: str
     serial: int
     """Serial of this run's first checkpoint; a finished checkpoint with a smaller serial is from an earlier run."""
     started_at: str
@@ -67,7 +68,10 @@ def now() -> str:
 
 def record_start(directory: Path, command: str, serial: int) -> None:
     """Write the record of a run that starts."""
-    write_record(directory, RunRecord(command=command, folder=os.getcwd(), serial=serial, started_at=now()))
+    record = RunRecord(
+        command=command, folder=os.getcwd(), output_dir=str(directory.absolute()), serial=serial, started_at=now()
+    )
+    write_record(directory, record)
 
 
 def record_end(directory: Path, how: str, message: str = "") -> None:
@@ -80,7 +84,9 @@ def record_end(directory: Path, how: str, message: str = "") -> None:
 def read_record(directory: Path) -> RunRecord | None:
     """Read the record; return None if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
-        return of_its_types(RunRecord(**(read_json(directory / RUN_FILE) or {})))
+        record = RunRecord(**(read_json(directory / RUN_FILE) or {}))
+        if all(isinstance(value, int if name == "serial" else str | None) for name, value in asdict(record).items()):
+            return record
     return None
 
 

@@ -114,6 +114,7 @@ def test_copied_folder_is_judged_by_its_contents(tmp_path: Path, status: Status)
     code, report = status(copy)
     assert code == CAN_CONTINUE
     assert f"newest complete checkpoint: {copy / 'step_2'} " in report
+    assert report.endswith(f"{COMMAND} output_dir='{copy}'\n")
 
 
 def test_running_run_is_reported_as_running(run_folder: Path, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +154,10 @@ def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: St
     assert "resume with: the command that started it, with resume_from_checkpoint=auto" in report
 
 
-RECORD = {"command": "c", "folder": "f", "checkpoints": ".", "serial": 0, "started_at": "t"}
+RECORD = {"command": "c", "folder": "f", "output_dir": "o", "serial": 0, "started_at": "t"}
 
 
-@pytest.mark.parametrize("wrong", [{"serial": "0"}, {"message": None}, {"ended": 1}])
+@pytest.mark.parametrize("wrong", [{"serial": "0"}, {"message": []}, {"ended": 1}])
 def test_run_file_with_values_of_wrong_types_is_ignored(wrong: dict[str, Any], tmp_path: Path, status: Status) -> None:
     (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD))
     assert status(tmp_path)[0] == CAN_CONTINUE
