@@ -2,9 +2,7 @@
 
 import logging
 import os
-import signal
 import sys
-import threading
 import warnings
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,11 +17,8 @@ RECIPES_EXTRA = ("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "
 
 
 def refuse_torch(why: str) -> NoReturn:
-    """End a recipe or command with one line, and raise `ImportError` in a program that uses the library."""
-    fact = f"torch {version('torch')} does not work with torchtune-adaptive ({why}): install torch {TORCH}"
-    if _program() in ("tune", "tune-adaptive") or _is_recipe():
-        sys.exit(f"error: {fact}")
-    raise ImportError(fact)
+    """Raise ImportError for an unsupported version of torch."""
+    raise ImportError(f"torch {version('torch')} does not work with torchtune-adaptive ({why}): install torch {TORCH}")
 
 
 def recipes_extra_is_missing(what: str, module: str) -> str:
@@ -41,17 +36,10 @@ def _is_installed(module: str) -> bool:
 
 
 def prepare_recipe() -> None:
-    """Prepare this process for a recipe, before torchtune is imported; other programs only get the warning filters.
-
-    Without a module of the [recipes] extra, it ends with one line. Ctrl-C ends it without a traceback until it installs
-    its own signal handlers.
-    """
-    if _is_recipe():
-        if missing := next((each for each in RECIPES_EXTRA if not _is_installed(each)), None):
-            sys.exit(f"error: {recipes_extra_is_missing('this recipe', missing)}")
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Filter warnings, before torchtune is imported; end a recipe that lacks a module of the [recipes] extra."""
+    is_recipe = Path(sys.argv[0]).name.startswith("adaptive_")  # by its file, with `-m`, or inside `tune run`
+    if is_recipe and (missing := next((each for each in RECIPES_EXTRA if not _is_installed(each)), None)):
+        sys.exit(f"error: {recipes_extra_is_missing('this recipe', missing)}")
     hide_notices()
 
 
@@ -65,14 +53,3 @@ def hide_notices() -> None:
     warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
     # torchtune's profiler enables XPU unless the config disables it
     warnings.filterwarnings("ignore", message="XPU is not available")
-
-
-def _program() -> str:
-    """Return the program's name, or "" in an embedded interpreter without one."""
-    arguments = getattr(sys, "argv", None)
-    return Path(arguments[0]).name if arguments else ""
-
-
-def _is_recipe() -> bool:
-    """Return True if this process runs one of our recipes, by its file, with `-m`, or inside `tune run`."""
-    return _program().startswith("adaptive_")

@@ -1,6 +1,6 @@
 """Atomic checkpoints, and the search for the one that a run resumes from.
 
-Import this before torchtune: it filters warnings of dependencies and handles Ctrl-C.
+Import this before torchtune: it filters warnings of dependencies.
 """
 
 from torchtune_adaptive.dependencies import prepare_recipe

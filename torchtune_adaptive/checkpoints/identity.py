@@ -43,7 +43,6 @@ NOT_TRAINED = {
     "reward_checkpointer": "reward weights",
 }
 """Config section of weights that recipes read and do not train -> their name."""
-MOST_SHOWN = 3
 ENDS_BYTES = 2**22
 """Bytes to read at each end of a file."""
 
@@ -103,8 +102,6 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
         if configured.get(key) != saved.get(key):
             ours, theirs = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
             changed.append(f"{key} is {ours}, but was {theirs}")
-    if len(changed) > MOST_SHOWN:
-        changed[MOST_SHOWN:] = [f"{len(changed) - MOST_SHOWN} more differ"]
     return ", and ".join(changed) or None
 
 

@@ -45,7 +45,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.formatting import format_bytes
-from torchtune_adaptive.lifecycle.console import log_if_slow, say
+from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
 
 logger = logging.getLogger(__name__)
@@ -83,9 +83,9 @@ class CheckpointManager:
         self._asked_to_stop = False
         THIS_RUN.newest = start.files.folder if start.files else None
         if settings.enable_async_checkpointing:
-            say("enable_async_checkpointing has no effect: training waits for each save")
+            log_rank_0("enable_async_checkpointing has no effect: training waits for each save")
         if settings.config.checkpointer.get("output_dir") not in (None, settings.output_dir):
-            say(f"checkpointer.output_dir has no effect: checkpoints are in output_dir ({settings.output_dir})")
+            log_rank_0(f"checkpointer.output_dir has no effect: checkpoints are in output_dir ({settings.output_dir})")
 
     @property
     def last(self) -> Path | None:
@@ -118,11 +118,11 @@ class CheckpointManager:
         reason = restore_random_state(self._random_state_in)
         self._random_state_in = None
         if reason is not None:
-            say(f"random draws (dropout) restart from the seed: {reason}")
+            log_rank_0(f"random draws (dropout) restart from the seed: {reason}")
 
     def is_due(self, progress: Progress, asked_to_stop: bool) -> bool:
         """Return True if a checkpoint is due within an epoch; every epoch ends with one anyway."""
-        every, sizes = self._save_every, progress.begun
+        every, sizes = self._save_every, progress.current_epoch
         within = sizes is not None and progress.steps_in_epoch < sizes.steps
         return within and (asked_to_stop or (every is not None and progress.step % every == 0))
 
@@ -159,7 +159,7 @@ class CheckpointManager:
         THIS_RUN.newest = self._directory.path / name
         if progress.finished:
             THIS_RUN.phase = RunPhase.SAVED
-        say(f"checkpoint {THIS_RUN.newest} saved in {time.perf_counter() - began:.1f} s")
+        log_rank_0(f"checkpoint {THIS_RUN.newest} saved in {time.perf_counter() - began:.1f} s")
 
     def _write(self, progress: Progress, state: State, random_states: list[RandomState]) -> None:
         """On rank 0: write with torchtune's checkpointer into the staging directory, publish, and prune."""

@@ -13,7 +13,7 @@ from torchtune import training
 from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 
 TORCHTUNE_KEYS = {
     "seed": training.SEED_KEY,
@@ -58,7 +58,7 @@ class Progress:
     max_steps_per_epoch: int | None
     past: tuple[EpochSizes, ...] = ()
     """Completed epochs; empty for torchtune's checkpoints."""
-    begun: EpochSizes | None = None
+    current_epoch: EpochSizes | None = None
     """The current epoch, if any; it ends as planned, even if other sizes fit after a resume."""
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
@@ -84,9 +84,9 @@ class Progress:
         return self.epochs_run >= self.total_epochs
 
     @property
-    def epochs_begun(self) -> tuple[EpochSizes, ...]:
+    def epochs_started(self) -> tuple[EpochSizes, ...]:
         """The completed epochs and the current one."""
-        return self.past if self.begun is None else (*self.past, self.begun)
+        return self.past if self.current_epoch is None else (*self.past, self.current_epoch)
 
     @property
     def position(self) -> Position:
@@ -101,7 +101,7 @@ class Progress:
         """Return the progress after one more step."""
         return replace(
             self,
-            begun=sizes,
+            current_epoch=sizes,
             steps_in_epoch=self.steps_in_epoch + 1,
             samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
             step=self.step + 1,
@@ -115,7 +115,7 @@ class Progress:
     def after_epoch(self, sizes: EpochSizes) -> Progress:
         """Return the progress at the end of the current epoch."""
         done, past = self.epochs_run + 1, (*self.past, sizes)
-        return replace(self, epochs_run=done, past=past, begun=None, steps_in_epoch=0, samples_in_epoch=0)
+        return replace(self, epochs_run=done, past=past, current_epoch=None, steps_in_epoch=0, samples_in_epoch=0)
 
     def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
         """Return the progress of a checkpoint, with the config's epochs; log other keys that the config changes."""
@@ -127,8 +127,8 @@ class Progress:
         theirs = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
         ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
         past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
-        begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None
-        saved = Progress(**theirs, past=past, begun=begun, **ours)
+        current = EpochSizes(**sizes) if (sizes := ours.pop("current_epoch", None)) else None
+        saved = Progress(**theirs, past=past, current_epoch=current, **ours)
         resumed = replace(saved, total_epochs=self.total_epochs)
         if resumed.finished:
             raise ConfigError(
@@ -138,7 +138,7 @@ class Progress:
         for key in ("seed", "max_steps_per_epoch"):
             configured, kept = getattr(self, key), getattr(saved, key)
             if configured != kept:
-                say(f"{key}: config {configured}, checkpoint {kept}; using {kept}")
+                log_rank_0(f"{key}: config {configured}, checkpoint {kept}; using {kept}")
         return resumed
 
     def recipe_state(self) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """How the process of a run starts and ends: entry point, record and lock in output_dir, signals, silent ranks, errors.
 
-Import this before torchtune: it filters warnings of dependencies and handles Ctrl-C.
+Import this before torchtune: it filters warnings of dependencies.
 """
 
 from torchtune_adaptive.dependencies import prepare_recipe

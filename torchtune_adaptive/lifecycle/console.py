@@ -33,7 +33,7 @@ def log_to_stderr() -> None:
     ours.propagate = False
 
 
-def say(line: str) -> None:
+def log_rank_0(line: str) -> None:
     """Log a line on rank 0 only."""
     import torch.distributed as dist  # here, because commands that only print run without torch
 

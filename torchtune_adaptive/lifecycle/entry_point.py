@@ -8,11 +8,10 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -23,7 +22,7 @@ from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
@@ -34,7 +33,7 @@ from torchtune_adaptive.errors import (
     RunStopped,
 )
 from torchtune_adaptive.formatting import ranks_named
-from torchtune_adaptive.lifecycle.console import INTERRUPTED, log_to_stderr, printing
+from torchtune_adaptive.lifecycle.console import log_to_stderr, printing
 from torchtune_adaptive.lifecycle.heartbeat import exit_if_blocked, exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
@@ -85,12 +84,15 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
             with (
                 exit_on_silent_rank(adaptive.silent_rank_timeout),
                 explain_out_of_memory(adaptive.recover_from_oom),
-                ignore_out_of_memory_once_saved(),
             ):
                 _run_methods(recipe)
     except RunFinished as finished:
         if rank() == 0:
             logger.info("%s", finished)
+    except RecoveryUnsupportedError as error:
+        if THIS_RUN.phase is not RunPhase.SAVED:
+            raise
+        logger.warning("%s; the run is finished, but its log or picture may be incomplete", error.fact)
     except RunStopped as stopped:
         if rank() == 0:
             logger.info("%s: %s; %s", THIS_RUN.stopped_by, stopped, saved_and_next_command())
@@ -141,49 +143,27 @@ def explain_out_of_memory(recover_from_oom: bool | None) -> AbstractContextManag
     return fatal_where_memory_runs_out(explained)
 
 
-@contextmanager
-def ignore_out_of_memory_once_saved() -> Iterator[None]:
-    """Turn running out of memory after the last checkpoint into a warning, since no data is lost."""
-    try:
-        yield
-    except Exception as error:
-        if THIS_RUN.phase is not RunPhase.SAVED or not is_oom(error):
-            raise
-        logger.warning(
-            "out of memory on rank %d after the last checkpoint was saved (%s): the run is finished, but its log or "
-            "picture may be incomplete",
-            rank(),
-            in_a_line(error),
-        )
-
-
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Run `work`; the first rank that fails reports the error, once.
 
     At the end, the process group may still exist. `let_go` gives its threads time, since they could abort the exit.
     """
     try:
-        try:
-            log_to_stderr()
-            work()
-        except AdaptiveError as error:
-            stop_listening()
-            if first_to_report():
-                _report(error, error.in_words(remedies))
-            _exit(1)
-        except (Exception, SystemExit) as error:
-            if isinstance(error, SystemExit) and error.code:
-                raise
-            stop_listening()  # an exit with status 0, for example in a loss function, would report success
-            if first_to_report():
-                write_error_file(f"error (rank {rank()}): {in_a_line(error)}")
-                sys.excepthook(type(error), error, error.__traceback__)
-            _exit(1)
-    except KeyboardInterrupt:  # possible even while another error is reported
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if first_to_report():  # every rank receives the signal, and the launcher waits
-            print("\ninterrupted", file=sys.stderr, flush=True)
-        _exit(INTERRUPTED)
+        log_to_stderr()
+        work()
+    except AdaptiveError as error:
+        stop_listening()
+        if first_to_report():
+            _report(error, error.in_words(remedies))
+        _exit(1)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code:
+            raise
+        stop_listening()  # an exit with status 0, for example in a loss function, would report success
+        if first_to_report():
+            write_error_file(f"error (rank {rank()}): {in_a_line(error)}")
+            sys.excepthook(type(error), error, error.__traceback__)
+        _exit(1)
     finally:
         let_go()
 

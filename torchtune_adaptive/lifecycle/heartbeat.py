@@ -39,24 +39,20 @@ class SilentRanks(NamedTuple):
     """Ranks without a heartbeat within the timeout."""
 
     ranks: tuple[int, ...]
-    """SilentRanks ranks; empty if the store does not respond, which rank 0 or its launcher hosts."""
+    """Empty if the store does not respond, which rank 0 or its launcher hosts."""
     where: str
     seconds: float
     """The timeout."""
 
-    @property
-    def fact(self) -> str:
-        """The message without its consequence."""
-        who, have = f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher,", "has"
-        if self.ranks:
-            who, have = f"{ranks_named(self.ranks)} ({self.where})", "has" if len(self.ranks) == 1 else "have"
-        return f"{who} {have} not responded for {self.seconds:.0f} s"
-
     def __str__(self) -> str:
-        without = "them" if len(self.ranks) > 1 else "it"
-        waiting = "" if self.ranks else " (their launchers may wait for it indefinitely: end those first)"
-        others = f"and the other ranks cannot continue without {without}{waiting}"
-        return f"{self.fact} (adaptive.silent_rank_timeout), {others}"
+        silent = f"not responded for {self.seconds:.0f} s (adaptive.silent_rank_timeout)"
+        if not self.ranks:
+            return (
+                f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher, has {silent}; launchers may "
+                "wait for it indefinitely: end them first"
+            )
+        have = "has" if len(self.ranks) == 1 else "have"
+        return f"{ranks_named(self.ranks)} ({self.where}) {have} {silent}, and the other ranks cannot continue"
 
 
 def connect_to_store(attempt: str, timeout_s: float) -> Any:
@@ -175,5 +171,5 @@ def _exit(silent: SilentRanks) -> None:
         write_error_file(f"error (rank {dist.get_rank()}): {silent}")
         with suppress(OSError):
             print(f"\nerror: {silent}; {saved_and_next_command()}", file=sys.stderr, flush=True)
-        THIS_RUN.try_to_record_end(STOPPED, silent.fact)
+        THIS_RUN.try_to_record_end(STOPPED, str(silent))
     os._exit(1)

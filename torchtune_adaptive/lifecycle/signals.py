@@ -20,9 +20,6 @@ from torchtune_adaptive.lifecycle.run_state import SIGNALLED, THIS_RUN, RunPhase
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL_S = 1.0
 """Signals within this time count as one: Ctrl-C arrives from the terminal and again from the launcher."""
-RANK_0_FIRST_S = 0.2
-"""Head start of rank 0, which reports signals that all ranks receive."""
-SIGNALLED_FILE = "signalled"
 
 
 def listen() -> None:
@@ -65,41 +62,27 @@ def _receive(reader: int) -> None:
 
 
 def _stop_at_next_step(received: signal.Signals) -> None:
-    """Set the flag that travels in the next agreement, and report the signal on one rank of this machine."""
+    """Set the flag that travels in the next agreement, and report the signal on rank 0."""
     if received == signal.SIGTERM and torchrun.peer_has_exited():
         os._exit(128 + received)  # torchrun ends all ranks
     THIS_RUN.signal = received
-    rank = int(os.environ.get("RANK", "0"))
-    if not _reports(rank):
+    if int(os.environ.get("RANK", "0")) != 0:
         return
-    name, from_torchrun, time_left = received.name + f" on rank {rank}" * (rank != 0), "", ""
+    time_left = ""
     if torchrun.attempt_directory() is not None:
-        from_torchrun = " (torchrun also sends it when another rank has exited)"
         time_left = f" (if torchrun forwarded the signal, it waits {torchrun.launcher_timeout_s():g} s)"
     _print(
-        f"{name}: {THIS_RUN.phase.value}; until then {THIS_RUN.saved}{time_left}. "
+        f"{received.name}: {THIS_RUN.phase.value}; until then {THIS_RUN.saved}{time_left}. "
         "A second signal ends the run immediately"
     )
-    message = f"{name}{from_torchrun}; the run was then killed without another message"
-    THIS_RUN.try_to_record_end(SIGNALLED, message)
-
-
-def _reports(rank: int) -> bool:
-    """Return True on the first rank of a machine that receives the signal, or on rank 0 without torchrun."""
-    if rank != 0:
-        time.sleep(RANK_0_FIRST_S)
-    directory = torchrun.attempt_directory()
-    return rank == 0 if directory is None else torchrun.create_first(directory / SIGNALLED_FILE)
+    THIS_RUN.try_to_record_end(SIGNALLED, f"{received.name}; the run was then killed without another message")
 
 
 def _exit_now(received: signal.Signals) -> None:
     if torchrun.first_to_report():
-        first = THIS_RUN.signal
-        # torchrun forwards a second SIGINT as SIGTERM
-        which = "again" if first in (None, received) else f"after {first.name}"
         since = " since then" if THIS_RUN.newest else ""
         lost = "" if THIS_RUN.phase is RunPhase.SETTING_UP else f", and all training{since} is lost"
-        message = f"{received.name} {which}: ended immediately; {THIS_RUN.saved}{lost}"
+        message = f"{received.name}, the second signal: ended immediately; {THIS_RUN.saved}{lost}"
         _print(message)
         THIS_RUN.try_to_record_end(SIGNALLED, message)
     os._exit(128 + received)

@@ -12,7 +12,7 @@ from torch import nn
 from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.rewards import Rewards
 from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gathered, groups_of, share_cut_off
@@ -76,9 +76,9 @@ class Iterations:
             )
         size, left = rl.batch_size, total - progress.step
         per_epoch, epochs = self.data.loader.samples_per_rank // size, list(progress.past)
-        if progress.begun is not None:
+        if progress.current_epoch is not None:
             steps = min(per_epoch, progress.steps_in_epoch + left)
-            epochs.append(replace(progress.begun, steps=steps))
+            epochs.append(replace(progress.current_epoch, steps=steps))
             left -= steps - progress.steps_in_epoch
         while left > 0:
             steps = min(per_epoch, left)
@@ -86,7 +86,7 @@ class Iterations:
             epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
             left -= steps
         answers = f"{rl.answers * ranks} answers, {count_of(rl.updates, 'update')}"
-        say(f"{count_of(total, 'iteration')} of {answers} each · {count_of(len(epochs), 'epoch')} of prompts")
+        log_rank_0(f"{count_of(total, 'iteration')} of {answers} each · {count_of(len(epochs), 'epoch')} of prompts")
         return tuple(epochs)
 
     def answered(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:

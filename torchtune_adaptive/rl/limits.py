@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import leaving_no_trace
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import format_bytes, in_columns
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
@@ -67,13 +67,13 @@ class LimitFinder:
     def _limits(self, memory: MemorySource | None) -> Limits:
         budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
         if isinstance(budget, int):
-            say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
+            log_rank_0(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
             return dict.fromkeys(configured, TokenLimit(budget))
         if budget is None and not self._settings.use_maximum_batch_size:
             return configured
         if memory is None:
             what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
-            say(f"{what} · {SKIPPED}{remedy}")
+            log_rank_0(f"{what} · {SKIPPED}{remedy}")
             return configured
         with self._as_in_training(memory):
             if budget is not None:
@@ -86,7 +86,7 @@ class LimitFinder:
         for stage, result in results.items():
             peak = peak_of(result) or 0
             lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
-        say(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
+        log_rank_0(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
         return {stage: RowLimit(result.rows) for stage, result in results.items()}
 
     def _check_prompts(self, longest: int) -> None:

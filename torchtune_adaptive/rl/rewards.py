@@ -21,7 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune_adaptive.config.components import build_section, imported, in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import count_of, did_you_mean, in_columns, shown
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.rl.rollouts import SCORE, Group, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FUNCTIONS, REWARD_SECTION
@@ -141,7 +141,7 @@ class Rewards:
         rewards = [float(rollout.results[SCORE]) for rollout in group]
         journal.answers(iteration, prompt, answers, rewards)
         lines = [(f"{reward:.3f}", shown(answer)) for reward, answer in zip(rewards, answers, strict=True)]
-        say(f"iteration {iteration} · answers to {shown(prompt)}\n{in_columns(lines[:8])}")
+        log_rank_0(f"iteration {iteration} · answers to {shown(prompt)}\n{in_columns(lines[:8])}")
 
     def _in_words(self, group: Sequence[Rollout]) -> tuple[list[str], list[str], list[list[int]]]:
         """Return prompts and answers as text, and answers as token ids, all without stop tokens."""

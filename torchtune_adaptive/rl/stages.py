@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError, NotLearningError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
 from torchtune_adaptive.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout, results_of
@@ -108,7 +108,7 @@ class RolloutStages:
 
     def go_layer_by_layer(self) -> None:
         """Gather parameters for each token. Must be called on all ranks, because it changes the collectives."""
-        say(
+        log_rank_0(
             f"{GENERATE}: gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
         )
         self.generate.keep_gathered = False

@@ -37,7 +37,7 @@ from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
 from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import progress_bar, say
+from torchtune_adaptive.lifecycle.console import log_rank_0, progress_bar
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import SEARCH, Event
 from torchtune_adaptive.report.tables import profile_table, search_table
@@ -101,7 +101,7 @@ def set_batch_sizes(trainer: Trainer) -> None:
         schedule.log_schedule(sized.epochs, settings, progress, ranks, limit, loader.samples_per_rank)
         for stage in stages:
             if stage in limits and stage != training:
-                say(f"{stage}: at most {limits[stage]} a microbatch")
+                log_rank_0(f"{stage}: at most {limits[stage]} a microbatch")
     trainer.schedule = BatchSchedule(
         epochs=sized.epochs,
         limits=limits,
@@ -122,7 +122,7 @@ def set_batch_sizes(trainer: Trainer) -> None:
 
 def _with_dataset(progress: Progress, samples: int) -> Progress:
     """Record the size of the dataset. A run that resumes within an epoch needs the size that the checkpoint has."""
-    if progress.begun is not None and progress.dataset_samples not in (None, samples):
+    if progress.current_epoch is not None and progress.dataset_samples not in (None, samples):
         raise ConfigError(
             f"dataset has {samples} samples, but had {progress.dataset_samples} when the "
             "checkpoint was saved in the middle of an epoch, so that epoch cannot be resumed: restore the dataset, "
@@ -138,7 +138,7 @@ def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
         return None
     if memory is None:
-        say(f"batch search · {SKIPPED}")
+        log_rank_0(f"batch search · {SKIPPED}")
         return None
     step = _worst_step(trainer, trainer.stages.training.stage)
     most_rows = min(data.loader.samples_per_rank, adaptive.max_batch_size or sys.maxsize)
@@ -153,7 +153,7 @@ def _recommend_token_budget(data: Data, measured: int) -> None:
     sampled = range(0, len(dataset), math.ceil(len(dataset) / MEDIAN_OF_SAMPLES))
     median = statistics.median_low(data.kind.length_of(dataset[index]) for index in sampled)
     if not data.packed and 2 * median <= measured:
-        say(
+        log_rank_0(
             f"the median sample has {median} tokens{data.kind.length_suffix}, but rows were measured with {measured}: "
             "adaptive.token_budget=auto use_maximum_batch_size=False would run more samples at once"
         )
@@ -180,7 +180,7 @@ def _measure_limits(
     if isinstance(adaptive.token_budget, int):
         limits = dict.fromkeys(stages, TokenLimit(adaptive.token_budget, data.kind.padded_rows))
     elif memory is None:
-        say(f"token budget · {SKIPPED}, or the budget to a number")
+        log_rank_0(f"token budget · {SKIPPED}, or the budget to a number")
     else:
         for stage in reversed(stages):
             step = _worst_step(trainer, stage)
@@ -203,7 +203,7 @@ def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
             f"adaptive.token_budget is {limit}, but every packed row has {length}: "
             f"set it to {length} or more, or lower tokenizer.max_seq_len"
         )
-    say(f"token budget · the dataset is packed, all rows have {length} tokens: microbatches of {RowLimit(rows)}")
+    log_rank_0(f"token budget · the dataset is packed, all rows have {length} tokens: microbatches of {RowLimit(rows)}")
     return RowLimit(rows)
 
 

@@ -33,7 +33,7 @@ from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_if_slow, say
+from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
@@ -104,7 +104,7 @@ class CutSamples:
         counts = Agreement(2).gather((self._samples, self._longest))
         samples, longest = (int(sum(count)) // self._ranks_per_sample for count in zip(*counts, strict=True))
         if longest:
-            say(
+            log_rank_0(
                 f"epoch {epoch}: {longest} of {samples} samples have {cut_at} tokens, the most that "
                 "tokenizer.max_seq_len allows; longer samples were cut to this length"
             )

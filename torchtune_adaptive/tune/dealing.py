@@ -27,7 +27,7 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import deal
 from torchtune_adaptive.engine.ranks import explaining_failures, gloo_group_aside, world_size
 from torchtune_adaptive.errors import ConfigError, SampleError
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset, name_of
@@ -45,10 +45,10 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
     obstacle = obstacle_to_dealing(model, settings, packed=data.packed) if dealt else None
     if limit is None or not limit.by_length:
         if dealt and settings.adaptive.deal:
-            say(f"{STAY}: rows limit microbatches, as in torchtune")
+            log_rank_0(f"{STAY}: rows limit microbatches, as in torchtune")
         return None
     if obstacle is not None:
-        say(f"{STAY}: {obstacle}")
+        log_rank_0(f"{STAY}: {obstacle}")
         dealt = False
     if REHEARSAL.on:
         alike = world_size() == 1 or settings.shuffle  # the samples of other ranks are unknown

@@ -26,7 +26,7 @@ from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_data
@@ -222,7 +222,7 @@ def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) 
     """Collective: build the recovery that all stages of a step share."""
     obstacle = obstacle_to_recovery(settings)
     if obstacle is not None:
-        say(f"recovery from out-of-memory errors is off: {obstacle}")
+        log_rank_0(f"recovery from out-of-memory errors is off: {obstacle}")
     return Recovery(
         *models,
         enabled=obstacle is None and settings.adaptive.recover_from_oom is not False,

@@ -49,7 +49,7 @@ def record_epoch(
         reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
         event = Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
         journal.event(event)
-    earlier = (progress.epochs_begun or (sizes,))[-1]
+    earlier = (progress.epochs_started or (sizes,))[-1]
     if earlier.samples_per_step != sizes.samples_per_step:
         before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
         reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"

@@ -21,7 +21,7 @@ from torchtune_adaptive.config.keys import COUNT, Rule, Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of, in_columns, shown
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.tune.data import StepLoader
 
 KEY = "batch_increase_function"
@@ -90,26 +90,26 @@ def size_run(
 
     `samples_left_per_rank` is for the epoch in progress. `rows_that_fit` is the result of the search.
     """
-    if progress.begun is not None:
-        begun = _rest_of_epoch(progress, progress.begun, rows_that_fit, samples_left_per_rank, ranks)
-        progress = replace(progress, begun=begun)
+    if progress.current_epoch is not None:
+        rest = _rest_of_epoch(progress, progress.current_epoch, rows_that_fit, samples_left_per_rank, ranks)
+        progress = replace(progress, current_epoch=rest)
     epochs = size_epochs(settings, progress, samples_per_rank, rows_that_fit=rows_that_fit, increase=increase)
     # Count the steps here, because checkpoints of torchtune's own recipes do not.
     step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
-    lr_factor = progress.epochs_begun[-1].lr_factor if progress.epochs_begun else 1.0
+    lr_factor = progress.epochs_started[-1].lr_factor if progress.epochs_started else 1.0
     return SizedRun(replace(progress, step=step, ranks=ranks), epochs, lr_factor)
 
 
 def _rest_of_epoch(
-    progress: Progress, begun: EpochSizes, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
+    progress: Progress, sizes: EpochSizes, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
 ) -> EpochSizes:
     """Return the sizes of the epoch in progress; it keeps its samples per step."""
-    steps = begun.steps
+    steps = sizes.steps
     if ranks != progress.ranks:
-        steps = progress.steps_in_epoch + samples_left_per_rank // begun.samples_per_step
+        steps = progress.steps_in_epoch + samples_left_per_rank // sizes.samples_per_step
         steps = min(steps, progress.max_steps_per_epoch or steps)
-    rows = min(begun.microbatch_rows, rows_that_fit or begun.microbatch_rows)
-    return replace(begun, steps=steps, microbatch_rows=rows, microbatches=math.ceil(begun.samples_per_step / rows))
+    rows = min(sizes.microbatch_rows, rows_that_fit or sizes.microbatch_rows)
+    return replace(sizes, steps=steps, microbatch_rows=rows, microbatches=math.ceil(sizes.samples_per_step / rows))
 
 
 def size_epochs(
@@ -124,7 +124,7 @@ def size_epochs(
 
     With an increase function, the batch starts at the configured size and grows up to `rows_that_fit`.
     """
-    epochs = [*progress.epochs_begun][: progress.total_epochs]
+    epochs = [*progress.epochs_started][: progress.total_epochs]
     for epoch in range(len(epochs), progress.total_epochs):
         current = epochs[-1].batch_size if epochs else settings.batch_size
         if increase is None:
@@ -210,29 +210,29 @@ def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
         if settings.gradient_accumulation_steps > 1:
             return None
         rows = settings.batch_size if grows else 1
-    return rows if progress.begun is None else max(rows, progress.begun.samples_per_step)
+    return rows if progress.current_epoch is None else max(rows, progress.current_epoch.samples_per_step)
 
 
 def log_schedule(
     epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None, samples: int
 ) -> None:
     """Log the sizes before training starts, and how they differ from the checkpoint's."""
-    sizes, before = epochs[-1], progress.epochs_begun
+    sizes, before = epochs[-1], progress.epochs_started
     per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
     ranks_changed = bool(before) and progress.ranks != ranks
     if ranks_changed:
         was = before[-1].samples_per_step * progress.ranks
         on = f"{count_of(ranks, kind_of_rank)} (before: {progress.ranks})"
-        say(f"resumed on {on}: {per_step} samples a step (before: {was})")
+        log_rank_0(f"resumed on {on}: {per_step} samples a step (before: {was})")
     if len({each.samples_per_step for each in epochs}) > 1 or any(each.refused_batch_size for each in epochs):
-        say(schedule_table(epochs, ranks, by_tokens=limit is not None))
+        log_rank_0(schedule_table(epochs, ranks, by_tokens=limit is not None))
         return
     if limit is None:
         line = step_line(sizes, settings.samples_per_step, ranks, kind_of_rank)
     else:
         line = f"{per_step} samples a step, in microbatches of at most {limit}"
-    say(f"{line} · {count_of(sizes.steps, 'step')} an epoch · {count_of(len(epochs), 'epoch')}")
+    log_rank_0(f"{line} · {count_of(sizes.steps, 'step')} an epoch · {count_of(len(epochs), 'epoch')}")
     left_out, configured = (samples % each for each in (sizes.samples_per_step, settings.samples_per_step))
     if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
         why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
@@ -241,7 +241,7 @@ def log_schedule(
         known = progress.dataset_samples or samples * ranks
         of_all = f"{left_out * ranks + known - samples * ranks} of {known} samples"
         each = "each epoch that begins on this number of ranks" if ranks_changed else "each epoch"
-        say(f"{of_all} do not fill a step and are left out of {each} ({why}){keep}")
+        log_rank_0(f"{of_all} do not fill a step and are left out of {each} ({why}){keep}")
 
 
 def log_left_out(sizes: EpochSizes, settings: Settings, progress: Progress, loader: StepLoader[Any]) -> None:
@@ -251,7 +251,7 @@ def log_left_out(sizes: EpochSizes, settings: Settings, progress: Progress, load
         read = progress.ranks * loader.samples_per_rank
         samples = progress.dataset_samples or read  # fewer than `read`, if the sampler repeats some
         left_out += samples - read
-        say(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
+        log_rank_0(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 
 def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str = "rank") -> str:

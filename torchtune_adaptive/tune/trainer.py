@@ -25,7 +25,7 @@ from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.formatting import size_for_rank
-from torchtune_adaptive.lifecycle.console import say
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import CutSamples, Data, StepLoader
@@ -265,4 +265,6 @@ def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
         runner, found = stages[stage], stages[stage].limit
         runner.load_state_dict(saved[stage])
         if runner.limit != found:
-            say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit} (restored from the checkpoint)")
+            log_rank_0(
+                f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit} (restored from the checkpoint)"
+            )

@@ -4,10 +4,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import (
     LimitExhaustedError,
@@ -74,22 +76,32 @@ def test_other_errors_are_unchanged(error: Exception) -> None:
     assert caught.value is error
 
 
+class EndsWithoutMemory:
+    """A recipe that runs out of memory in its cleanup."""
+
+    run = SimpleNamespace(settings=SimpleNamespace(adaptive=AdaptiveConfig(silent_rank_timeout=None)))
+
+    def __init__(self, cfg: object) -> None: ...
+
+    def setup(self) -> None: ...
+
+    def train(self) -> None:
+        entry_point.THIS_RUN.phase = entry_point.RunPhase.SAVED
+
+    def cleanup(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def end() -> None:
-        with entry_point.ignore_out_of_memory_once_saved():
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.LAST_SAVE)
-    with pytest.raises(torch.OutOfMemoryError):
-        end()
-    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.SAVED)
-    end()
-    assert caplog.messages == [
-        "out of memory on rank 0 after the last checkpoint was saved (OutOfMemoryError: CUDA out of memory): the run "
-        "is finished, but its log or picture may be incomplete"
-    ]
+    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.SETTING_UP)
+    monkeypatch.setattr(sys, "argv", ["recipe", "--config", "adaptive/demo/full"])
+    entry_point._run(EndsWithoutMemory, [])
+    assert "the run is finished, but its log or picture may be incomplete" in caplog.messages[-1]
+    monkeypatch.setattr(EndsWithoutMemory, "train", lambda _: None)
+    with pytest.raises(RecoveryUnsupportedError, match="out of memory on rank 0"):
+        entry_point._run(EndsWithoutMemory, [])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_schedule_is_recorded_once_across_resumes(tmp_path: Path) -> None:
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
-        reached = replace(progress(max(4, steps_done)), begun=PLANS[1] if steps_done == 5 else None)
+        reached = replace(progress(max(4, steps_done)), current_epoch=PLANS[1] if steps_done == 5 else None)
         record_epoch(journal, PLANS[1], {"": RowLimit(2)}, reached, ranks=2)
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})

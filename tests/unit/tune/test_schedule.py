@@ -59,13 +59,13 @@ def plans_of(
 
 
 def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with_less_memory() -> None:
-    begun = plans_of(None, epochs=1, batch_size=4, times=2, samples=80)[0]
-    progress = progress_of(begun=begun, steps_in_epoch=4, samples_in_epoch=64, ranks=2)
+    current_epoch = plans_of(None, epochs=1, batch_size=4, times=2, samples=80)[0]
+    progress = progress_of(current_epoch=current_epoch, steps_in_epoch=4, samples_in_epoch=64, ranks=2)
     sized = size_run(
         settings_of(4, 2), progress, ranks=1, samples_per_rank=160, samples_left_per_rank=96, rows_that_fit=3
     )
     rest, following = sized.epochs
-    assert (begun.steps, begun.microbatches, begun.microbatch_rows) == (10, 2, 4)
+    assert (current_epoch.steps, current_epoch.microbatches, current_epoch.microbatch_rows) == (10, 2, 4)
     assert (rest.samples_per_step, rest.steps, rest.microbatches, rest.microbatch_rows) == (8, 4 + 96 // 8, 3, 3)
     assert following.steps == 160 // 8
     assert (sized.progress.step, sized.progress.ranks) == (4, 1)
