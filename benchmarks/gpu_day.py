@@ -242,7 +242,6 @@ def _locked(into: Path, *, on_null: bool) -> Iterator[None]:
             raise SystemExit("error: results of a null device are meaningless: pass --into with another folder")
         replace_file(into / ".writable", bytes(4096))
         (into / ".writable").unlink()
-        # not the folder, which replace_file locks
         lock = os.open(into / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

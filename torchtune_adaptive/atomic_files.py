@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import reprlib
-import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,46 +15,25 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CANNOT_SYNC_A_FOLDER = (errno.EINVAL, errno.ENOTSUP)
-LONGEST_WAIT_MS = 2000
+DRAFTS = "*.????????.tmp"
+"""Pattern of the names of unfinished files, which a killed process leaves."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file atomically and create its parent directories. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a fixed name, so that the next attempt overwrites the leftover of a killed process
-    beside = path.with_name(f"{path.name}.tmp")
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        _wait_for_others(folder)
-        beside.unlink(missing_ok=True)  # opening a FIFO of that name would block
-        with beside.open("wb") as file:
+        with draft.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # otherwise the rename could reach the disk before the content
-        os.replace(beside, path)
+        os.replace(draft, path)
     except OSError:
         with suppress(OSError):
-            beside.unlink()
+            draft.unlink()
         raise
-    finally:
-        os.close(folder)
     sync(path.parent)
-
-
-def _wait_for_others(folder: int) -> None:
-    """Lock the directory, because other processes use the same temporary name.
-
-    Gives up after a while, since a forked child may hold the lock, and on file systems without locks.
-    """
-    for _ in range(LONGEST_WAIT_MS):
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.001)
-            continue
-        except OSError:
-            pass
-        return
 
 
 def keep_file(path: Path, content: bytes, otherwise: str) -> bool:

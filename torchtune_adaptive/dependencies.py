@@ -2,11 +2,8 @@
 
 import logging
 import os
-import sys
 import warnings
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 TORCH = "2.13 to 2.15"
@@ -19,28 +16,6 @@ RECIPES_EXTRA = ("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "
 def refuse_torch(why: str) -> NoReturn:
     """Raise ImportError for an unsupported version of torch."""
     raise ImportError(f"torch {version('torch')} does not work with torchtune-adaptive ({why}): install torch {TORCH}")
-
-
-def recipes_extra_is_missing(what: str, module: str) -> str:
-    """Return the error for a command that needs a module of the [recipes] extra."""
-    return (
-        f"{what} needs {module}, which is not installed: install the [recipes] extra, in a checkout of this project "
-        "with: pip install '.[recipes]'"
-    )
-
-
-def _is_installed(module: str) -> bool:
-    """Return True for a real module; a directory of that name in the current directory has no origin."""
-    spec = find_spec(module)
-    return spec is not None and spec.origin is not None
-
-
-def prepare_recipe() -> None:
-    """Filter warnings, before torchtune is imported; end a recipe that lacks a module of the [recipes] extra."""
-    is_recipe = Path(sys.argv[0]).name.startswith("adaptive_")  # by its file, with `-m`, or inside `tune run`
-    if is_recipe and (missing := next((each for each in RECIPES_EXTRA if not _is_installed(each)), None)):
-        sys.exit(f"error: {recipes_extra_is_missing('this recipe', missing)}")
-    hide_notices()
 
 
 def hide_notices() -> None:

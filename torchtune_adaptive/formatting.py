@@ -139,11 +139,6 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, likeness: fl
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """Return the most similar known name, or None if no name is similar enough."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
-
-
 def printable(text: str) -> str:
     """Escape control characters, so that the text cannot control a terminal."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

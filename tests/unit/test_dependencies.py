@@ -60,16 +60,6 @@ def test_command_that_needs_torchtune_names_the_extra_in_one_line(words: list[st
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("missing", RECIPES_EXTRA)
-def test_recipe_names_the_missing_module_and_the_extra_in_one_line(missing: str, tmp_path: Path) -> None:
-    (tmp_path / missing).mkdir()
-    recipe = "import runpy; sys.argv = ['adaptive_x.py']; runpy.run_module('adaptive_full_finetune_distributed')"
-    ended = run_without_torchtune(recipe, cwd=tmp_path, missing=[missing])
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"error: this recipe needs {missing}, {NEEDS_EXTRA}")
-    assert ended.stderr.count("\n") == 1
-
-
 LIBRARY = """
 from importlib import import_module
 import torchtune_adaptive

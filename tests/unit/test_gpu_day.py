@@ -54,16 +54,6 @@ def test_second_gpu_day_in_a_folder_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("card")
-def test_saving_does_not_wait_for_the_own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = []
-    monkeypatch.setattr(gpu_day, "run", lambda *_: {**result("done", ROWS), "part": "meshes", "seconds": 1.0})
-    monkeypatch.setattr("torchtune_adaptive.atomic_files.time.sleep", waits.append)
-    main(monkeypatch, "--into", str(tmp_path), "--only", "meshes")
-    assert parts_in(tmp_path) == {"meshes"}
-    assert not waits
-
-
-@pytest.mark.usefixtures("card")
 def test_only_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main(monkeypatch, "--into", str(tmp_path), "--only", "meshes", "searches", "--only", "overhead", "meshes")
     assert parts_in(tmp_path) == {"meshes", "searches", "overhead"}

@@ -6,8 +6,7 @@ Every rank reads the same files. All ranks raise the error of the first rank tha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +49,7 @@ def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
     """Collective: load weights that are not trained."""
     section = section_writing_to(settings.config, key, Path(settings.output_dir) / store.SAVING)
     checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
-    weights: State = _on_all_ranks(partial(read_state, checkpointer, key), "the weights", key)[training.MODEL_KEY]
+    weights: State = _on_all_ranks(checkpointer.load_checkpoint, "the weights", key)[training.MODEL_KEY]
     return weights
 
 
@@ -66,24 +65,14 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
 def load(checkpointer: Checkpointer, files: Files | None) -> State:
     """Collective: load the initial weights, or the weights and state to resume from."""
     if files is None:
-        return _on_all_ranks(partial(read_state, checkpointer), "the weights")
+        return _on_all_ranks(checkpointer.load_checkpoint, "the weights")
 
     def read() -> State:
-        state = read_state(checkpointer)
+        state = checkpointer.load_checkpoint()
         _check_belongs_together(state, files)
         return state
 
     return _on_all_ranks(read, f"checkpoint {files.folder}")
-
-
-def read_state(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
-    """Load a state, and check that its weights are a mapping."""
-    state = checkpointer.load_checkpoint()
-    if not isinstance(weights := state[training.MODEL_KEY], Mapping):
-        raise ConfigError(
-            f"{key}.checkpoint_files: the file contains a {type(weights).__name__}, not a mapping of weights"
-        )
-    return state
 
 
 def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:

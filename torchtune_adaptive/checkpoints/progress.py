@@ -150,9 +150,6 @@ class Progress:
 
 def start_progress(settings: Settings, ranks: int) -> Progress:
     """Collective: seed every rank and return the progress of a new run."""
-    try:
-        seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"seed is {settings.seed!r}: {error}") from error
+    seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
     epochs, most = settings.epochs, settings.max_steps_per_epoch
     return Progress(seed=seed, total_epochs=epochs, max_steps_per_epoch=most, ranks=ranks)

@@ -94,8 +94,6 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
         with suppress(OSError):
             store.prune(directory, settings.keep_last_n_checkpoints, None)
             store.clean(directory)
-            for unfinished in directory.glob("adaptive_*.tmp"):
-                unfinished.unlink()
         raise
     if files is not None:
         with suppress(OSError):  # a killed run may have left more checkpoints than it keeps

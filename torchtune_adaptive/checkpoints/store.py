@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtune_adaptive.atomic_files import directory_id, read_json, sync
+from torchtune_adaptive.atomic_files import DRAFTS, directory_id, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
@@ -274,8 +274,8 @@ def remove(folder: Path) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Remove partly written and partly deleted directories of killed runs."""
-    for path in [*directory.glob(f"{SAVING}*"), *directory.glob(f"{REMOVING}*")]:
+    """Remove partly written and partly deleted files and directories of killed runs."""
+    for path in [*directory.glob(f"{SAVING}*"), *directory.glob(f"{REMOVING}*"), *directory.glob(DRAFTS)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

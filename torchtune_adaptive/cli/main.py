@@ -16,7 +16,7 @@ from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.cli import report, status
 from torchtune_adaptive.config.registry import RECIPES, file_of, stock_configs, supported_configs
 from torchtune_adaptive.config.remedies import KEYS
-from torchtune_adaptive.dependencies import RECIPES_EXTRA, recipes_extra_is_missing
+from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import INTERRUPTED, printing
@@ -118,23 +118,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     try:
         with printing():
-            exit_status = options.run(options)
+            sys.exit(options.run(options))
     except AdaptiveError as error:
-        print(f"error: {error.in_words(KEYS)}", file=sys.stderr)
-        exit_status = options.failed
+        problem = error.in_words(KEYS)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in RECIPES_EXTRA:
             raise
-        print(f"error: {recipes_extra_is_missing(f'tune-adaptive {options.command}', missing)}", file=sys.stderr)
-        exit_status = options.failed
+        problem = (
+            f"tune-adaptive {options.command} needs {missing}, which is not installed: install the [recipes] extra, in "
+            "a checkout of this project with: pip install '.[recipes]'"
+        )
     except OSError as error:
-        what = printable(f"{error.filename or 'stdout'}: {error.strerror}")
-        print(f"error: {what}; correct the path", file=sys.stderr)
-        exit_status = options.failed
+        problem = printable(f"{error.filename or 'stdout'}: {error.strerror}; correct the path")
     except KeyboardInterrupt:
-        exit_status = INTERRUPTED
-    sys.exit(exit_status)
+        sys.exit(INTERRUPTED)
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(options.failed)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,8 +1,8 @@
 """Command line, keys, checked settings and components.
 
-Import this package before torchtune: it filters warnings of dependencies and handles Ctrl-C.
+Import this package before torchtune: it filters warnings of dependencies.
 """
 
-from torchtune_adaptive.dependencies import prepare_recipe
+from torchtune_adaptive.dependencies import hide_notices
 
-prepare_recipe()
+hide_notices()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -12,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.keys import AdaptiveConfig, LoraSettings, Settings, keys_of, read, read_common, value_at
 from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError, refuse, together
-from torchtune_adaptive.formatting import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
         if key in ours
     ]
     for key in (key for key in unread if key not in ours):
-        near = nearest(key, known, MISSPELT)
+        near = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=MISSPELT)), None)
         if near and not key.startswith(f"{near}_") and not key.endswith(f"_{near}"):  # ppo_batch_size is correct
             problems.append(
                 f"{key} is not a known key: did you mean {near}? If it is your own key, give it a less similar name"

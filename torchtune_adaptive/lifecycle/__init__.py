@@ -3,6 +3,6 @@
 Import this before torchtune: it filters warnings of dependencies.
 """
 
-from torchtune_adaptive.dependencies import prepare_recipe
+from torchtune_adaptive.dependencies import hide_notices
 
-prepare_recipe()
+hide_notices()

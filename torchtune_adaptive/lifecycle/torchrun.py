@@ -51,13 +51,18 @@ def first_to_report() -> bool:
     folder = attempt_directory()
     if folder is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
-    if threading.current_thread() is not threading.main_thread():
-        return create_first(folder / REPORTED_FILE)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    first = create_first(folder / REPORTED_FILE)
-    if not first:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return first
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        (folder / REPORTED_FILE).touch(exist_ok=False)
+    except FileExistsError:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return False
+    except OSError:  # then every rank reports
+        pass
+    return True
 
 
 def write_error_file(message: str) -> None:
@@ -70,17 +75,6 @@ def write_error_file(message: str) -> None:
         content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}
         with suppress(OSError):
             Path(file).write_text(json.dumps(content), encoding="utf-8")
-
-
-def create_first(file: Path) -> bool:
-    """Create a file; return False if it already existed, and True if that is unknown."""
-    try:
-        file.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def write_pid_file() -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from torchtune import rlhf, training
 
 from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, read_state, section_writing_to
+from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, section_writing_to
 from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
@@ -128,7 +128,7 @@ class TwoCheckpointers:
     def load_checkpoint(self) -> State:
         """Load the policy's state and the value model's weights."""
         state = self._policy.load_checkpoint()
-        return {**state, VALUE_MODEL: read_state(self._value, keys.VALUE_FILES)[training.MODEL_KEY]}
+        return {**state, VALUE_MODEL: self._value.load_checkpoint()[training.MODEL_KEY]}
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
         """Write both models, and move the value model into the folder of the policy."""

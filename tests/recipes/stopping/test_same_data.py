@@ -8,11 +8,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torchtune.training import FullModelTorchTuneCheckpointer
 
 from tests.ranks import run_on_ranks
 from tests.recipes.preferences.test_compile_and_quantization import QUANTIZED
 from tests.recipes.running import demo_config, load_ours, start_in_process
-from torchtune_adaptive.checkpoints import loading
 from torchtune_adaptive.demo import dataset
 from torchtune_adaptive.demo.dataset import demo_row
 from torchtune_adaptive.errors import ConfigError
@@ -32,14 +32,14 @@ def other_rows() -> Any:
 
 
 def other_weights() -> Any:
-    read = loading.read_state
+    read = FullModelTorchTuneCheckpointer.load_checkpoint
 
-    def changed(*args: Any) -> Any:
-        state = read(*args)
+    def changed(checkpointer: Any) -> Any:
+        state = read(checkpointer)
         state["model"][WEIGHT] = state["model"][WEIGHT] + 1
         return state
 
-    return mock.patch.object(loading, "read_state", changed)
+    return mock.patch.object(FullModelTorchTuneCheckpointer, "load_checkpoint", changed)
 
 
 def set_up(kind: str, folder: Path) -> str:

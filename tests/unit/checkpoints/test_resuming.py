@@ -83,7 +83,7 @@ def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(
         saved(tmp_path, f"step_{step}", serial=step)
     saved(tmp_path, "epoch_2", serial=8, epochs=3, finished=True)
     (tmp_path / store.REMOVING).mkdir()
-    (tmp_path / "adaptive_report.png.tmp").touch()
+    (tmp_path / "adaptive_report.png.0123abcd.tmp").touch()
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
