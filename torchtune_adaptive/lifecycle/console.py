@@ -47,7 +47,7 @@ def log_if_slow(what: str) -> Iterator[None]:
     start = time.monotonic()
     yield
     if (seconds := time.monotonic() - start) > SLOW_S:
-        say(f"{what} · {seconds:.0f} s")
+        log_rank_0(f"{what} · {seconds:.0f} s")
 
 
 class _LogLines(io.TextIOBase):
