@@ -24,11 +24,10 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path) -> None:
-    """Write weights, config and tokenizer, and `special.json`: Qwen's special tokens with small numbers."""
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer with Qwen's special tokens and chat template."""
     from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 
-    special = list(QWEN2_5_SPECIAL_TOKENS)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,14 +35,19 @@ def write_tiny_model(folder: Path) -> None:
     tokenizer.train_from_iterator(
         ["what is plus count again"] * 2, trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet)
     )
-    folder.mkdir(parents=True)
-    tokenizer.model.save(str(folder))
-    tokenizer.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(
+    tokenizer.add_special_tokens(list(QWEN2_5_SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
     )
+
+
+def write_tiny_model(folder: Path) -> None:
+    """Write weights, config and tokenizer, and `special.json`: Qwen's special tokens with small numbers."""
+    folder.mkdir(parents=True)
+    fast = tiny_tokenizer()
+    fast.backend_tokenizer.model.save(str(folder))
     fast.save_pretrained(folder)
-    added = [{"id": tokenizer.token_to_id(name), "content": name} for name in special]
+    added = [{"id": token, "content": name} for name, token in fast.get_added_vocab().items()]
     (folder / "special.json").write_text(json.dumps({"added_tokens": added}))
     config = Qwen2Config(
         vocab_size=SIZES["vocab_size"],

@@ -36,7 +36,7 @@ RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
 each checkpoint."""
 ADAPTER_FILE = "adapter_model.pt"
 RANDOM_FILE = "adaptive_random.pt"
-WEIGHTS = re.compile(r"model-\d+-of-\d+\.(bin|safetensors)")
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(bin|safetensors)")
 
 VERSION = 1
 OWN_CHECKSUM = "crc32"

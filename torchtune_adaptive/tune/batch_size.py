@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -371,9 +371,9 @@ def search_fingerprint(
     """Collective: return everything that the result of a search depends on."""
     # Use an Agreement, which allocates no memory: this rank may have none left.
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
-    given = OmegaConf.create({key: cfg.get(key) for key in DEPENDS_ON})
+    resolved = cast(dict[str, object], OmegaConf.to_container(cfg, resolve=True))
     return {
-        **OmegaConf.to_container(given, resolve=True),  # type: ignore[dict-item]
+        **{key: resolved.get(key) for key in DEPENDS_ON},
         **options,
         "stage": step.runner.stage,
         "sequence_length": step.length,
