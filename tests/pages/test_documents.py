@@ -98,6 +98,7 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / MINE).write_bytes(config_files()["adaptive/llama3_2/1B_full"].read_bytes())
     (tmp_path / "mine.py").write_bytes(recipe_files()[FULL.name].read_bytes())
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
