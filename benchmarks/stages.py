@@ -10,7 +10,6 @@ Timed epochs neither limit nor count memory, because this would slow both down.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -27,6 +26,7 @@ from torch.utils.data import Dataset
 from benchmarks.results import Result, compared
 from benchmarks.strategies import BRUTE_FORCE, one_more
 from tests.ranks import run_on_ranks
+from tests.recipes.recorders import search_results
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
@@ -34,7 +34,7 @@ from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 RANKS = 2
 EPOCH_STEPS = 2
 MEMORY_WITHIN = "torchtune_adaptive.tune.trainer.memory_within"
-FOLDERS = {POLICY: "", REFERENCE: "reference"}
+STAGES = (POLICY, REFERENCE)
 """The folder with the search record of each stage."""
 
 
@@ -99,7 +99,7 @@ def measure(shape: Shape, pairs: int) -> dict[str, Any]:
         "shape": shape.name,
         "policy pairs": found[POLICY],
         "reference pairs": found[REFERENCE],
-        "of brute force": min(found[stage] / most[stage] for stage in FOLDERS),
+        "of brute force": min(found[stage] / most[stage] for stage in STAGES),
         **timed[0],
     }
 
@@ -107,8 +107,7 @@ def measure(shape: Shape, pairs: int) -> dict[str, Any]:
 def searched(shape: Shape, folder: Path, strategy: str) -> dict[str, int]:
     """Search with this strategy for the most pairs of each stage."""
     run_on_ranks(RANKS, set_up, shape, folder, strategy, timeout_s=300, in_group=False)
-    records = {stage: folder / "out" / place / "batch_search.json" for stage, place in FOLDERS.items()}
-    return {stage: int(json.loads(path.read_text())["result"]["rows"]) for stage, path in records.items()}
+    return {stage: int(result["rows"]) for stage, result in search_results(folder / "out").items()}
 
 
 def set_up(shape: Shape, folder: Path, strategy: str) -> None:

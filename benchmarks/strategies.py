@@ -9,7 +9,6 @@ run waits.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from unittest import mock
 
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
+from tests.recipes.recorders import search_results
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES, History
 from torchtune_adaptive.tune import batch_size
@@ -62,7 +62,7 @@ def measure(kind: str, name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         seconds = max(run_on_ranks(RANKS, search, kind, run, name, timeout_s=600, in_group=False))
-        result = json.loads((run / "out" / "batch_search.json").read_text())["result"]
+        result = search_results(run / "out")[""]
     return {
         "recipe": kind,
         "strategy": name,

@@ -5,14 +5,10 @@
 Takes every config of torchtune's full_dpo_distributed unchanged.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
-from torchtune_adaptive.lifecycle.entry_point import run_recipe
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_pairs
 from torchtune_adaptive.tune.optimizer import build_optimization
@@ -20,16 +16,12 @@ from torchtune_adaptive.tune.preference import (
     PAIRS,
     POLICY,
     Passes,
-    build_models,
-    build_preference_loss,
+    build_dpo_models,
     build_stages,
     build_validation_of_pairs,
     figures_of,
 )
 from torchtune_adaptive.tune.trainer import Run, Trainer
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class AdaptiveFullDPODistributed:
@@ -40,17 +32,19 @@ class AdaptiveFullDPODistributed:
 
     def setup(self) -> None:
         """Collective: build model, optimizer and data, and find the batch size."""
-        run, settings, place = self.run, self.run.settings, self.run.place
+        run, settings, devices = self.run, self.run.settings, self.run.devices
         weights = run.checkpoints.load()
-        self.model, reference = build_models(settings, place, weights, with_adapters=run.contents.lora is not None)
-        self.optimization = build_optimization(settings, self.model, weights, place.device)
+        self.model, reference = build_dpo_models(
+            settings, devices, weights, with_adapters=run.contents.lora is not None
+        )
+        self.optimization = build_optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
-        loss_fn = build_preference_loss(settings.config)
+        loss_fn = components.build("loss", settings.config)
         tokenizer = components.build("tokenizer", settings.config)
-        self.data = build_pairs(settings, tokenizer, place.mesh)
-        passes = Passes(self.model, reference, loss_fn, self.data, settings, place.device)
+        self.data = build_pairs(settings, tokenizer, devices.mesh)
+        passes = Passes(self.model, reference, loss_fn, self.data, settings, devices.device)
         self.stages = build_stages(passes, run.journal.event)
-        validation = build_validation_of_pairs(passes, self.stages, tokenizer, place.mesh)
+        validation = build_validation_of_pairs(passes, self.stages, tokenizer, devices.mesh)
         self.trainer = Trainer(
             run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn, validation=validation
         )
@@ -66,7 +60,7 @@ class AdaptiveFullDPODistributed:
                 count = results[POLICY].sums[PAIRS]
                 with policy.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(count)
-                self.trainer.done(results[POLICY], grad_norm, samples=float(count), more=figures_of(results))
+                self.trainer.finish_step(results[POLICY], grad_norm, samples=float(count), more=figures_of(results))
 
     def cleanup(self) -> None:
         """Collective: finish saves and leave the process group."""

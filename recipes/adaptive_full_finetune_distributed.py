@@ -5,24 +5,17 @@
 Takes every config of torchtune's full_finetune_distributed unchanged.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages
-from torchtune_adaptive.lifecycle.entry_point import run_recipe
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_data
 from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner, build_validation
 from torchtune_adaptive.tune.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.trainer import Run, Trainer
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class AdaptiveFullFinetuneDistributed:
@@ -33,17 +26,17 @@ class AdaptiveFullFinetuneDistributed:
 
     def setup(self) -> None:
         """Collective: build model, optimizer and data, and find the batch size."""
-        run, settings, place = self.run, self.run.settings, self.run.place
+        run, settings, devices = self.run, self.run.settings, self.run.devices
         weights = run.checkpoints.load()
         build_model = build_full_model if run.contents.lora is None else build_lora_model
-        self.model = build_model(settings, place, weights)
-        self.optimization = build_optimization(settings, self.model, weights, place.device)
+        self.model = build_model(settings, devices, weights)
+        self.optimization = build_optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
         loss_fn = build_loss(settings, self.model)
         tokenizer = components.build("tokenizer", settings.config)
-        self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place, run.journal.event)
-        validation = build_validation(self.runner, loss_fn, self.data, tokenizer, settings, place)
+        self.data = build_data(settings, tokenizer, loss_fn, devices.mesh)
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, devices, run.journal.event)
+        validation = build_validation(self.runner, loss_fn, self.data, tokenizer, settings, devices)
         stages = Stages({"": self.runner})
         self.trainer = Trainer(
             run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn, validation=validation
@@ -57,7 +50,7 @@ class AdaptiveFullFinetuneDistributed:
                 result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
                 with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(result.target_tokens)
-                self.trainer.done(result, grad_norm)
+                self.trainer.finish_step(result, grad_norm)
 
     def cleanup(self) -> None:
         """Collective: finish saves and leave the process group."""

@@ -5,15 +5,12 @@
 Takes the keys of torchtune's recipes/dev/grpo_full_finetune_distributed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
-from torchtune_adaptive.lifecycle.entry_point import run_recipe
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.rl.generation import build_generate
 from torchtune_adaptive.rl.grpo import (
     SignalWatch,
@@ -32,9 +29,6 @@ from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.trainer import Run
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 
 class AdaptiveGRPOFullFinetuneDistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
@@ -48,14 +42,14 @@ class AdaptiveGRPOFullFinetuneDistributed:
 
     def setup(self) -> None:
         """Collective: build model, optimizer and data, and find the batch size."""
-        run, settings, grpo, place = self.run, self.run.settings, self._grpo, self.run.place
+        run, settings, grpo, devices = self.run, self.run.settings, self._grpo, self.run.devices
         weights = run.checkpoints.load()
-        policy = build_policy(settings, grpo, place, weights)
-        optimization = build_optimization(settings, policy, weights, place.device)
+        policy = build_policy(settings, grpo, devices, weights)
+        optimization = build_optimization(settings, policy, weights, devices.device)
         run.resume(weights)
         tokenizer = components.build("tokenizer", settings.config)
-        generate = build_generate(policy, tokenizer, settings, grpo, place.device, run.progress.seed)
-        stages = grpo_stages(policy, generate, settings, grpo, place)
+        generate = build_generate(policy, tokenizer, settings, grpo, devices.device, run.progress.seed)
+        stages = grpo_stages(policy, generate, settings, grpo, devices)
         self.iterations = Iterations(run, policy, optimization, tokenizer, stages, grpo)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
         self.signal = SignalWatch()
@@ -64,7 +58,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
         """Collective: run the remaining steps and save checkpoints."""
         with self.trainer.training("iterations") as steps:
             for step in steps:
-                self.iterations.done(step.number, self.iterate(step.samples, step.number))
+                self.iterations.finish(step.number, self.iterate(step.samples, step.number))
         self.signal.warn()
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:

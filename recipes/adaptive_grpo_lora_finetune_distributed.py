@@ -5,18 +5,11 @@
 The reference is the policy with its adapters off. Everything else is as in adaptive_grpo_full_finetune_distributed.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from adaptive_grpo_full_finetune_distributed import AdaptiveGRPOFullFinetuneDistributed
 
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
-from torchtune_adaptive.lifecycle.entry_point import run_recipe
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.rl.settings import GRPO_KEYS, read_grpo_lora_settings
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class AdaptiveGRPOLoraFinetuneDistributed(AdaptiveGRPOFullFinetuneDistributed):

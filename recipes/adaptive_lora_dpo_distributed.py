@@ -6,19 +6,12 @@ Takes every config of torchtune's lora_dpo_distributed unchanged. The reference 
 Everything else is as in adaptive_full_dpo_distributed.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from adaptive_full_dpo_distributed import AdaptiveFullDPODistributed
 
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config.checks import read_lora_settings
-from torchtune_adaptive.lifecycle.entry_point import run_recipe
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.tune.trainer import Run
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class AdaptiveLoraDPODistributed(AdaptiveFullDPODistributed):

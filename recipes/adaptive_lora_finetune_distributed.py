@@ -6,19 +6,12 @@ Takes every config of torchtune's lora_finetune_distributed unchanged. Everythin
 adaptive_full_finetune_distributed.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from adaptive_full_finetune_distributed import AdaptiveFullFinetuneDistributed
 
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config.checks import read_lora_settings
-from torchtune_adaptive.lifecycle.entry_point import run_recipe
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.tune.trainer import Run
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 class AdaptiveLoraFinetuneDistributed(AdaptiveFullFinetuneDistributed):

@@ -5,12 +5,9 @@
 Takes the configs of torchtune and of this package for finetuning, preference training, PPO and GRPO, unchanged.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -20,11 +17,8 @@ from torchtune_adaptive.forecast import output
 from torchtune_adaptive.forecast.alternatives import try_alternatives
 from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
 from torchtune_adaptive.forecast.request import PLAN_KEYS, read_request
-from torchtune_adaptive.lifecycle.entry_point import run_query
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_query
 from torchtune_adaptive.rehearse.sweep import in_parallel
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 NOTHING_FITS = "no other setting fits, not even on 8 times the ranks: lower sequence_length, or use a larger card"
 

@@ -5,14 +5,11 @@
 Takes the keys of torchtune's ppo_full_finetune_single_device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
-from torchtune_adaptive.lifecycle.entry_point import run_recipe
+from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.rl.generation import build_generate
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.ppo import (
@@ -30,9 +27,6 @@ from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.trainer import Run
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 
 class AdaptivePPOFullFinetuneDistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
@@ -43,14 +37,14 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def setup(self) -> None:
         """Collective: build model, optimizer and data, and find the batch size."""
-        run, settings, ppo, place = self.run, self.run.settings, self._ppo, self.run.place
+        run, settings, ppo, devices = self.run, self.run.settings, self._ppo, self.run.devices
         weights = run.checkpoints.load()
-        self.models = build_models(settings, place, weights, run.progress.seed)
-        optimization = build_optimization(settings, self.models.trained, weights, place.device)
+        self.models = build_models(settings, devices, weights, run.progress.seed)
+        optimization = build_optimization(settings, self.models.trained, weights, devices.device)
         run.resume(weights)
         tokenizer = components.build("tokenizer", settings.config)
-        generate = build_generate(self.models.policy, tokenizer, settings, ppo, place.device, run.progress.seed)
-        stages = ppo_stages(self.models, generate, ppo, place.device)
+        generate = build_generate(self.models.policy, tokenizer, settings, ppo, devices.device, run.progress.seed)
+        stages = ppo_stages(self.models, generate, ppo, devices.device)
         self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo, TRAINED_FILES)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
 
@@ -58,7 +52,7 @@ class AdaptivePPOFullFinetuneDistributed:
         """Collective: run the remaining steps and save checkpoints."""
         with self.trainer.training("iterations") as steps:
             for step in steps:
-                self.iterations.done(step.number, self.iterate(step.samples, step.number))
+                self.iterations.finish(step.number, self.iterate(step.samples, step.number))
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: generate and score answers, update the models, and return the figures to log."""

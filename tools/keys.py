@@ -10,7 +10,7 @@ import inspect
 from itertools import pairwise
 from pathlib import Path
 
-from torchtune_adaptive.config.keys import AdaptiveConfig, Settings, options_of
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings, declared_settings
 from torchtune_adaptive.forecast.request import PlanSettings
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def table(section: type) -> str:
     means = meanings_of(section)
     rows = [
         f"| `{option.name}` | {_default(option.default)} | {means[option.name]} |"
-        for option in options_of(section)
+        for option in declared_settings(section)
         if option.name in means
     ]
     if section is Settings:

@@ -58,7 +58,7 @@ MIRRORED = {
 OURS = {
     "use_maximum_batch_size": False,
     "batch_increase_function": None,
-    "adaptive": {"recover_from_oom": None, "memory_limit": None, "search": "linear"},
+    "adaptive": {"recover_from_oom": True, "memory_limit": None, "search": "linear"},
 }
 """Keys that every mirrored config adds to torchtune's, with their defaults."""
 

@@ -33,14 +33,14 @@ class Distillation:
         self.run = Run(read_full_settings(cfg), Contents("distillation"))
 
     def setup(self) -> None:
-        run, settings, place = self.run, self.run.settings, self.run.place
+        run, settings, devices = self.run, self.run.settings, self.run.devices
         weights, teacher = run.checkpoints.load(), load_reference(settings, "teacher_checkpointer")
-        self.model = build_full_model(settings, place, weights)
-        self.teacher = build_frozen_model(settings, place, teacher, "teacher_model", "teacher_checkpointer")
-        self.optimization = build_optimization(settings, self.model, weights, place.device)
+        self.model = build_full_model(settings, devices, weights)
+        self.teacher = build_frozen_model(settings, devices, teacher, "teacher_model", "teacher_checkpointer")
+        self.optimization = build_optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
         tokenizer, loss_fn = (components.build(key, settings.config) for key in ("tokenizer", "loss"))
-        self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
+        self.data = build_data(settings, tokenizer, loss_fn, devices.mesh)
         self.runner = StepRunner(
             self.model,
             self.distill,
@@ -53,7 +53,7 @@ class Distillation:
 
     def distill(self, samples: Sequence[Sample]) -> Totals:
         """One microbatch. The loss is a sum, so that a token counts the same however the step is split."""
-        device, ignored = self.run.place.device, self.data.kind.ignored_label
+        device, ignored = self.run.devices.device, self.data.kind.ignored_label
         batch = {key: value.to(device) for key, value in self.data.collate(self.data.kind.rows_of(samples)).items()}
         learned = pad(batch.pop("labels")[:, 1:], (0, 1), value=ignored) != ignored
         with torch.no_grad():
@@ -69,7 +69,7 @@ class Distillation:
                 result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
                 with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(result.target_tokens)
-                self.trainer.done(result, grad_norm)
+                self.trainer.finish_step(result, grad_norm)
 
     def cleanup(self) -> None:
         self.trainer.close()

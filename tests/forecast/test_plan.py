@@ -97,8 +97,8 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(
     ("config", "stages"),
     [
         ("lora", {""}),
-        ("dpo", {"", "reference"}),
-        ("ppo", {"generate", "train_policy", "train_value"}),
+        ("dpo", {"policy", "reference log-probabilities"}),
+        ("ppo", {"generate", "train policy", "train value"}),
     ],
 )
 def test_every_recipe_has_a_prediction_by_stage(config: str, stages: set[str], tmp_path: Path) -> None:

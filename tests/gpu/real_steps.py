@@ -36,7 +36,7 @@ from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.null_cuda.build import LIBRARY
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
-from torchtune_adaptive.tune.distributed import Place, free_setup_memory, mesh_of
+from torchtune_adaptive.tune.distributed import Devices, free_setup_memory, mesh_of
 from torchtune_adaptive.tune.finetuning import ForwardBackward, build_loss
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
@@ -142,13 +142,13 @@ class RealStep:
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: build in the recipe's order, with random weights, in the existing process group."""
     settings, lora = read_lora_settings(cfg) if recipe_of(cfg).is_lora else (read_full_settings(cfg), None)
-    place = Place(device, mesh_of(device, settings))
+    devices = Devices(device, mesh_of(device, settings))
     torch.manual_seed(0)
     checkpoint = {training.MODEL_KEY: Unfilled()}
     if lora is None:
-        model = build_full_model(settings, place, checkpoint)
+        model = build_full_model(settings, devices, checkpoint)
     else:
-        model = build_lora_model(settings, place, checkpoint)
+        model = build_lora_model(settings, devices, checkpoint)
     _fill(model)
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)

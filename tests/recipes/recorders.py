@@ -60,3 +60,9 @@ def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Return the events of one kind from a run whose `output_dir` is `out`."""
     lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def search_results(output_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the result of each stage's last search."""
+    events = map(json.loads, (output_dir / EVENTS_FILE).read_text().splitlines())
+    return {event.get("stage", ""): event["result"] for event in events if event["kind"] == "search"}

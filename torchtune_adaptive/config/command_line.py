@@ -5,7 +5,6 @@ A name is a path, a config of torchtune (which `tune run` has resolved to a path
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT, in_a_line
 from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
 
@@ -56,25 +55,15 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
         cfg: DictConfig = _merge_yaml_and_cli_args(*parser.parse_known_args(["--config", str(path), *overrides]))
     except (*UNREADABLE, AssertionError, TypeError) as error:
         words = shlex.join(overrides)
-        raise ConfigError(f"the command line ({words}) cannot be read: {_in_a_line(error)}") from error
+        raise ConfigError(f"the command line ({words}) cannot be read: {in_a_line(error)}") from error
     for word in removed:
         del cfg[word[1:]]
     try:
-        cfg = OmegaConf.create(_expanded(OmegaConf.to_container(cfg)))
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         first_line = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'the config'} cannot be resolved: {first_line}") from error
     return cfg
-
-
-def _expanded(value: Any) -> Any:
-    """Expand `~/` in paths, which a shell does not do after `key=`."""
-    if isinstance(value, dict):
-        return {key: _expanded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_expanded(each) for each in value]
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -84,10 +73,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             OmegaConf.load(path)  # refuses duplicate keys
             return content
     except UNREADABLE as error:
-        raise ConfigError(f"--config {path} cannot be read: {_in_a_line(error)}") from error
+        raise ConfigError(f"--config {path} cannot be read: {in_a_line(error)}") from error
     kind = "nothing" if content is None else f"a {type(content).__name__}"
     raise ConfigError(f"--config {path} contains {kind}: it must be a mapping with strings as keys")
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())

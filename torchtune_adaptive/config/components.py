@@ -55,6 +55,9 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         message = f"{key} could not be built from {described}: {in_a_line(error)}"
         if (below := error.__cause__) and str(below) not in str(error):  # a library may wrap the actual cause
             message += f" ({in_a_line(below)})"
+        if isinstance(section, DictConfig) and "'str'" in str(error):  # for example nan, which YAML writes .nan
+            texts = (f"{name!s} is {value!r}" for name, value in section.items() if isinstance(value, str))
+            message += f"; strings: {', '.join(texts)}"
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and isinstance(section, DictConfig) and unexpected[1] in section:
             message += f"; remove it, on a command line by '~{key}.{unexpected[1]}'"

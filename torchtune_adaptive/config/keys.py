@@ -77,7 +77,7 @@ def some_of(*choices: str) -> Rule:
     return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
 
 
-def option(rule: Rule, default: object = MISSING, *, convert: Callable[[Any, str], object] | None = None) -> Any:
+def setting(rule: Rule, default: object = MISSING, *, convert: Callable[[Any, str], object] | None = None) -> Any:
     """Declare a field of a section; without a default, the key is required.
 
     docs/keys.md shows the string below the field. Keys of torchtune have no such string.
@@ -93,18 +93,18 @@ def _frozen(value: object, key: str) -> object:
 def read(kind: type[T], section: Mapping[Any, object] | DictConfig | None, prefix: str = "") -> T:
     """Return an instance of the dataclass `kind` with the values of `section`. Check each value by its rule."""
     values = plain(section, prefix.rstrip("."))
-    options = options_of(kind)
+    options = declared_settings(kind)
     checked = together(partial(_checked, option, values, prefix) for option in options)
     return kind(**{option.name: value for option, value in zip(options, checked, strict=True)})
 
 
 def keys_of(kind: type) -> list[str]:
     """Return the keys of a section."""
-    return [option.name for option in options_of(kind)]
+    return [option.name for option in declared_settings(kind)]
 
 
-def options_of(kind: type) -> list[Field[Any]]:
-    """Return the fields that `option` has declared."""
+def declared_settings(kind: type) -> list[Field[Any]]:
+    """Return the fields that `setting` has declared."""
     return [field for field in fields(kind) if "rule" in field.metadata]
 
 
@@ -148,55 +148,54 @@ def plain(section: Any, name: str) -> Mapping[Any, object]:
 class AdaptiveConfig:
     """The `adaptive:` section."""
 
-    recover_from_oom: bool | None = option(BOOL | NULL, None)
-    """repeat a step in smaller microbatches after any rank runs out of memory. null: wherever recovery is possible; it
-    is not with `optimizer_in_bwd`. `True`: refuse a config that cannot recover. `False`: end the
-    run instead"""
-    regrow_after: int = option(COUNT_OR_0, 200)
+    recover_from_oom: bool = setting(BOOL, True)
+    """repeat a step in smaller microbatches after any rank runs out of memory; not possible with `optimizer_in_bwd`.
+    `False`: end the run instead"""
+    regrow_after: int = setting(COUNT_OR_0, 200)
     """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the
     allocator's cache. 0: never raise it"""
-    max_skipped_steps: int = option(COUNT_OR_0, 10)
+    max_skipped_steps: int = setting(COUNT_OR_0, 10)
     """end the run, on all ranks, after more than this many consecutive steps with a NaN or infinite loss or gradient.
     Such a gradient never updates the weights"""
-    silent_rank_timeout: float | None = option(TO_A_DAY | Rule(NULL.accepts, "null, for never"), 120)
+    silent_rank_timeout: float | None = setting(TO_A_DAY | Rule(NULL.accepts, "null, for never"), 120)
     """end the run when a rank has not responded for this many seconds, for example because its process is stopped or
     its machine hangs. The error names the rank. A rank that is busy saving, compiling or reading its dataset still
     responds. null: rely on the timeout of the process group"""
-    memory_limit: tuple[MemorySize, ...] | None = option(SIZES, None, convert=parse_sizes)
+    memory_limit: tuple[MemorySize, ...] | None = setting(SIZES, None, convert=parse_sizes)
     """memory that a rank may use: an amount (`24GiB`, `500MiB`, `80GB`), a fraction of the device (`0.9`), or a list
     with one value per rank. On a GPU the CUDA allocator enforces the limit; on a CPU a meter does. A search on a CPU
     needs a limit"""
 
-    token_budget: int | str | None = option(COUNT | one_of("auto") | NULL, None)
+    token_budget: int | str | None = setting(COUNT | one_of("auto") | NULL, None)
     """limit microbatches by tokens instead of rows. A number: the maximum tokens of a microbatch. `auto`: measure the
     maximum at several lengths. null: limit by rows. In PPO, each stage has its own limit"""
-    padding: bool | None = option(BOOL | NULL, None)
-    """under a token budget, `False`: pack samples without padding and mask attention per sample; refuse a model or
-    device that cannot. `True`: pad rows to the longest and group samples of similar length. null: no padding where
-    possible; otherwise the log gives the reason"""
-    deal: bool | None = option(BOOL | NULL, None)
-    """under a token budget, `True`: distribute the samples of a step over the ranks by cost, to balance the work.
-    `False`: each rank runs the samples that it has read. null: `True` where possible (text models without tensor
-    parallelism or packed data)"""
-    show_answers: int | None = option(COUNT | NULL, None)
+    padding: bool = setting(BOOL, False)
+    """under a token budget, `False`: pack samples without padding and mask attention per sample, where model and device
+    support it; otherwise the log gives the reason. `True`: pad rows to the longest and group samples of similar
+    length"""
+    deal: bool = setting(BOOL, True)
+    """under a token budget, `True`: distribute the samples of a step over the ranks by cost, to balance the work, where
+    possible (text models without tensor parallelism or packed data). `False`: each rank runs the samples that it has
+    read"""
+    show_answers: int | None = setting(COUNT | NULL, None)
     """reinforcement learning: log the answers to one prompt every N iterations, to `adaptive_answers.jsonl`"""
 
-    search: str = option(one_of(*STRATEGIES), "linear")
+    search: str = setting(one_of(*STRATEGIES), "linear")
     """how `use_maximum_batch_size` finds the limit. `linear`: measure a few sizes, extrapolate, verify. `binary`:
     double until a size fails, then bisect. `decrease`: halve until a size fits"""
-    round_to: str = option(one_of(*ROUNDINGS), "power_of_two")
+    round_to: str = setting(one_of(*ROUNDINGS), "power_of_two")
     """round the result of a search down to a `power_of_two` or to a `divisor` of the configured samples per step.
     `none`: do not round"""
-    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None)
+    max_batch_size: int | None = setting(count_up_to(2**20) | NULL, None)
     """upper bound, in rows, for a search or a batch increase. It cannot be combined with a token budget"""
-    sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
+    sequence_length: int | None = setting(count_up_to(MOST_TOKENS) | NULL, None)
     """length in tokens of the samples that a search measures with, at most `tokenizer.max_seq_len`. null:
     `tokenizer.max_seq_len`, or else the longest sample, for which the whole dataset is read"""
-    accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
+    accumulation: str = setting(one_of("rebalance", "fixed", "keep"), "rebalance")
     """how a search changes the step. `rebalance`: keep the configured samples per step, unless one microbatch can hold
     more. `fixed`: keep `gradient_accumulation_steps`, so that the step grows with the microbatch. `keep`: never change
     the samples per step"""
-    lr_scaling: str = option(one_of("none", "sqrt", "linear"), "none")
+    lr_scaling: str = setting(one_of("none", "sqrt", "linear"), "none")
     """scale the learning rate when the samples per step grow: by the growth (`linear`), by its square root (`sqrt`), or
     not at all (`none`)"""
 
@@ -213,8 +212,6 @@ def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | Non
 
 
 AUTO = "auto"
-FUSED_ON_SHARDS = ("Adam", "AdamW")
-"""Optimizers of torch whose fused update supports FSDP2 shards."""
 IN_SECTIONS = {"tokenizer.max_seq_len": COUNT | NULL, "checkpointer.output_dir": TEXT | NULL}
 """Keys of components that are checked here because the components report invalid values late or misleadingly."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
@@ -227,63 +224,62 @@ class Settings:
     config: DictConfig = field(default_factory=lambda: OmegaConf.create({}), repr=False, compare=False)
     """The config itself, with the sections of the components."""
 
-    device: str = option(TEXT)
-    dtype: str = option(one_of("bf16", "fp32"))
-    output_dir: str = option(TEXT)
-    seed: int | None = option(INTEGER | NULL, None)
-    cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
+    device: str = setting(TEXT)
+    dtype: str = setting(one_of("bf16", "fp32"))
+    output_dir: str = setting(TEXT)
+    seed: int | None = setting(INTEGER | NULL, None)
+    cudnn_deterministic_mode: str | int | None = setting(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
-    batch_size: int = option(COUNT)
-    use_maximum_batch_size: bool = option(BOOL, False)
-    """find the largest microbatch, in rows, that fits, and train with it. `batch_search.json` stores the result, and
-    later runs with the same model, settings and memory reuse it"""
-    gradient_accumulation_steps: int = option(COUNT)
-    epochs: int = option(count_up_to(100_000))
-    max_steps_per_epoch: int | None = option(COUNT | NULL, None)
-    shuffle: bool = option(BOOL)
-    collate_fn: str = option(TEXT, "torchtune.data.padded_collate_sft")
-    run_val_every_n_steps: int | None = option(COUNT | NULL, None)
+    batch_size: int = setting(COUNT)
+    use_maximum_batch_size: bool = setting(BOOL, False)
+    """find the largest microbatch, in rows, that fits, and train with it"""
+    gradient_accumulation_steps: int = setting(COUNT)
+    epochs: int = setting(count_up_to(100_000))
+    max_steps_per_epoch: int | None = setting(COUNT | NULL, None)
+    shuffle: bool = setting(BOOL)
+    collate_fn: str = setting(TEXT, "torchtune.data.padded_collate_sft")
+    run_val_every_n_steps: int | None = setting(COUNT | NULL, None)
     """compute `val_loss`, the loss on all of `dataset_val`, every N steps. `dataset_val` is a section like `dataset`.
     null: never"""
-    batch_size_val: int | None = option(COUNT | NULL, None)
+    batch_size_val: int | None = setting(COUNT | NULL, None)
     """rows of a microbatch in validation. null: the limit that training has at that time"""
-    keep_best_checkpoint: bool = option(BOOL, False)
+    keep_best_checkpoint: bool = setting(BOOL, False)
     """save a checkpoint whenever `val_loss` is the lowest so far, and never remove the best one because of
     `keep_last_n_checkpoints`"""
-    clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
-    compile: bool = option(BOOL, False)
+    clip_grad_norm: float | str | None = setting(ABOVE_ZERO | one_of("inf") | NULL, None)
+    compile: bool = setting(BOOL, False)
 
-    resume_from_checkpoint: bool | str = option(BOOL | one_of(AUTO), False)
+    resume_from_checkpoint: bool | str = setting(BOOL | one_of(AUTO), False)
     """`auto`: resume from the newest complete checkpoint in `output_dir`, or start if it has none. `True`: resume from
     the files that the config names, as in torchtune"""
-    save_every_n_steps: int | None = option(COUNT | NULL, None)
+    save_every_n_steps: int | None = setting(COUNT | NULL, None)
     """save a checkpoint every N steps, in addition to the one at the end of each epoch"""
-    keep_last_n_checkpoints: int | None = option(COUNT | NULL, None)
+    keep_last_n_checkpoints: int | None = setting(COUNT | NULL, None)
     """keep the newest N checkpoints and remove older ones. The last checkpoint of a finished run is always kept, and so
     is the one that `resume_from_checkpoint: True` loaded"""
-    enable_async_checkpointing: bool = option(BOOL, False)
-    save_adapter_weights_only: bool = option(BOOL, False)
+    enable_async_checkpointing: bool = setting(BOOL, False)
+    save_adapter_weights_only: bool = setting(BOOL, False)
 
-    enable_activation_checkpointing: bool = option(BOOL, False)
-    enable_activation_offloading: bool = option(BOOL, False)
-    ac_mode: str | None = option(one_of("full", "selective") | NULL, None)
-    ac_option: int | None = option(COUNT | NULL, None)
-    optimizer_in_bwd: bool = option(BOOL, False)
+    enable_activation_checkpointing: bool = setting(BOOL, False)
+    enable_activation_offloading: bool = setting(BOOL, False)
+    ac_mode: str | None = setting(one_of("full", "selective") | NULL, None)
+    ac_option: int | None = setting(COUNT | NULL, None)
+    optimizer_in_bwd: bool = setting(BOOL, False)
 
-    custom_sharded_layers: tuple[str, ...] | None = option(NAMES | NULL, None)
-    fsdp_cpu_offload: bool = option(BOOL, False)
-    fsdp_reshard_after_forward: bool = option(BOOL, True)
-    tensor_parallel_dim: int = option(COUNT, 1)
-    data_parallel_replicate_dim: int = option(COUNT, 1)
+    custom_sharded_layers: tuple[str, ...] | None = setting(NAMES | NULL, None)
+    fsdp_cpu_offload: bool = setting(BOOL, False)
+    fsdp_reshard_after_forward: bool = setting(BOOL, True)
+    tensor_parallel_dim: int = setting(COUNT, 1)
+    data_parallel_replicate_dim: int = setting(COUNT, 1)
     """number of model replicas (hybrid sharding). Each replica is sharded over consecutive ranks. Set it to the number
     of nodes, so that only gradients travel between nodes, once per step"""
-    data_parallel_shard_dim: int | None = option(COUNT | one_of(-1) | NULL, -1)
+    data_parallel_shard_dim: int | None = setting(COUNT | one_of(-1) | NULL, -1)
     """number of ranks that share a replica. -1 or null: all remaining ranks"""
 
-    log_every_n_steps: int = option(COUNT, 1)
-    log_peak_memory_stats: bool = option(BOOL, False)
+    log_every_n_steps: int = setting(COUNT, 1)
+    log_peak_memory_stats: bool = setting(BOOL, False)
 
-    adaptive: AdaptiveConfig = option(SECTION, AdaptiveConfig(), convert=partial(read_section, AdaptiveConfig))
+    adaptive: AdaptiveConfig = setting(SECTION, AdaptiveConfig(), convert=partial(read_section, AdaptiveConfig))
 
     @property
     def samples_per_step(self) -> int:
@@ -295,11 +291,11 @@ class Settings:
 class LoraSettings:
     """Keys of a LoRA model's section that the recipe needs to check and save adapters."""
 
-    lora_attn_modules: tuple[str, ...] = option(some_of(*PROJECTIONS))
-    apply_lora_to_mlp: bool = option(BOOL)
-    apply_lora_to_output: bool = option(BOOL, False)
-    lora_rank: int = option(COUNT)
-    lora_alpha: float = option(ABOVE_ZERO)
+    lora_attn_modules: tuple[str, ...] = setting(some_of(*PROJECTIONS))
+    apply_lora_to_mlp: bool = setting(BOOL)
+    apply_lora_to_output: bool = setting(BOOL, False)
+    lora_rank: int = setting(COUNT)
+    lora_alpha: float = setting(ABOVE_ZERO)
 
 
 def on_gpu(where: Settings | DictConfig) -> bool:
@@ -310,15 +306,5 @@ def on_gpu(where: Settings | DictConfig) -> bool:
 def read_common(cfg: DictConfig) -> Settings:
     """Read the settings of all recipes."""
     in_sections = (partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
-    settings: Settings = together([partial(read, Settings, cfg), partial(_check_fused, cfg), *in_sections])[0]
+    settings: Settings = together([partial(read, Settings, cfg), *in_sections])[0]
     return replace(settings, config=cfg)
-
-
-def _check_fused(cfg: DictConfig) -> None:
-    component, fused = (value_at(cfg, f"optimizer.{key}") for key in ("_component_", "fused"))
-    path, _, name = str(component).rpartition(".")
-    if fused is True and path.split(".")[:2] == ["torch", "optim"] and name not in FUSED_ON_SHARDS:
-        raise ConfigError(
-            f"optimizer.fused is True, but the fused update of {component} does not support FSDP2 shards: "
-            f"set optimizer.fused: False, or use {' or '.join(FUSED_ON_SHARDS)}"
-        )

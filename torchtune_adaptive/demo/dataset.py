@@ -15,7 +15,6 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, InputOutputToMessages
 from torchtune.datasets import PackedDataset
 
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.errors import ConfigError
 
 DemoSample = dict[str, list[int]]
 
@@ -44,8 +43,6 @@ class DemoDataset(Dataset[DemoSample]):
     """Samples generated from their index, so that a larger dataset begins with the samples of a smaller one."""
 
     def __init__(self, samples: int, make: Callable[[int], DemoSample]) -> None:
-        if type(samples) is not int or samples < 1:
-            raise ConfigError(f"dataset.samples is {samples!r}: allowed is a whole number of at least 1")
         self._samples = samples
         self._make = make
 
@@ -67,13 +64,10 @@ def demo_dataset(
     packed: bool = False,
 ) -> DemoDataset | PackedDataset:
     """Build the `dataset` component with instructions and their answers."""
-    if not isinstance(packed, bool):
-        raise ConfigError(f"dataset.packed is {packed!r}: allowed is True or False")
     dataset = DemoDataset(samples, partial(demo_sample, tokenizer, seed, train_on_input=train_on_input))
     if not packed:
         return dataset
-    if tokenizer.max_seq_len is None:
-        raise ConfigError("dataset.packed is True, but tokenizer.max_seq_len is null: set the length of a pack there")
+    assert tokenizer.max_seq_len is not None, "packs need a length: set tokenizer.max_seq_len"
     return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len, padding_idx=tokenizer.pad_id)
 
 

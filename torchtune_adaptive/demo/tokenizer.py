@@ -5,8 +5,6 @@ from typing import Any
 
 from torchtune.data import Message, truncate
 
-from torchtune_adaptive.errors import ConfigError
-
 SPECIAL_TOKENS = {
     name: 256 + offset
     for offset, name in enumerate(
@@ -24,13 +22,7 @@ class DemoTokenizer:
     """
 
     def __init__(self, max_seq_len: int | None = None) -> None:
-        if max_seq_len is not None and max_seq_len < 2:
-            raise ConfigError(
-                f"tokenizer.max_seq_len is {max_seq_len}, but bos and eos are two tokens: set it to 2 or more, or null"
-            )
         self.max_seq_len = max_seq_len
-        self.vocab_size = VOCAB_SIZE
-        self.special_tokens = dict(SPECIAL_TOKENS)
         self.bos_id = SPECIAL_TOKENS["<|bos|>"]
         self.eos_id = SPECIAL_TOKENS["<|eos|>"]
         self.pad_id = SPECIAL_TOKENS["<|pad|>"]
@@ -41,15 +33,13 @@ class DemoTokenizer:
         """Return the tokens of a text."""
         return [self.bos_id] * add_bos + list(text.encode()) + [self.eos_id] * add_eos
 
-    def decode(self, token_ids: Sequence[int], truncate_at_eos: bool = True, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
+    def decode(self, token_ids: Sequence[int], truncate_at_eos: bool = True) -> str:
+        """Return the text of tokens, without special tokens."""
         ids = list(token_ids)
         if truncate_at_eos and self.eos_id in ids:
             ids = ids[: ids.index(self.eos_id)]
-        names = {} if skip_special_tokens else {token: name for name, token in SPECIAL_TOKENS.items()}
-        pieces = (bytes([token]) if token < 256 else names.get(token, "").encode() for token in ids)
         # truncation may split a character
-        return b"".join(pieces).decode(errors="replace")
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def tokenize_messages(
         self, messages: Sequence[Message], *, add_end_tokens: bool = True

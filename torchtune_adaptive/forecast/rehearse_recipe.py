@@ -21,6 +21,7 @@ from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, rehearse
 from torchtune_adaptive.rehearse.sweep import SweepRow
+from torchtune_adaptive.tune.preference import POLICY
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
 SAMPLES = 4096
@@ -41,7 +42,7 @@ class Forecast:
 
     @property
     def searches(self) -> Mapping[str, Mapping[str, Any]]:
-        """Results of searches by stage, "" for the stage that trains; empty if the batch size was given."""
+        """Results of searches by stage; empty if the batch size was given."""
         return {each["stage"]: each["result"] for each in self.rehearsal.searches}
 
     @property
@@ -57,10 +58,10 @@ class Forecast:
 
     @property
     def rows(self) -> int | None:
-        """Rows of a microbatch in the stage that trains; None under a token budget."""
+        """Rows of a microbatch in the stage that trains; None under a token budget and with several such stages."""
         if self.request.batch_size is not None:
             return self.request.batch_size
-        return self.searches.get("", {}).get("rows")
+        return next((self.searches[stage].get("rows") for stage in ("", POLICY) if stage in self.searches), None)
 
     @property
     def most(self) -> dict[str, int]:

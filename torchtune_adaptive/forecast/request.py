@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config import components, keys
 from torchtune_adaptive.config.checks import SECTIONS
 from torchtune_adaptive.config.components import COMPONENT
-from torchtune_adaptive.config.keys import COUNT, MOST_TOKENS, NULL, TEXT, Rule, Settings, one_of, option, value_at
+from torchtune_adaptive.config.keys import COUNT, MOST_TOKENS, NULL, TEXT, Rule, Settings, one_of, setting, value_at
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, GRPO_LORA, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import format_bytes, parse_amount
@@ -24,7 +24,6 @@ from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.start import overhead_of
 from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
-from torchtune_adaptive.tune.preference import build_preference_loss
 
 Overrides = tuple[str, ...]
 """Changes of a config, as on a command line."""
@@ -47,28 +46,28 @@ def _are_prices(value: object) -> bool:
 class PlanSettings:
     """Keys of `adaptive_plan`, which also takes the keys of the recipe."""
 
-    world_size: int | tuple[int, ...] = option(_one_or_several(65_536), 1)
+    world_size: int | tuple[int, ...] = setting(_one_or_several(65_536), 1)
     """number of ranks, or several numbers to compare, such as `[1,2,4,8]`. The command starts no other process, so any
     number works"""
-    memory_limit: str | float | None = option(TEXT | keys.NUMBER | NULL, None)
+    memory_limit: str | float | None = setting(TEXT | keys.NUMBER | NULL, None)
     """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`), or several to compare, such
     as `4090,h100`. null: `adaptive.memory_limit`, or its smallest entry if it is a list"""
-    price: Mapping[str, float] | None = option(Rule(_are_prices, "a price for each card: price.h100=2.49") | NULL, None)
+    price: Mapping[str, float] | None = setting(Rule(_are_prices, "a price per card: price.h100=2.49") | NULL, None)
     """price of a card for an hour, such as `price.h100=2.49`; adds the cost of a million tokens to a table"""
-    memory_overhead: str | int | None = option(TEXT | one_of(0) | NULL, None)
+    memory_overhead: str | int | None = setting(TEXT | one_of(0) | NULL, None)
     """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`, or `1GiB` for one
     process"""
-    sequence_length: int | tuple[int, ...] | None = option(_one_or_several(MOST_TOKENS) | NULL, None)
+    sequence_length: int | tuple[int, ...] | None = setting(_one_or_several(MOST_TOKENS) | NULL, None)
     """tokens of a row, or several lengths to compare, such as `[2048,8192]`. null: `adaptive.sequence_length`, else
     `tokenizer.max_seq_len`, else the smaller of 4096 and the model's maximum"""
-    lengths: str | None = option(TEXT | NULL, None)
+    lengths: str | None = setting(TEXT | NULL, None)
     """rehearse samples of varying lengths instead of the longest only: a median and a maximum (`512:4096`)"""
-    steps: int | None = option(COUNT | NULL, None)
+    steps: int | None = setting(COUNT | NULL, None)
     """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
-    format: str = option(one_of("table", "json"), "table")
+    format: str = setting(one_of("table", "json"), "table")
     """output format. `json`: a list with an object for each setting, as `tune-adaptive rehearse` compares GPUs, with
     more keys"""
-    advise: bool | None = option(keys.BOOL | NULL, None)
+    advise: bool | None = setting(keys.BOOL | NULL, None)
     """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
 
     @property
@@ -94,14 +93,8 @@ def recipe_of(cfg: DictConfig) -> Recipe:
 
 
 def _trains_on_pairs(cfg: DictConfig) -> bool:
-    """Return True for preference training: the config has a reference checkpointer, or its loss takes pairs."""
-    if cfg.get("ref_checkpointer") is not None:
-        return True
-    try:
-        build_preference_loss(cfg)
-    except ConfigError:  # the loss cannot be built; torchtune's preference losses are in torchtune.rlhf
-        return "rlhf" in str(value_at(cfg, "loss._component_"))
-    return True
+    """Return True for preference training: the config has a reference checkpointer or a loss of torchtune.rlhf."""
+    return cfg.get("ref_checkpointer") is not None or "rlhf" in str(value_at(cfg, "loss._component_"))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig as DictConfig  # recipes import it from here: this package comes first
 
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
@@ -123,11 +123,11 @@ def _received_signals() -> str:
     return f"{by_rank[min(by_rank)]}{where}"
 
 
-def explain_out_of_memory(recover_from_oom: bool | None) -> AbstractContextManager[None]:
+def explain_out_of_memory(recover_from_oom: bool) -> AbstractContextManager[None]:
     """Convert out-of-memory errors that recovery does not handle into one message."""
 
     def explained(error: Exception) -> RecoveryUnsupportedError:
-        off = recover_from_oom is False
+        off = not recover_from_oom
         why = "adaptive.recover_from_oom is False, so nothing is repeated" if off else "this part cannot be repeated"
         where = "in training" if THIS_RUN.phase is RunPhase.TRAINING else "outside training"
         return RecoveryUnsupportedError(

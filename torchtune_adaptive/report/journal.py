@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -54,6 +55,8 @@ class Event:
     peak_bytes: int | None = None
     budget_bytes: int | None = None
     val_loss: float | None = None
+    result: Mapping[str, Any] | None = None
+    """The result of a search, with its probes."""
 
 
 class Journal:
@@ -99,7 +102,9 @@ class Journal:
         try:
             if self._directory_id not in (None, directory_id(self._directory)):
                 raise OSError(f"{self._directory} was moved or replaced")
-            _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **record}))
+            # JSON has no NaN
+            values = {key: value for key, value in record.items() if not isinstance(value, float) or isfinite(value)}
+            _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **values}))
         except Exception as error:  # noqa: BLE001 - a metric of any type, or any disk failure
             self._report(self._directory / name, error)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.config.keys import Settings
@@ -23,7 +24,6 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.tune.data import Tokenizer
-from torchtune_adaptive.tune.distributed import dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,4 +214,10 @@ def build_generate(
         seed=seed,
     )
     reshards = settings.fsdp_reshard_after_forward
-    return Generate(model=policy, device=device, dtype=dtype_of(settings, device), sampling=sampling, reshards=reshards)
+    return Generate(
+        model=policy,
+        device=device,
+        dtype=training.get_dtype(settings.dtype, device=device),
+        sampling=sampling,
+        reshards=reshards,
+    )

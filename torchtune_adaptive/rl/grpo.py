@@ -42,7 +42,7 @@ from torchtune_adaptive.rl.stages import (
     cause_of_stages,
     check_frozen_results,
 )
-from torchtune_adaptive.tune.distributed import Place
+from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.metrics import Cause
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
 from torchtune_adaptive.tune.preference import without_adapters
@@ -59,27 +59,27 @@ def contents_of(settings: Settings, grpo: GRPOSettings) -> Contents:
     return Contents(name, grpo.lora, settings.save_adapter_weights_only)
 
 
-def build_policy(settings: Settings, grpo: GRPOSettings, place: Place, checkpoint: State) -> nn.Module:
+def build_policy(settings: Settings, grpo: GRPOSettings, devices: Devices, checkpoint: State) -> nn.Module:
     """Collective: build the policy, with adapters if configured."""
     build = build_full_model if grpo.lora is None else build_lora_model
-    policy = build(settings, place, checkpoint)
+    policy = build(settings, devices, checkpoint)
     disable_dropout(policy)  # dropout would make log-probabilities incomparable
     return policy
 
 
 def grpo_stages(
-    policy: nn.Module, generate: Generate, settings: Settings, grpo: GRPOSettings, place: Place
+    policy: nn.Module, generate: Generate, settings: Settings, grpo: GRPOSettings, devices: Devices
 ) -> dict[str, RolloutStage]:
     """Collective: build the stages of GRPO, in order.
 
     The policy is scored only if an iteration has several updates, the reference only if `kl_coeff` is not 0.
     """
-    scorer = AnswerScorer(device=place.device, temperature=grpo.temperature)
+    scorer = AnswerScorer(device=devices.device, temperature=grpo.temperature)
     loss, rows = grpo.loss, grpo.forward_batch_size * grpo.grpo_samples
     stage = partial(RolloutStage, samples=grpo.answers, rows=rows)
     stages = {GENERATE: stage(generate)}
     if settings.config.get(REWARD_SECTION) is not None:
-        judge = build_judge(settings, place, REWARD_SECTION, generate.sampling.seed)
+        judge = build_judge(settings, devices, REWARD_SECTION, generate.sampling.seed)
         stages[FIND_REWARDS] = stage(Score(judge, scorer.scores, results.SCORE))
     if grpo.updates > 1:
         stages[SCORE_POLICY] = stage(Score(policy, scorer.log_probs, results.LOG_PROBS))
@@ -87,7 +87,7 @@ def grpo_stages(
         score = Score(policy, scorer.log_probs, results.REFERENCE_LOG_PROBS, without_adapters)
         if grpo.lora is None:
             weights = load_reference(settings, GRPO_REFERENCE_FILES)
-            reference = build_frozen_model(settings, place, weights, files=GRPO_REFERENCE_FILES)
+            reference = build_frozen_model(settings, devices, weights, files=GRPO_REFERENCE_FILES)
             score = Score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)
         stages[SCORE_REFERENCE] = stage(score)
     stages[TRAIN_POLICY] = stage(TrainPolicy(policy, scorer, loss.clip, loss.kl_coeff), trains="")

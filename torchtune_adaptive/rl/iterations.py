@@ -40,7 +40,7 @@ class Iterations:
     ) -> None:
         """Collective: search limits if configured, and restore schedules and limits of a resumed run."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
-        self.data = build_prompts(settings, tokenizer, run.place.mesh)
+        self.data = build_prompts(settings, tokenizer, run.devices.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.rewards = Rewards(settings.config, tokenizer, self.stages.generate.sampling.stop_tokens)
         self.trainer = Trainer(run, model, self.data, optimization, self.stages.runners, weights=weights)
@@ -52,9 +52,9 @@ class Iterations:
     def _set_limits(self) -> None:
         """Collective: plan the epochs, find the limits and start the learning rate schedule."""
         run, rl, progress = self.run, self._rl, self.run.progress
-        total = rl.iterations(run.place.ranks)
+        total = rl.iterations(run.devices.ranks)
         epochs = self._plot_epochs(total)
-        run.progress = replace(progress, total_epochs=len(epochs), ranks=run.place.ranks)
+        run.progress = replace(progress, total_epochs=len(epochs), ranks=run.devices.ranks)
         run.journal.start(progress.step)
         with self.trainer.memory_of_this_rank() as memory:
             limits = LimitFinder(self.trainer, self.stages, rl).find(memory)
@@ -68,7 +68,7 @@ class Iterations:
 
     def _plot_epochs(self, total: int) -> tuple[EpochSizes, ...]:
         """Return all epochs of the run: past, current and remaining, for `total` iterations."""
-        ranks, rl, progress = self.run.place.ranks, self._rl, self.run.progress
+        ranks, rl, progress = self.run.devices.ranks, self._rl, self.run.progress
         if progress.step and progress.ranks != ranks:
             raise ConfigError(
                 f"the checkpoint was saved on {count_of(progress.ranks, 'rank')}, but there are {ranks} now: "
@@ -124,7 +124,7 @@ class Iterations:
         self._skipped += not math.isfinite(grad_norm)
         self._updates.append({**figures, "grad_norm": grad_norm})
 
-    def done(self, iteration: int, figures: Mapping[str, float]) -> None:
+    def finish(self, iteration: int, figures: Mapping[str, float]) -> None:
         """Collective: log the iteration with the means over its updates, then save or stop if due."""
         updates, self._updates = self._updates, []
         means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
@@ -134,4 +134,4 @@ class Iterations:
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
         tokens, stopping = int(recorded["target_tokens"]), self.stages.asked_to_stop
         cause, self._cause = self._cause, NO_CAUSE
-        self.trainer.logged(means["loss"], tokens, means["grad_norm"], asked_to_stop=stopping, cause=cause)
+        self.trainer.advance(means["loss"], tokens, means["grad_norm"], asked_to_stop=stopping, cause=cause)

@@ -116,15 +116,14 @@ class LimitFinder:
         """Collective: measure a stage. For generation, parameters stay gathered if one row then fits."""
         measure = partial(measure, self._trainer, memory=memory, most_rows=self._stages.by_name[stage].samples)
         try:
-            return measure(self._worst_step(memory, stage), folder=stage.replace(" ", "_"))
+            return measure(self._worst_step(memory, stage))
         except OneRowDoesNotFitError:
             if stage != GENERATE or not self._stages.generate.gathers:
                 raise
         finally:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)
         self._stages.go_layer_by_layer()
-        # in a separate record, because a later run first tries to keep parameters gathered
-        return measure(self._worst_step(memory, stage), folder=f"{GENERATE}_layer_by_layer")
+        return measure(self._worst_step(memory, stage))
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
         """Collective: return a step on the longest rollout. The stage that trains last updates all models."""

@@ -41,7 +41,7 @@ from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
 from torchtune_adaptive.rl.settings import PPOLoss, PPOSettings
 from torchtune_adaptive.rl.stages import check_frozen_results
 from torchtune_adaptive.tune.checked_dataset import vocabulary_of
-from torchtune_adaptive.tune.distributed import Place
+from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.model import (
     META,
     Unfilled,
@@ -71,15 +71,15 @@ class Models(NamedTuple):
         return nn.ModuleDict({"policy": self.policy, "value": self.value})
 
 
-def build_models(settings: Settings, place: Place, checkpoint: State, seed: int) -> Models:
+def build_models(settings: Settings, devices: Devices, checkpoint: State, seed: int) -> Models:
     """Collective: build policy and value model from the checkpoint, and the others from the files of the config."""
     value = _of_classifier(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION, keys.VALUE_FILES, seed)
     reference = load_reference(settings, keys.PPO_REFERENCE_FILES)
     models = Models(
-        policy=build_full_model(settings, place, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
-        value=build_full_model(settings, place, {training.MODEL_KEY: value}, keys.VALUE_SECTION, keys.VALUE_FILES),
-        reference=build_frozen_model(settings, place, reference, keys.POLICY_SECTION, keys.PPO_REFERENCE_FILES),
-        reward=build_judge(settings, place, keys.VALUE_SECTION, seed),
+        policy=build_full_model(settings, devices, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
+        value=build_full_model(settings, devices, {training.MODEL_KEY: value}, keys.VALUE_SECTION, keys.VALUE_FILES),
+        reference=build_frozen_model(settings, devices, reference, keys.POLICY_SECTION, keys.PPO_REFERENCE_FILES),
+        reward=build_judge(settings, devices, keys.VALUE_SECTION, seed),
     )
     disable_dropout(models.trained)  # log-probabilities and values are compared
     known = [vocabulary_of(model) for model in models]
@@ -91,10 +91,10 @@ def build_models(settings: Settings, place: Place, checkpoint: State, seed: int)
     return models
 
 
-def build_judge(settings: Settings, place: Place, section: str, seed: int) -> nn.Module:
+def build_judge(settings: Settings, devices: Devices, section: str, seed: int) -> nn.Module:
     """Collective: build the reward model of this section."""
     weights = _of_classifier(settings, load_reference(settings, keys.REWARD_FILES), section, keys.REWARD_FILES, seed)
-    return build_frozen_model(settings, place, weights, section, keys.REWARD_FILES)
+    return build_frozen_model(settings, devices, weights, section, keys.REWARD_FILES)
 
 
 def _of_classifier(settings: Settings, weights: State, section: str, files: str, seed: int) -> State:

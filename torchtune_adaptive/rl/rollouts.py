@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, check_samples, data_of
+from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, data_of
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
@@ -173,7 +173,6 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
 
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = CheckedDataset(dataset, TEXT, labelled=False)
-    check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
     data = data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
     samples.cut_at = data.max_seq_len  # not every dataset truncates through its tokenizer
     return data

@@ -11,7 +11,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import keys
-from torchtune_adaptive.config.checks import not_at_default, quantized_replicas, token_budget
+from torchtune_adaptive.config.checks import not_at_default, token_budget
 from torchtune_adaptive.config.keys import (
     BOOL,
     COUNT,
@@ -24,8 +24,8 @@ from torchtune_adaptive.config.keys import (
     Rule,
     Settings,
     one_of,
-    option,
     read_common,
+    setting,
     value_at,
 )
 from torchtune_adaptive.errors import ConfigError, refuse
@@ -65,8 +65,6 @@ WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
 NEVER = (
     ("enable_kv_cache", False, "answers are always generated with a cache", "True"),
     ("dataset.packed", True, "prompts cannot be packed", "False"),
-    ("adaptive.padding", False, "rows of rollouts are padded to the longest", "null or True"),
-    ("adaptive.deal", True, "rollouts stay on the rank that has their prompts", "null or False"),
 )
 """Unsupported values: key, value, reason, allowed."""
 
@@ -75,14 +73,14 @@ NEVER = (
 class RolloutSettings:
     """Keys that PPO and GRPO share, with torchtune's names."""
 
-    batch_size: int = option(COUNT)
-    num_steps: int = option(COUNT)
-    ppo_epochs: int = option(COUNT, 1)
-    forward_batch_size: int = option(COUNT)
-    max_generated_tokens: int = option(COUNT)
-    temperature: float = option(FINITE_ABOVE_0, 1.0)
-    top_k: int | None = option(COUNT | NULL, None)
-    stop_token_ids: tuple[int, ...] | None = option(TOKENS | NULL, None)
+    batch_size: int = setting(COUNT)
+    num_steps: int = setting(COUNT)
+    ppo_epochs: int = setting(COUNT, 1)
+    forward_batch_size: int = setting(COUNT)
+    max_generated_tokens: int = setting(COUNT)
+    temperature: float = setting(FINITE_ABOVE_0, 1.0)
+    top_k: int | None = setting(COUNT | NULL, None)
+    stop_token_ids: tuple[int, ...] | None = setting(TOKENS | NULL, None)
     grpo_samples: int = 1
 
     @property
@@ -104,19 +102,19 @@ class RolloutSettings:
 class PPOLoss:
     """The section `loss` of PPO, with torchtune's names and defaults."""
 
-    epsilon: float = option(CLIP, 0.1)
-    value_clip_range: float = option(CLIP, 0.2)
-    value_coeff: float = option(COST, 0.1)
+    epsilon: float = setting(CLIP, 0.1)
+    value_clip_range: float = setting(CLIP, 0.2)
+    value_coeff: float = setting(COST, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLoss:
     """The section `loss` of GRPO."""
 
-    epsilon: float = option(CLIP, 0.2)
-    epsilon_high: float | None = option(CLIP | NULL, None)
-    kl_coeff: float = option(COST, 0.0)
-    average: str = option(one_of("tokens", "answers", "length"), "tokens")
+    epsilon: float = setting(CLIP, 0.2)
+    epsilon_high: float | None = setting(CLIP | NULL, None)
+    kl_coeff: float = setting(COST, 0.0)
+    average: str = setting(one_of("tokens", "answers", "length"), "tokens")
 
     @property
     def clip(self) -> tuple[float, float]:
@@ -137,17 +135,17 @@ def _loss_of(kind: type[PPOLoss] | type[GRPOLoss], section: Any, key: str) -> PP
 class PPOSettings(RolloutSettings):
     """Keys of PPO, with torchtune's names."""
 
-    ppo_batch_size: int = option(COUNT)
-    gradient_accumulation_steps: int = option(COUNT)
-    enable_kv_cache: bool = option(BOOL, True)
-    min_response_length: int | None = option(COUNT_OR_0 | NULL, None)
-    penalise_no_eos: bool = option(BOOL)
-    reward_penalty: float = option(REWARD)
-    whiten_rewards: bool = option(BOOL)
-    gamma: float = option(TO_1)
-    lmbda: float = option(TO_1)
-    kl_coeff: float = option(COST)
-    loss: PPOLoss = option(SECTION, PPOLoss(), convert=partial(_loss_of, PPOLoss))
+    ppo_batch_size: int = setting(COUNT)
+    gradient_accumulation_steps: int = setting(COUNT)
+    enable_kv_cache: bool = setting(BOOL, True)
+    min_response_length: int | None = setting(COUNT_OR_0 | NULL, None)
+    penalise_no_eos: bool = setting(BOOL)
+    reward_penalty: float = setting(REWARD)
+    whiten_rewards: bool = setting(BOOL)
+    gamma: float = setting(TO_1)
+    lmbda: float = setting(TO_1)
+    kl_coeff: float = setting(COST)
+    loss: PPOLoss = setting(SECTION, PPOLoss(), convert=partial(_loss_of, PPOLoss))
 
     @property
     def updates(self) -> int:
@@ -169,9 +167,9 @@ class PPOSettings(RolloutSettings):
 class GRPOSettings(RolloutSettings):
     """Keys of GRPO; those of torchtune's recipe come first."""
 
-    grpo_samples: int = option(AT_LEAST_2)
-    loss: GRPOLoss = option(SECTION, GRPOLoss(), convert=partial(_loss_of, GRPOLoss))
-    scale_rewards: bool = option(BOOL, True)
+    grpo_samples: int = setting(AT_LEAST_2)
+    loss: GRPOLoss = setting(SECTION, GRPOLoss(), convert=partial(_loss_of, GRPOLoss))
+    scale_rewards: bool = setting(BOOL, True)
     lora: LoraSettings | None = None
     """Keys of the adapters, if the run trains adapters."""
 
@@ -215,7 +213,6 @@ def _read(cfg: DictConfig, training: str, contradictions: Iterable[str], not_sup
         not_at_default(settings, not_supported, training),
         contradictions,
         token_budget(settings),
-        quantized_replicas(settings, quantized=value_at(cfg, "model.quantize_base") is True),
     )
     return settings
 

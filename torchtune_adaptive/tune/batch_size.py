@@ -3,38 +3,29 @@
 1. Search the most rows of the stage that trains (`use_maximum_batch_size`, or a batch that grows).
 2. Size all epochs (`schedule.py`). A batch grows at most to the rows found.
 3. Set the limits of the other stages or, under `adaptive.token_budget`, the limits by length of all stages.
-
-Results are recorded in `output_dir` and reused by later runs with the same model, settings and memory.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.atomic_files import keep_file, read_json
 from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, on_gpu, value_at
+from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.length_profile import Profile
-from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, TokenLimit, longest_row
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
-from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
-from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
+from torchtune_adaptive.engine.ranks import from_rank_0
+from torchtune_adaptive.engine.search import Peak, SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0, progress_bar
@@ -45,38 +36,20 @@ from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
-from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
-from torchtune_adaptive.tune.samples import INDEX, Kind, Sample
+from torchtune_adaptive.tune.preference import KEPT, POLICY
+from torchtune_adaptive.tune.samples import INDEX, Sample, TokenKind
 from torchtune_adaptive.tune.trainer import BatchSchedule, Trainer, restore_limits
 
-logger = logging.getLogger(__name__)
-
-SEARCH_FILE = "batch_search.json"
-FOLDERS = {REFERENCE: "reference"}
-"""Folder in `output_dir` for the search record of a stage; the record of other stages is at the top."""
 SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 LONGEST_SAMPLE = 2**20
 """Tokens. A limit that admits this length admits every sample."""
-MEDIAN_OF_SAMPLES = 64
-"""Samples, spread over the dataset, that estimate its median length."""
-CUDA_BUDGET_GRAIN = 2**28
-"""Bytes. The free memory of a GPU differs by a few MiB between starts, so budgets are compared in these units."""
-DEPENDS_ON = (
-    *("model", "policy_model", "reward_and_value_model", "reward_model", "optimizer", "optimizer_in_bwd", "loss"),
-    *("dtype", "compile", "enable_activation_checkpointing", "enable_activation_offloading", "ac_mode", "ac_option"),
-    *("clip_grad_norm", "custom_sharded_layers", "fsdp_cpu_offload", "fsdp_reshard_after_forward"),
-    *("data_parallel_replicate_dim", "data_parallel_shard_dim", "tensor_parallel_dim"),
-    *("max_generated_tokens", "temperature", "top_k"),
-)
-"""Config keys that change the memory of a microbatch."""
-
 Result = TypeVar("Result", SearchResult, Profile)
 
 
 def set_batch_sizes(trainer: Trainer) -> None:
     """Collective: measure what the config asks for, size all epochs, and set limits and schedules for the next step."""
     run, loader, stages = trainer.run, trainer.data.loader, trainer.stages
-    settings, ranks, training = run.settings, run.place.ranks, stages.training.stage
+    settings, ranks, training = run.settings, run.devices.ranks, stages.training.stage
     progress = _with_dataset(run.progress, len(trainer.data.dataset))
     run.journal.start(progress.step)
     with trainer.memory_of_this_rank() as memory:
@@ -98,7 +71,7 @@ def set_batch_sizes(trainer: Trainer) -> None:
         limits = _measure_limits(trainer, memory, rows_that_fit, most_samples)
         limit = limits.get(training)
         dealer = dealer_of(trainer.model, settings, trainer.data, limit)
-        schedule.log_schedule(sized.epochs, settings, progress, ranks, limit, loader.samples_per_rank)
+        schedule.log_schedule(sized.epochs, settings, progress, ranks, limit)
         for stage in stages:
             if stage in limits and stage != training:
                 log_rank_0(f"{stage}: at most {limits[stage]} a microbatch")
@@ -142,21 +115,7 @@ def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_
         return None
     step = _worst_step(trainer, trainer.stages.training.stage)
     most_rows = min(data.loader.samples_per_rank, adaptive.max_batch_size or sys.maxsize)
-    rows = search_rows(trainer, step, memory, most_rows=most_rows, whole_step_rows=whole_step_rows).rows
-    if rows < settings.samples_per_step:
-        _recommend_token_budget(data, step.length)
-    return rows
-
-
-def _recommend_token_budget(data: Data, measured: int) -> None:
-    dataset = data.dataset
-    sampled = range(0, len(dataset), math.ceil(len(dataset) / MEDIAN_OF_SAMPLES))
-    median = statistics.median_low(data.kind.length_of(dataset[index]) for index in sampled)
-    if not data.packed and 2 * median <= measured:
-        log_rank_0(
-            f"the median sample has {median} tokens{data.kind.length_suffix}, but rows were measured with {measured}: "
-            "adaptive.token_budget=auto use_maximum_batch_size=False would run more samples at once"
-        )
+    return search_rows(trainer, step, memory, most_rows=most_rows, whole_step_rows=whole_step_rows).rows
 
 
 def _measure_limits(
@@ -253,11 +212,6 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
         longest = data.dataset.longest()
         return {**data.kind.uniform(token, max(1, longest.length)), INDEX: longest.at}
     known = min(filter(None, (sequence_length, data.max_seq_len, data.dataset.most_tokens)))
-    if known > MOST_TOKENS:
-        raise ConfigError(
-            f"tokenizer.max_seq_len is {known}, which no model supports: lower it, or set it to null and set "
-            "adaptive.sequence_length"
-        )
     return data.kind.uniform(token, data.kind.length_at(known))
 
 
@@ -288,14 +242,18 @@ def search_rows(
     *,
     most_rows: int,
     whole_step_rows: int | None = None,
-    folder: str = "",
 ) -> SearchResult:
-    """Collective: search the most rows, up to `most_rows`, that every rank can run. The record is kept in `folder`."""
-    adaptive, samples = trainer.run.settings.adaptive, trainer.run.settings.samples_per_step
-    options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to}
-    options |= {"max_rows": most_rows, "whole_step_rows": whole_step_rows}
-    search = partial(find_max_batch_size, step, memory=memory, samples_per_step=samples, **options)
-    return _reuse_or_measure(trainer, step, memory, folder, options, search, SearchResult)
+    """Collective: search the most rows, up to `most_rows`, that every rank can run."""
+    settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
+    options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
+    search = partial(find_max_batch_size, step, memory=memory, samples_per_step=settings.samples_per_step, **options)
+    kind, stage = trainer.data.kind, step.runner.stage
+    result = _measure(partial(search, whole_step_rows=whole_step_rows), step, kind)
+    found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason})"
+    reason = f"batch search{' · ' * bool(stage)}{stage}: {found}"
+    figures = {"unit": "rows", "after": result.rows, "peak_bytes": peak_of(result)}
+    _record(trainer, stage, result, search_table(result, step.length, stage, kind.noun), reason, figures)
+    return result
 
 
 def peak_of(result: SearchResult) -> int | None:
@@ -303,53 +261,29 @@ def peak_of(result: SearchResult) -> int | None:
     return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
-def profile_lengths(
-    trainer: Trainer, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int, folder: str = ""
-) -> Profile:
+def profile_lengths(trainer: Trainer, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int) -> Profile:
     """Collective: measure the memory of microbatches of up to `most_rows` rows, over rows and length."""
-    measure = partial(profile_memory, step, memory=memory, most_rows=most_rows)
-    options = {"most_rows": most_rows, "padded": step.runner.kind.padded}
-    return _reuse_or_measure(trainer, step, memory, folder, options, measure, Profile)
-
-
-def _reuse_or_measure(
-    trainer: Trainer,
-    step: TrainingStep[Any],
-    memory: MemorySource,
-    folder: str,
-    options: Mapping[str, object],
-    measure: Callable[..., Result],
-    kind_of_result: type[Result],
-) -> Result:
-    """Collective: return the recorded result, or measure, log and record a new one; add it to the journal."""
-    settings, kind, stage = trainer.run.settings, trainer.data.kind, step.runner.stage
-    subfolder = folder or FOLDERS.get(stage, "")
-    directory = Path(settings.output_dir) / subfolder
-    fingerprint = search_fingerprint(settings.config, step, memory, options)
-    # Without the limit: if this rank exceeds it already, the first probe raises a better error.
-    with memory.unlimited():
-        recorded = from_rank_0(read_record(directory, fingerprint, kind_of_result) if dist.get_rank() == 0 else None)
-    result = recorded or _measure(measure, step, kind)
-    if isinstance(result, SearchResult):
-        table = search_table(result, step.length, stage, kind.noun)
-        what, found = "batch search", f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason})"
-        figures: dict[str, Any] = {"unit": "rows", "after": result.rows, "peak_bytes": peak_of(result)}
-    else:
-        table = profile_table(result, stage, kind.length_suffix)
-        what = "token budget"
-        found = f"up to {result.constant_tokens} tokens fit at any length; at some lengths, more are predicted to fit"
-        figures = {"unit": "bytes", "after": result.limit_bytes}
-    if recorded is None and dist.get_rank() == 0:
-        logger.info("%s", table)
-        write_record(directory, fingerprint, step.length, result)
-        REHEARSAL.record("search", {"stage": subfolder, "result": asdict(result)})
-    reason = f"{what}{' · ' * bool(stage)}{stage}: {found}{', reused from an earlier run' * (recorded is not None)}"
-    figures |= {"stage": stage or None, "reason": reason, "budget_bytes": result.budget_bytes}
-    trainer.run.journal.event(Event(kind=SEARCH, step=trainer.run.progress.step, **figures))
+    kind, stage = trainer.data.kind, step.runner.stage
+    result = _measure(partial(profile_memory, step, memory=memory, most_rows=most_rows), step, kind)
+    found = f"up to {result.constant_tokens} tokens fit at any length; at some lengths, more are predicted to fit"
+    reason = f"token budget{' · ' * bool(stage)}{stage}: {found}"
+    figures = {"unit": "bytes", "after": result.limit_bytes}
+    _record(trainer, stage, result, profile_table(result, stage, kind.length_suffix), reason, figures)
     return result
 
 
-def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: Kind) -> Result:
+def _record(
+    trainer: Trainer, stage: str, result: SearchResult | Profile, table: str, reason: str, figures: dict[str, Any]
+) -> None:
+    """Log the table of a search, and record its result in the journal."""
+    log_rank_0(table)
+    values = asdict(result)
+    REHEARSAL.record("search", {"stage": stage, "result": values})
+    figures |= {"stage": stage or None, "reason": reason, "budget_bytes": result.budget_bytes, "result": values}
+    trainer.run.journal.event(Event(kind=SEARCH, step=trainer.run.progress.step, **figures))
+
+
+def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: TokenKind) -> Result:
     """Collective: measure with a progress bar; errors name the stage and the sample."""
     with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
 
@@ -363,50 +297,3 @@ def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: Kind
             scanned = isinstance(step.sample, dict) and INDEX in step.sample
             longest = f"sample {step.sample[INDEX]} of the dataset" if scanned else ""
             raise error.with_remarks(step.runner.stage, kind.length_suffix.strip(), longest) from None
-
-
-def search_fingerprint(
-    cfg: DictConfig, step: TrainingStep[Any], memory: MemorySource, options: Mapping[str, object]
-) -> dict[str, object]:
-    """Collective: return everything that the result of a search depends on."""
-    # Use an Agreement, which allocates no memory: this rank may have none left.
-    budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
-    resolved = cast(dict[str, object], OmegaConf.to_container(cfg, resolve=True))
-    return {
-        **{key: resolved.get(key) for key in DEPENDS_ON},
-        **options,
-        "stage": step.runner.stage,
-        "sequence_length": step.length,
-        "world_size": dist.get_world_size(),
-        "device": torch.get_device_module(cfg.device).get_device_name() if on_gpu(cfg) else "cpu",
-        "torch": torch.__version__,
-        "budgets": [budget // CUDA_BUDGET_GRAIN for budget in budgets] if on_gpu(cfg) else budgets,
-    }
-
-
-def write_record(directory: Path, fingerprint: Mapping[str, Any], length: int, result: SearchResult | Profile) -> None:
-    """Write the result of a search with its fingerprint."""
-    record = {"fingerprint": fingerprint, "sequence_length": length, "result": asdict(result)}
-    keep_file(directory / SEARCH_FILE, f"{json.dumps(record, indent=2)}\n".encode(), "the next run will search again")
-
-
-def read_record(directory: Path, fingerprint: Mapping[str, Any], kind_of_result: type[Result]) -> Result | None:
-    """Return the recorded result of a search with this fingerprint."""
-    path = directory / SEARCH_FILE
-    try:
-        record = read_json(path)
-        # An equal fingerprint implies that the result is of this kind.
-        if record is None or record["fingerprint"] != json.loads(json.dumps(fingerprint)):
-            return None
-        result = record["result"]
-        probes, surfaces = ("probes", "lines") if kind_of_result is SearchResult else ("points", "surfaces")
-        result[probes] = tuple(Probe(**{**each, "peak": Peak(**each["peak"])}) for each in result[probes])
-        result[surfaces] = {name: Surface(**each) for name, each in result[surfaces].items()}
-        found = kind_of_result(**result)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        flaw = f"missing key {error}" if isinstance(error, KeyError) else error
-        logger.warning("%s is not a valid search record (%s); searching again", path, flaw)
-    else:
-        logger.info("batch search · reused from %s; delete it to search again", path)
-        return found
-    return None

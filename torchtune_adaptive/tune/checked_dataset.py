@@ -5,7 +5,6 @@ Without the check, an unknown token raises "index out of range" on a CPU, and on
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -16,18 +15,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import Agreement, rank
 from torchtune_adaptive.errors import (
-    ConfigError,
     SampleError,
     SampleTooLargeError,
     SampleTooLongError,
-    UnrecoverableError,
 )
 from torchtune_adaptive.formatting import shown
 from torchtune_adaptive.lifecycle.console import progress_bar
-from torchtune_adaptive.tune.samples import INDEX, TEXT, Kind, Sample
+from torchtune_adaptive.tune.samples import INDEX, TEXT, Sample, TokenKind
 
 SEE_THE_DATASET = "check that the dataset's columns and transform match the data"
 
@@ -42,7 +38,7 @@ class Longest(NamedTuple):
 class CheckedDataset(Dataset[Sample]):
     """A dataset whose samples contain their index, and whose errors name the sample."""
 
-    def __init__(self, dataset: Any, kind: Kind = TEXT, *, labelled: bool = True) -> None:
+    def __init__(self, dataset: Any, kind: TokenKind = TEXT, *, labelled: bool = True) -> None:
         self.kind = kind
         """The kind of the samples, padded or not."""
         self.labelled = labelled
@@ -58,25 +54,17 @@ class CheckedDataset(Dataset[Sample]):
         self._longest: Longest | None = None
 
     def __len__(self) -> int:
-        try:
-            return len(self.dataset)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(
-                f"dataset has no usable length ({in_a_line(error)}): use one whose __len__ works"
-            ) from error
+        return len(self.dataset)
 
     def read(self, index: int) -> Any:
         """Return a sample without checks; errors name it."""
         try:
             return self.dataset[index]
-        except (Exception, SystemExit) as error:  # SystemExit would set the exit status of the run
-            if is_oom(error):
-                raise UnrecoverableError(
-                    f"out of memory on rank {rank()} while sample {index} of the dataset was read "
-                    f"({in_a_line(error)}): use a machine with more memory, or a dataset that keeps less in it"
-                ) from error
+        except Exception as error:
             raise SampleError(
-                f"sample {index} of the dataset cannot be read on rank {rank()} ({in_a_line(error)}): {_remedy(error)}"
+                f"sample {index} of the dataset cannot be read on rank {rank()} ({in_a_line(error)}): fix it or remove "
+                "it or, if the dataset's columns have other names, set dataset.column_map; "
+                "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
             ) from error
 
     def __getitem__(self, index: int) -> Sample:
@@ -121,18 +109,6 @@ class CheckedDataset(Dataset[Sample]):
             everyone = [Longest(int(at), int(length)) for at, length in Agreement(2).gather(own)]
             self._longest = max(everyone, key=lambda each: (each.length, -each.at))
         return self._longest
-
-
-def _remedy(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        called = traceback.extract_tb(error.__traceback__)[-1]
-        return (
-            f"the dataset's code ends the process in {called.name} ({called.filename}, line {called.lineno}); "
-            "raise an error there, or return"
-        )
-    columns = " or, if the dataset's columns have other names, set dataset.column_map"
-    fix = f"fix it{columns}" if isinstance(error, KeyError) else "fix it or remove it"
-    return f"{fix}; TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
 
 
 def _flaw(sample: object, keys: Sequence[str], known: int | None, ignored: int) -> str | None:

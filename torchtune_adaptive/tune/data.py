@@ -7,10 +7,7 @@ last step is dropped.
 
 from __future__ import annotations
 
-import inspect
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -27,9 +24,7 @@ from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset, TextCompletionDataset
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
@@ -37,7 +32,7 @@ from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
-from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
+from torchtune_adaptive.tune.samples import PAIR, TEXT, Sample, TokenKind
 from torchtune_adaptive.tune.unpadded import Batch, concatenated
 
 Item = TypeVar("Item")
@@ -66,7 +61,7 @@ class Data:
     fingerprint: Fingerprint | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> TokenKind:
         """Return the kind of the samples."""
         return self.dataset.kind
 
@@ -124,11 +119,8 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
-    needed = [key for fields in PAIR.sequences for key in (fields.tokens, fields.labels)]
-    samples = CheckedDataset(dataset, PAIR)
-    check_samples(samples, needed, settings.config, "pairs", "preference_dataset")
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
-    return data_of(samples, collate, settings, tokenizer, mesh, packed=False)
+    return data_of(CheckedDataset(dataset, PAIR), collate, settings, tokenizer, mesh, packed=False)
 
 
 def data_of(
@@ -139,56 +131,18 @@ def data_of(
     return Data(samples, packed, collate, loader, max_seq_len, fingerprint_of(samples, max_seq_len))
 
 
-def check_samples(samples: CheckedDataset, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:
-    """Raise ConfigError if the first sample of a dataset lacks a key."""
-    if len(samples) == 0:
-        return  # build_step_loader reports an empty dataset
-    first = samples.read(0)
-    if not isinstance(first, Mapping) or not set(needed) <= first.keys():
-        keys = ", ".join(map(str, first)) if isinstance(first, Mapping) else type(first).__name__
-        component = cfg.dataset.get(COMPONENT) if isinstance(cfg.dataset, DictConfig) else cfg.dataset
-        raise ConfigError(
-            f"dataset is {component}, which does not return {what}: its first sample has {keys}, but needs "
-            f"{', '.join(needed)}; use one such as torchtune.datasets.{such_as}"
-        )
-
-
 @log_if_slow("built the dataset")
 def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
     """Build `cfg.dataset`, concatenating several; also return True if its rows are packed."""
     section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
-        return _built("dataset", section, tokenizer), is_packed(cfg)
-    parts = [_built(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
+        return components.build_section("dataset", section, tokenizer), is_packed(cfg)
+    parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
     try:
         joined = ConcatDataset(datasets=parts)
     except Exception as error:
         raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {components.in_a_line(error)}") from error
     return joined, bool(getattr(joined, "packed", False))
-
-
-def _built(key: str, section: Any, tokenizer: Tokenizer) -> Any:
-    try:
-        return components.build_section(key, section, tokenizer)
-    except ConfigError as error:
-        path = section.get("data_files") if isinstance(section, DictConfig) else None
-        if isinstance(path, str) and path.endswith(".jsonl") and (flaw := _flaw_of_lines(path)):
-            raise ConfigError(f"{key}.data_files: {flaw}") from error
-        raise
-
-
-def _flaw_of_lines(path: str) -> str | None:
-    """Name the first invalid line of a JSONL file; the reader's own errors name neither file nor line."""
-    number = 0
-    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                if not isinstance(json.loads(line if line.strip() else "{}"), dict):
-                    return f"{path}, line {number}, is not a JSON object, {{...}}: fix it or remove it"
-            except ValueError as error:
-                return f"{path}, line {number}, is not JSON ({error}): fix it or remove it"
-        return None if number else f"{path} is empty"
-    return None
 
 
 def is_packed(cfg: DictConfig) -> bool:
@@ -201,35 +155,8 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
     """Return a function that pads samples to the longest; packed rows already have equal lengths."""
     if packed:
         return cast(Collate, padded_collate_packed)
-    path = settings.collate_fn
-    if "left_pad_sequence" in path:
-        raise ConfigError(f"collate_fn is {path!r}, which is for inference only")
-    function = components.imported("collate_fn", path)
-    try:
-        inspect.signature(function).bind([], padding_idx=0, ignore_idx=0)
-    except TypeError as error:
-        raise ConfigError(
-            f"collate_fn is {path!r}, which cannot be called with samples, padding_idx and ignore_idx ({error}): use "
-            "a function such as torchtune.data.padded_collate_sft"
-        ) from error
-    except ValueError:  # it has no signature
-        pass
-
-    def collate(samples: Sequence[Sample]) -> Batch:
-        try:
-            batch: Batch = function(samples, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
-            rows = len(batch["tokens"])
-        except Exception as error:
-            if is_oom(error):
-                raise
-            of = count_of(len(samples), "sample")
-            raise ConfigError(f"collate_fn {path} failed on {of}: {components.in_a_line(error)}") from error
-        if rows != len(samples):
-            returned = f"{count_of(rows, 'row')} for {count_of(len(samples), 'sample')}"
-            raise ConfigError(f"collate_fn {path} returned {returned}: it must return one row per sample")
-        return batch
-
-    return collate
+    function = components.imported("collate_fn", settings.collate_fn)
+    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
 
 
 def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:

@@ -26,29 +26,25 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import deal
 from torchtune_adaptive.engine.ranks import explaining_failures, gloo_group_aside, world_size
-from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset, name_of
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.samples import INDEX, Cost, Kind, Sample, cost_of
+from torchtune_adaptive.tune.samples import INDEX, Cost, Sample, TokenKind, cost_of
 
 READ_AHEAD = 2
 """Steps whose samples are in transit between ranks."""
-STAY = "token budget · samples stay on the ranks that read them"
 
 
 def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | FullestRank | None:
     """Collective: build the dealer; None if every rank trains on the samples it reads."""
-    dealt = settings.adaptive.deal is not False and world_size() > 1
-    obstacle = obstacle_to_dealing(model, settings, packed=data.packed) if dealt else None
     if limit is None or not limit.by_length:
-        if dealt and settings.adaptive.deal:
-            log_rank_0(f"{STAY}: rows limit microbatches, as in torchtune")
         return None
-    if obstacle is not None:
-        log_rank_0(f"{STAY}: {obstacle}")
+    dealt = settings.adaptive.deal and world_size() > 1
+    if dealt and (obstacle := obstacle_to_dealing(model, settings)):
+        log_rank_0(f"token budget · samples stay on the ranks that read them: {obstacle}")
         dealt = False
     if REHEARSAL.on:
         alike = world_size() == 1 or settings.shuffle  # the samples of other ranks are unknown
@@ -56,18 +52,13 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
     return Dealer(data.kind, cost_of(model), THIS_RUN.asked_to_stop) if dealt else None
 
 
-def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
-    """Return why samples cannot move between ranks; raise a ConfigError if `adaptive.deal` requires it."""
-    obstacle = None
-    if packed:
-        obstacle = "the dataset is packed, so all samples have the same length"
-    elif (ranks := settings.tensor_parallel_dim) > 1:
-        obstacle = f"tensor_parallel_dim is {ranks}, and ranks that share a model share samples"
-    elif not isinstance(model, TransformerDecoder):
-        obstacle = "the model takes more than text, and images are too large to exchange"
-    if obstacle is not None and settings.adaptive.deal:
-        raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
-    return obstacle
+def obstacle_to_dealing(model: nn.Module, settings: Settings) -> str | None:
+    """Return why samples cannot move between ranks."""
+    if (ranks := settings.tensor_parallel_dim) > 1:
+        return f"tensor_parallel_dim is {ranks}, and ranks that share a model share samples"
+    if not isinstance(model, TransformerDecoder):
+        return "the model takes more than text, and images are too large to exchange"
+    return None
 
 
 class _Weighed(NamedTuple):
@@ -89,7 +80,7 @@ class _Travelling(NamedTuple):
 class Dealer:
     """Distributes the samples of steps through a separate gloo group, so collectives do not mix with training's."""
 
-    def __init__(self, kind: Kind, cost: Cost, asked_to_stop: Callable[[], bool] = bool) -> None:
+    def __init__(self, kind: TokenKind, cost: Cost, asked_to_stop: Callable[[], bool] = bool) -> None:
         """Collective: create a gloo group. `asked_to_stop` returns True to end the run."""
         self._kind = kind
         self._cost = cost

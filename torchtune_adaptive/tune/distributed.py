@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import sys
@@ -24,14 +23,11 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 from torchtune import training, utils
 
-from torchtune_adaptive.config.keys import Settings, on_gpu
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks
-from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.errors import ConfigError, RanksPartedError
 from torchtune_adaptive.formatting import ranks_named, shown
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-
-logger = logging.getLogger(__name__)
 
 Meshes = Mapping[str, DeviceMesh]
 """`dp`: ranks with different data; `tp`: ranks that share data; `sharding`: the mesh that shards and replicates the
@@ -44,10 +40,9 @@ OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
 A_PATH = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
 """Keys of paths. Values of other keys are paths if they begin like one."""
 MOST_NAMED = 3
-COMMENT_LINE = re.compile(rb"^\s*#.*\n", re.MULTILINE)
 
 
-class Place(NamedTuple):
+class Devices(NamedTuple):
     """The device of this rank, and its device meshes."""
 
     device: torch.device
@@ -59,13 +54,13 @@ class Place(NamedTuple):
         return self.mesh["dp"].size()
 
 
-def join(settings: Settings) -> Place:
+def join(settings: Settings) -> Devices:
     """Collective: join the process group, compare the configs of all ranks, and create the meshes."""
     device = device_of(settings)
     join_on(device)
     check_same_code()
     check_same_config(settings.config)
-    return Place(device, mesh_of(device, settings))
+    return Devices(device, mesh_of(device, settings))
 
 
 def join_on(device: torch.device) -> None:
@@ -135,15 +130,14 @@ def check_same_code() -> None:
 
 
 def _code() -> dict[str, str]:
-    """Return versions of libraries, and checksums of the loaded modules without their comment lines."""
+    """Return versions of libraries, and checksums of the loaded modules."""
     code = {name: version(name) for name in ("torch", "torchtune", "torchao")}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and (name == "__main__" or name.startswith("torchtune_adaptive.")):
             with suppress(OSError):
-                code["the recipe" if name == "__main__" else name] = str(
-                    zlib.crc32(COMMENT_LINE.sub(b"", Path(file).read_bytes()))
-                )
+                crc32 = zlib.crc32(Path(file).read_bytes())
+                code["the recipe" if name == "__main__" else name] = str(crc32)
     return code
 
 
@@ -186,16 +180,10 @@ def mesh_shape(settings: Settings, ranks: int) -> tuple[int, int, int]:
     shards = ranks // (replicas * tensor_parallel) if given is None else given
     if replicas * shards * tensor_parallel == ranks and shards > 0:
         return replicas, shards, tensor_parallel
-    dims = {
-        "data_parallel_replicate_dim": None if replicas == 1 else replicas,
-        "data_parallel_shard_dim": given,
-        "tensor_parallel_dim": None if tensor_parallel == 1 else tensor_parallel,
-    }
-    product = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim is not None)
     raise ConfigError(
-        f"{product}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "
-        "tensor_parallel_dim must equal it; -1 for data_parallel_shard_dim means all remaining ranks. Change one of "
-        "them or the number of ranks (--nproc_per_node; for adaptive_plan, world_size)"
+        f"data_parallel_replicate_dim {replicas} × data_parallel_shard_dim {-1 if given is None else given} × "
+        f"tensor_parallel_dim {tensor_parallel} must equal the world size, which is {ranks}; -1 means all remaining "
+        "ranks. Change one of them or the number of ranks (--nproc_per_node; for adaptive_plan, world_size)"
     )
 
 
@@ -214,39 +202,21 @@ def device_of(settings: Settings) -> torch.device:
     """Return the device of this process; under torchrun, that of its local rank."""
     try:
         device: torch.device = utils.get_device(device=settings.device)
+        # Without an accelerator, torchtune silently returns the CPU.
+        if device.type != torch.device(settings.device).type:
+            raise RuntimeError(f"torch found only {device.type}")
     except (RuntimeError, AttributeError) as error:
-        # torchtune also fails on a CPU if the local rank is not below the number of devices.
-        lacking = "local rank" in str(error) and not torch.accelerator.is_available()
-        raise _not_offered(settings, "torch found only cpu" if lacking else str(error)) from error
-    # Without an accelerator, torchtune silently returns the CPU.
-    if device.type != torch.device(settings.device).type:
-        raise _not_offered(settings, f"torch found only {device.type}")
+        raise ConfigError(
+            f"device is {settings.device!r}, which this machine does not have ({error}): set device: cpu, or start at "
+            "most one process per device"
+        ) from error
     return device
-
-
-def _not_offered(settings: Settings, reason: str) -> ConfigError:
-    fewer = ", or start at most one process per device" * torch.accelerator.is_available()
-    return ConfigError(
-        f"device is {settings.device!r}, which this machine does not have ({reason}): set device: cpu{fewer}"
-    )
-
-
-def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:
-    """Return the configured dtype if the device supports it."""
-    try:
-        dtype: torch.dtype = training.get_dtype(settings.dtype, device=device)
-    except RuntimeError as error:
-        raise ConfigError(f"dtype is {settings.dtype!r}, but {error}; set dtype: fp32") from error
-    return dtype
 
 
 def prepare(settings: Settings) -> None:
     """Set the number of threads for an optimizer on the CPU. Call it before anything is built."""
     if settings.fsdp_cpu_offload:
         training.set_torch_num_threads()
-    limited_on_cpu = settings.adaptive.memory_limit is not None and not on_gpu(settings)
-    if settings.compile and limited_on_cpu and this_rank() == 0:
-        logger.warning("compile · no effect on a CPU with adaptive.memory_limit, which meters every operation")
 
 
 def free_setup_memory(device: torch.device) -> None:

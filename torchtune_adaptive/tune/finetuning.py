@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -11,64 +10,37 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchtune import training
 from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
-from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_data
-from torchtune_adaptive.tune.distributed import Place
+from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device, is_padded, targets_of
-from torchtune_adaptive.tune.validation import VALIDATION, Validation, build_validation_data
+from torchtune_adaptive.tune.validation import VALIDATION_STAGE, Validation, build_validation_data
 
 OnChange = Callable[[Change], object]
 
 
 def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
     """Build the loss; if it takes logits in chunks, set the model to return chunks."""
-    loss_fn = checked_loss(settings.config)
+    loss_fn: nn.Module = components.build("loss", settings.config)
     if settings.compile:
         training.compile_loss(loss_fn, verbose=False)
-    check_cuts(loss_fn, model)
     if hasattr(loss_fn, "num_output_chunks"):
         cast(Any, model).set_num_output_chunks(loss_fn.num_output_chunks)
-    return loss_fn
-
-
-def check_cuts(loss_fn: nn.Module, model: nn.Module) -> None:
-    """Raise a ConfigError if the loss takes logits in chunks but the model returns them whole."""
-    if hasattr(loss_fn, "num_output_chunks") and not hasattr(model, "set_num_output_chunks"):
-        raise ConfigError(
-            f"loss expects its logits in {loss_fn.num_output_chunks} chunks, but the model ({type(model).__name__}) "
-            "returns them whole: use a model of torchtune's, or loss._component_: torch.nn.CrossEntropyLoss"
-        )
-
-
-def checked_loss(cfg: DictConfig) -> nn.Module:
-    """Build the loss and check its attributes."""
-    loss_fn: nn.Module = components.build("loss", cfg)
-    if not hasattr(loss_fn, "ignore_index"):
-        raise ConfigError(
-            f"loss is {cfg.loss.get('_component_')}, which has no ignore_index: use a cross-entropy loss, "
-            "for example torchtune.modules.loss.CEWithChunkedOutputLoss"
-        )
-    for key, least in ("num_output_chunks", 1), ("ignore_index", -sys.maxsize):
-        if type(value := getattr(loss_fn, key, 1)) is not int or value < least:
-            raise ConfigError(f"loss.{key} is {value!r}: allowed is a whole number" + ", 1 or more" * (least == 1))
     return loss_fn
 
 
@@ -175,26 +147,31 @@ def clearing_offloaded_on_error(activations: AbstractContextManager[object]) -> 
 
 
 def build_validation(
-    training: StepRunner[Sample], loss_fn: nn.Module, data: Data, tokenizer: Tokenizer, settings: Settings, place: Place
+    training: StepRunner[Sample],
+    loss_fn: nn.Module,
+    data: Data,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    devices: Devices,
 ) -> Validation | None:
     """Collective: build the evaluation of `dataset_val`; None if the config does not request it."""
     if settings.run_val_every_n_steps is None:
         return None
-    build = partial(build_data, tokenizer=tokenizer, loss_fn=loss_fn, mesh=place.mesh)
+    build = partial(build_data, tokenizer=tokenizer, loss_fn=loss_fn, mesh=devices.mesh)
     validated = build_validation_data(settings, data, build)
     without_offloading = replace(settings, enable_activation_offloading=False)
-    evaluate = ForwardBackward(training.model, loss_fn, validated, without_offloading, place.device).evaluate
-    return Validation(settings, validated, {VALIDATION: (training.model, evaluate)}, training.recovery)
+    evaluate = ForwardBackward(training.model, loss_fn, validated, without_offloading, devices.device).evaluate
+    return Validation(settings, validated, {VALIDATION_STAGE: (training.model, evaluate)}, training.recovery)
 
 
 def build_step_runner(
-    model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, place: Place, on_change: OnChange
+    model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, devices: Devices, on_change: OnChange
 ) -> StepRunner[Sample]:
     """Collective: build the step runner, with an initial limit of `batch_size` rows."""
-    plan_padding(data, model, settings, place.device)
+    plan_padding(data, model, settings, devices.device)
     return StepRunner(
         model,
-        ForwardBackward(model, loss_fn, data, settings, place.device),
+        ForwardBackward(model, loss_fn, data, settings, devices.device),
         kind=data.kind.for_steps(model),
         limit=RowLimit(settings.batch_size),
         recovery=build_recovery(settings, on_change, model),
@@ -203,40 +180,18 @@ def build_step_runner(
 
 def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> None:
     """Collective: switch padding off if the config allows it and the model supports it."""
-    check_sequence_length(model, settings.adaptive)
     if not is_padded(model, settings, device, packed=data.packed, run_model=True):
         data.remove_padding()
 
 
-def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
-    """Raise a ConfigError if `adaptive.sequence_length` exceeds the model's limit."""
-    wanted, allowed = adaptive.sequence_length, max_seq_len_of([model])
-    if wanted is not None and allowed is not None and wanted > allowed:
-        raise ConfigError(
-            f"adaptive.sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): "
-            f"set it to {allowed} or less, or to null"
-        )
-
-
 def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) -> Recovery:
     """Collective: build the recovery that all stages of a step share."""
-    obstacle = obstacle_to_recovery(settings)
-    if obstacle is not None:
-        log_rank_0(f"recovery from out-of-memory errors is off: {obstacle}")
+    if settings.optimizer_in_bwd and settings.adaptive.recover_from_oom:
+        log_rank_0("recovery from out-of-memory errors is off: optimizer_in_bwd updates weights inside the backward")
     return Recovery(
         *models,
-        enabled=obstacle is None and settings.adaptive.recover_from_oom is not False,
+        enabled=settings.adaptive.recover_from_oom and not settings.optimizer_in_bwd,
         regrow_after=settings.adaptive.regrow_after,
         asked_to_stop=THIS_RUN.asked_to_stop,
         on_change=on_change,
     )
-
-
-def obstacle_to_recovery(settings: Settings) -> str | None:
-    """Return why a step cannot be repeated: weights change before its end."""
-    if not settings.optimizer_in_bwd:
-        return None
-    reason = "optimizer_in_bwd is True, which updates weights inside the backward"
-    if settings.adaptive.recover_from_oom:
-        raise ConfigError(f"adaptive.recover_from_oom is True, but {reason}: a step cannot be repeated; set it to null")
-    return reason

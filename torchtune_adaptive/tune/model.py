@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -22,14 +21,12 @@ from torchtune.modules import peft
 
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.checks import quantized_replicas
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, make_replicas_alike
-from torchtune_adaptive.errors import ConfigError, UnrecoverableError, refuse
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_if_slow
-from torchtune_adaptive.tune.distributed import SHARDING, Meshes, Place, dtype_of
+from torchtune_adaptive.tune.distributed import SHARDING, Devices, Meshes
 from torchtune_adaptive.tune.unpadded import support_documents
 
 META = torch.device("meta")
@@ -45,21 +42,18 @@ class Unfilled(dict[str, torch.Tensor]):
 
 
 def build_full_model(
-    settings: Settings, place: Place, checkpoint: State, key: str = "model", files: str = CHECKPOINTER
+    settings: Settings, devices: Devices, checkpoint: State, key: str = "model", files: str = CHECKPOINTER
 ) -> nn.Module:
     """Collective: build the model of a section with all parameters trainable and load its weights."""
-    device, mesh = place
-    dtype = dtype_of(settings, device)
+    device, mesh = devices
+    dtype = training.get_dtype(settings.dtype, device=device)
     model = build_on_device(META, settings.config, dtype, key)
     if settings.compile:
         training.compile_model(model, verbose=False)
     if settings.tensor_parallel_dim > 1:
         tensor_parallel = mesh["tp"]
         plan = components.build("tensor_parallel_plan", settings.config)
-        try:
-            model = training.prepare_mha_for_tp(model, tensor_parallel)
-        except ValueError as error:
-            raise ConfigError(f"tensor_parallel_dim is {tensor_parallel.size()}: {error}") from error
+        model = training.prepare_mha_for_tp(model, tensor_parallel)
         model = parallelize_module(model, tensor_parallel, parallelize_plan=plan)
     _checkpoint_activations(model, settings)
     _shard(model, settings, mesh)
@@ -73,11 +67,11 @@ def build_full_model(
 
 
 def build_frozen_model(
-    settings: Settings, place: Place, weights: Weights, key: str = "model", files: str = "ref_checkpointer"
+    settings: Settings, devices: Devices, weights: Weights, key: str = "model", files: str = "ref_checkpointer"
 ) -> nn.Module:
     """Collective: build the model of a section without gradients and dropout, for example a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
-    model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights}, key, files)
+    model = build_full_model(no_checkpoints, devices, {training.MODEL_KEY: weights}, key, files)
     disable_dropout(model)
     return model.requires_grad_(False).eval()
 
@@ -89,10 +83,10 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.Module:
+def build_lora_model(settings: Settings, devices: Devices, checkpoint: State) -> nn.Module:
     """Collective: build the model with trainable adapters, loaded from the checkpoint or initialized."""
-    device, mesh = place
-    dtype = dtype_of(settings, device)
+    device, mesh = devices
+    dtype = training.get_dtype(settings.dtype, device=device)
     model = build_on_device(META, settings.config, dtype)
     if _is_quantized(model) and not is_sharded(settings, mesh):
         # torchtune loads sharded NF4 weights into a model on the meta device. Without shards, the model quantizes its
@@ -129,11 +123,7 @@ def build_lora_model(settings: Settings, place: Place, checkpoint: State) -> nn.
 def build_on_device(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
     """Build the model of a section on a device, with attention that supports unpadded samples."""
     with training.set_default_dtype(dtype), where:
-        model = components.build(key, cfg)
-    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
-        made = f"builds a {type(model).__name__}" + " without parameters" * isinstance(model, nn.Module)
-        path = components.path_of(key, cfg[key])
-        raise ConfigError(f"{key}._component_ is {path!r}, which {made}: use one that builds a model")
+        model: nn.Module = components.build(key, cfg)
     support_documents(model)
     return model
 
@@ -156,31 +146,17 @@ def is_sharded(settings: Settings, mesh: Meshes) -> bool:
     return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
 
 
-def check_replicas_of(model: nn.Module, settings: Settings) -> None:
-    """Raise a ConfigError for replicas of a quantized model, which config keys do not show."""
-    refuse(quantized_replicas(settings, quantized=_is_quantized(model)))
-
-
 def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
     if not is_sharded(settings, mesh):
         return
-    check_replicas_of(model, settings)
     layers = list(settings.custom_sharded_layers or ())
-    try:
-        training.shard_model(
-            model=model,
-            shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
-            cpu_offload=settings.fsdp_cpu_offload,
-            reshard_after_forward=settings.fsdp_reshard_after_forward,
-            dp_mesh=mesh[SHARDING],
-        )
-    except (AssertionError, NotImplementedError) as error:
-        if not _is_quantized(model):
-            raise
-        raise ConfigError(
-            f"model: its quantized weights cannot be sharded over {mesh['dp'].size()} ranks "
-            f"({components.in_a_line(error)}): train on fewer ranks, or set model.quantize_base: False"
-        ) from error
+    training.shard_model(
+        model=model,
+        shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
+        cpu_offload=settings.fsdp_cpu_offload,
+        reshard_after_forward=settings.fsdp_reshard_after_forward,
+        dp_mesh=mesh[SHARDING],
+    )
 
 
 def _init_rope(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -201,16 +177,12 @@ def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.
     if isinstance(weights, Unfilled):
         _fill_with_nothing(model, settings, device)
         return
-    out_of_memory = f"out of memory while loading the weights on rank {dist.get_rank()}"
-    with fatal_where_memory_runs_out(
-        lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
-    ):
-        if _is_quantized(model):
-            model.load_state_dict(weights, strict=strict)
-        else:
-            training.load_from_full_model_state_dict(
-                model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
-            )
+    if _is_quantized(model):
+        model.load_state_dict(weights, strict=strict)
+    else:
+        training.load_from_full_model_state_dict(
+            model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
+        )
 
 
 def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.device) -> None:

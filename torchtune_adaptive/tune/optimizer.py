@@ -15,7 +15,6 @@ from torchtune import training
 
 from torchtune_adaptive.checkpoints.contents import AnyOptimizer, load_optimizer_state
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 
@@ -123,8 +122,6 @@ def build_optimization(
 ) -> Optimization:
     """Build the optimizer and restore its state from the checkpoint."""
     state = checkpoint.get(training.OPT_KEY)
-    if state:
-        _check_state(settings, state, device)
     if not settings.optimizer_in_bwd:
         optimizer = components.build("optimizer", settings.config, list(model.parameters()))
         optimization = Optimization(settings, model, optimizer, optimizer)
@@ -144,23 +141,3 @@ def build_optimization(
             )
         load_optimizer_state(model, wrapper.optim_map[name], one_state, device)
     return optimization
-
-
-def _check_state(settings: Settings, state: Mapping[str, Any], device: torch.device) -> None:
-    """Raise a ConfigError for the state of a different optimizer, which torch would silently ignore."""
-    one_state = next(iter(state.values())) if settings.optimizer_in_bwd else state
-    if not isinstance(one_state, Mapping) or "state" not in one_state:
-        return  # a different format: loading raises the error
-    saved = {key for values in one_state["state"].values() for key in values}
-    parameter = nn.Parameter(torch.zeros(1, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = components.build("optimizer", settings.config, [parameter])
-    optimizer.step()
-    needed = {str(key) for key in optimizer.state[parameter]}
-    if saved != needed:
-        name = settings.config.optimizer.get(COMPONENT)
-        kept, there = (", ".join(sorted(keys)) or "nothing" for keys in (needed, saved))
-        raise ConfigError(
-            f"optimizer is {name}, which keeps {kept}, but the checkpoint's state has {there}: resume with the "
-            "optimizer of the run that saved it"
-        )

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from typing import NamedTuple, cast
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torchtune.modules.peft import disable_adapter
@@ -23,26 +22,22 @@ from torchtune.training import get_act_offloading_ctx_manager
 
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.store import State
-from torchtune_adaptive.config import components
-from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.step import Stages
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import shown
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_pairs
-from torchtune_adaptive.tune.distributed import Meshes, Place
+from torchtune_adaptive.tune.distributed import Devices, Meshes
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery, clearing_offloaded_on_error, plan_padding
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
 from torchtune_adaptive.tune.samples import FILLER, Sample
 from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device, evaluating
-from torchtune_adaptive.tune.validation import COUNT, VALIDATION, Validation, build_validation_data, stages_of
+from torchtune_adaptive.tune.validation import COUNT, VALIDATION_STAGE, Validation, build_validation_data, stages_of
 
 REFERENCE = "reference log-probabilities"
 POLICY = "policy"
 """The names of the stages."""
 
-VALIDATION_REFERENCE = f"{VALIDATION}, {REFERENCE}"
+VALIDATION_REFERENCE_STAGE = f"{VALIDATION_STAGE}, {REFERENCE}"
 
 KEPT = "reference_log_probs"
 """Key for the reference log-probabilities of a pair: chosen, rejected."""
@@ -161,16 +156,16 @@ class Passes:
         return (losses * counted).sum(), scores.target_tokens, sums  # a filler has loss ln 2 but must not count
 
 
-def build_models(
-    settings: Settings, place: Place, checkpoint: State, *, with_adapters: bool
+def build_dpo_models(
+    settings: Settings, devices: Devices, checkpoint: State, *, with_adapters: bool
 ) -> tuple[nn.Module, nn.Module]:
     """Collective: build the policy and the reference. With adapters, both are the same model."""
     if with_adapters:
-        policy = build_lora_model(settings, place, checkpoint)
+        policy = build_lora_model(settings, devices, checkpoint)
         return policy, policy
-    policy = build_full_model(settings, place, checkpoint)
+    policy = build_full_model(settings, devices, checkpoint)
     disable_dropout(policy)
-    return policy, build_frozen_model(settings, place, load_reference(settings))
+    return policy, build_frozen_model(settings, devices, load_reference(settings))
 
 
 def build_stages(passes: Passes, on_change: OnChange) -> Stages[Sample]:
@@ -190,27 +185,8 @@ def build_validation_of_pairs(
         return None
     data = build_validation_data(settings, passes.data, partial(build_pairs, tokenizer=tokenizer, mesh=mesh))
     own = replace(passes, data=data, settings=replace(settings, enable_activation_offloading=False))
-    runs = {VALIDATION_REFERENCE: (own.reference, own.refer), VALIDATION: (own.policy, own.evaluate)}
+    runs = {VALIDATION_REFERENCE_STAGE: (own.reference, own.refer), VALIDATION_STAGE: (own.policy, own.evaluate)}
     return Validation(settings, data, runs, stages.training.recovery)
-
-
-def build_preference_loss(cfg: DictConfig) -> nn.Module:
-    """Build the loss and try it on two pairs."""
-    loss_fn: nn.Module = components.build("loss", cfg)
-    log_probs = torch.zeros(2)
-    try:
-        result = loss_fn(log_probs, log_probs, log_probs, log_probs)
-        fits = len(result) == 3 and all(each.shape == log_probs.shape for each in result)
-    except Exception as error:  # noqa: BLE001 - a loss of another kind can fail in any way
-        fits, result = False, components.in_a_line(error)
-    if not fits:
-        given = ", ".join(f"{key}: {value!r}" for key, value in cfg.loss.items() if key != COMPONENT)
-        raise ConfigError(
-            f"loss is {cfg.loss.get(COMPONENT)}{given and f' with {given}'}, which does not compute a loss and two "
-            f"rewards per pair from log-probabilities of policy and reference ({shown(result)}): use one such as "
-            "torchtune.rlhf.loss.DPOLoss"
-        )
-    return loss_fn
 
 
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:

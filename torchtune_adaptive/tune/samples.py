@@ -1,4 +1,4 @@
-"""Kinds of sample. Only `Kind` reads the fields of a sample.
+"""Kinds of sample. Only `TokenKind` reads the fields of a sample.
 
 In finetuning, a sample is one sequence of tokens and labels. In preference training, it is a pair of sequences: the
 chosen and the rejected answer, with their prompts. A sample is never split.
@@ -36,7 +36,7 @@ class Fields(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class TokenKind:
     """The sequences of a sample, and how they become rows of a microbatch.
 
     A microbatch of n samples has n rows per sequence; limits count samples. With padding, the length of a sample is the
@@ -148,10 +148,12 @@ class Kind:
         return {**sample, **{key: sample[key][:tokens] for key in keys if key in sample}}
 
 
-TEXT = Kind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))
+TEXT = TokenKind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))
 """One sequence, as in torchtune's finetuning datasets."""
 
-PAIR = Kind(sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("rejected_input_ids", "rejected_labels")))
+PAIR = TokenKind(
+    sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("rejected_input_ids", "rejected_labels"))
+)
 """A chosen and a rejected answer, as in torchtune's preference datasets."""
 
 

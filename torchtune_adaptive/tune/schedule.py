@@ -17,10 +17,10 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import COUNT, Rule, Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import count_of, in_columns, shown
+from torchtune_adaptive.formatting import count_of, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.tune.data import StepLoader
 
@@ -28,20 +28,13 @@ KEY = "batch_increase_function"
 Increase = Callable[[int, int], int]
 
 
-def _check(name: str, value: object, rule: Rule) -> None:
-    if not rule.accepts(value):
-        raise ConfigError(f"{KEY}.{name} is {shown(value)}: allowed is {rule.allowed}")
-
-
 def double_every(epochs: int) -> Increase:
     """Double the batch size every `epochs` epochs."""
-    _check("epochs", epochs, COUNT)
     return lambda epoch, current: current if epoch > 0 and epoch % epochs == 0 else 0
 
 
 def add_every(epochs: int, amount: int) -> Increase:
     """Add `amount` rows every `epochs` epochs."""
-    _check("epochs", epochs, COUNT)
     return lambda epoch, current: amount if epoch > 0 and epoch % epochs == 0 else 0
 
 
@@ -182,14 +175,11 @@ def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> Epoc
 
 
 def _requested_size(increase: Increase, epoch: int, current: int) -> int:
-    """Call the increase function and return the new batch size; turn its failures into a ConfigError."""
+    """Call the increase function and return the new batch size. Raise ConfigError if the result is invalid."""
     named = increase if hasattr(increase, "__qualname__") else type(increase)
     name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # the factory of a closure
     fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
-    try:
-        more: object = increase(epoch, current)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{fact} raised {components.in_a_line(error)}") from error
+    more: object = increase(epoch, current)
     if type(more) is not int:
         raise ConfigError(f"{fact} returned {more!r} ({type(more).__name__}); allowed: an int, the rows to add")
     if current + more < 1:
@@ -214,14 +204,13 @@ def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
 
 
 def log_schedule(
-    epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None, samples: int
+    epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
 ) -> None:
     """Log the sizes before training starts, and how they differ from the checkpoint's."""
     sizes, before = epochs[-1], progress.epochs_started
     per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
-    ranks_changed = bool(before) and progress.ranks != ranks
-    if ranks_changed:
+    if before and progress.ranks != ranks:
         was = before[-1].samples_per_step * progress.ranks
         on = f"{count_of(ranks, kind_of_rank)} (before: {progress.ranks})"
         log_rank_0(f"resumed on {on}: {per_step} samples a step (before: {was})")
@@ -233,24 +222,15 @@ def log_schedule(
     else:
         line = f"{per_step} samples a step, in microbatches of at most {limit}"
     log_rank_0(f"{line} · {count_of(sizes.steps, 'step')} an epoch · {count_of(len(epochs), 'epoch')}")
-    left_out, configured = (samples % each for each in (sizes.samples_per_step, settings.samples_per_step))
-    if left_out and settings.max_steps_per_epoch is None and settings.config.get(KEY) is None:
-        why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
-        keep = "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured)
-        # fewer than the ranks read, if the sampler repeats some
-        known = progress.dataset_samples or samples * ranks
-        of_all = f"{left_out * ranks + known - samples * ranks} of {known} samples"
-        each = "each epoch that begins on this number of ranks" if ranks_changed else "each epoch"
-        log_rank_0(f"{of_all} do not fill a step and are left out of {each} ({why}){keep}")
 
 
-def log_left_out(sizes: EpochSizes, settings: Settings, progress: Progress, loader: StepLoader[Any]) -> None:
-    """Log the samples that an epoch left out, for runs that grow; `log_schedule` logs it for all others."""
-    left_out = progress.ranks * loader.samples_left_per_rank(progress.samples_in_epoch)
-    if left_out and settings.config.get(KEY) is not None and settings.max_steps_per_epoch is None:
+def log_left_out(sizes: EpochSizes, progress: Progress, loader: StepLoader[Any]) -> None:
+    """At the end of an epoch, log the samples that were left out because they do not fill a step, as in torchtune."""
+    left_per_rank = loader.samples_left_per_rank(progress.samples_in_epoch)
+    if 0 < left_per_rank < sizes.samples_per_step:  # otherwise `max_steps_per_epoch` has ended the epoch
         read = progress.ranks * loader.samples_per_rank
         samples = progress.dataset_samples or read  # fewer than `read`, if the sampler repeats some
-        left_out += samples - read
+        left_out = progress.ranks * left_per_rank + samples - read
         log_rank_0(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 

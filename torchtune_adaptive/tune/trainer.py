@@ -54,13 +54,13 @@ class Run:
     ) -> None:
         """Collective: join the process group and find the checkpoint to start from."""
         self.settings, self.contents = settings, contents
-        self.place = join(settings)
+        self.devices = join(settings)
         self._start = find_start(settings, contents.recipe, steps=steps)
         self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
-        self.checkpoints = CheckpointManager(settings, self._start, contents, self.place.device, build)
-        self.progress = start_progress(settings, self.place.ranks)
+        self.checkpoints = CheckpointManager(settings, self._start, contents, self.devices.device, build)
+        self.progress = start_progress(settings, self.devices.ranks)
         prepare(settings)
-        self.metrics = Metrics(settings, self.place.device, self.journal)
+        self.metrics = Metrics(settings, self.devices.device, self.journal)
 
     def resume(self, checkpoint: State) -> None:
         """Restore the progress if the run resumes from a checkpoint."""
@@ -144,7 +144,7 @@ class Trainer:
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
-        self._profiler = StepProfiler(run.settings.config, run.place.device)
+        self._profiler = StepProfiler(run.settings.config, run.devices.device)
         self._cut = CutSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False
 
@@ -155,12 +155,12 @@ class Trainer:
         limit, limits = None, self.run.settings.adaptive.memory_limit
         if limits is not None:
             limit = size_for_rank(limits, rank(), world_size(), "adaptive.memory_limit")
-        return memory_within(limit, self.run.place.device, resident)
+        return memory_within(limit, self.run.devices.device, resident)
 
     @contextmanager
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
         """Collective: yield the remaining steps of the run; memory is limited and measured while it is open."""
-        free_setup_memory(self.run.place.device)
+        free_setup_memory(self.run.devices.device)
         self._profiler.start()
         with self.memory_of_this_rank() as memory:
             self.stages.watch(memory)
@@ -176,7 +176,7 @@ class Trainer:
         while run.progress.epochs_run < len(self.schedule.epochs):
             sizes = self._sizes = self.schedule.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
-            record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.place.ranks)
+            record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.devices.ranks)
             self.optimization.use_lr_factor(sizes.lr_factor)
             self._validate_if_due()  # a resumed run may have been stopped before this validation
             with run.checkpoints.continue_random_state(run.progress):
@@ -185,14 +185,14 @@ class Trainer:
             for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, called):
                 self._cut.count(samples)
                 yield Step(run.progress.step + 1, samples, upcoming)
-            log_left_out(sizes, run.settings, run.progress, self.data.loader)
+            log_left_out(sizes, run.progress, self.data.loader)
             self._cut.announce(sizes.epoch)
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()
             run.checkpoints.stop_if_asked(run.progress, self._stopping)
 
-    def done(
+    def finish_step(
         self,
         result: StepResult,
         grad_norm: float | None,
@@ -203,9 +203,9 @@ class Trainer:
         """Collective: log a step, then save if it is due. The loss is a mean over target tokens, or over `samples`."""
         figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
-        self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
+        self.advance(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
 
-    def logged(
+    def advance(
         self,
         loss: float,
         target_tokens: int,
@@ -216,7 +216,7 @@ class Trainer:
     ) -> None:
         """Collective: count a logged step, save a checkpoint if it is due, and end the run if a signal arrived."""
         run = self.run
-        run.progress = run.progress.after_step(self._sizes, run.place.ranks)
+        run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
         self._profiler.step()
         self._stopping = asked_to_stop

@@ -23,7 +23,6 @@ from torchtune.modules.attention_utils import _sdpa_or_flex_attention
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.fsdp import settle
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
-from torchtune_adaptive.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +210,7 @@ def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def is_padded(
     model: nn.Module, settings: Settings, device: torch.device, *, packed: bool, run_model: bool = False
 ) -> bool:
-    """Return True if rows are padded; if they must be, log the reason, or raise if `adaptive.padding` is False.
+    """Return True if rows are padded; if they must be, log the reason.
 
     With `run_model` it is collective, and runs a row of several samples through the model, which needs its weights.
     """
@@ -222,8 +221,6 @@ def is_padded(
         reason = next(filter(None, from_all_ranks(reason)), None) or _mixing(model, device)
     if reason is None:
         return False
-    if settings.adaptive.padding is False:
-        raise ConfigError(f"adaptive.padding is False, but {reason}: set adaptive.padding to null or True")
     if rank() == 0 and not packed:  # the token budget logs a line for packed rows
         logger.info("token budget · samples are padded: %s", reason)
     return True

@@ -28,7 +28,7 @@ from torchtune_adaptive.tune.fingerprint import seeded
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import evaluating
 
-VALIDATION = "validation"
+VALIDATION_STAGE = "validation"
 """The name of the stage that computes the loss."""
 LOSS = "val_loss"
 COUNT = "count"
@@ -43,7 +43,7 @@ def build_validation_data(settings: Settings, training: Data, build: Callable[[S
     config = settings.config.copy()
     config.dataset = config.dataset_val
     whole = replace(settings, config=config, shuffle=False, batch_size=1, gradient_accumulation_steps=1)
-    with drawing_nothing(), _naming_its_dataset():
+    with isolated_random_state(), _naming_its_dataset():
         data = build(whole)
     if not training.kind.padded and not data.packed:
         data.remove_padding()
@@ -51,7 +51,7 @@ def build_validation_data(settings: Settings, training: Data, build: Callable[[S
 
 
 @contextmanager
-def drawing_nothing() -> Iterator[None]:
+def isolated_random_state() -> Iterator[None]:
     """Seed the host's random generators, and restore all generators at the end."""
     rng = RngState.capture()
     with seeded(0):
@@ -106,7 +106,7 @@ class Validation:
         """
         sums: dict[str, torch.Tensor | float] = defaultdict(float)
         shares = self._data.loader.all_samples(max(samples_each, self._rows or 0))
-        with drawing_nothing(), evaluating(self._model), _naming_its_dataset():
+        with isolated_random_state(), evaluating(self._model), _naming_its_dataset():
             for share in shares:
                 samples = [self._data.kind.without_labels(each) if repeated else each for each, repeated in share]
                 *_, result = self.stages.run(samples, step=step).values()

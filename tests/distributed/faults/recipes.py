@@ -38,7 +38,7 @@ SIZES = ("num_layers=1", "embed_dim=32")
 GATHERED = ("fsdp_reshard_after_forward=False",)
 WAYS_OF_PAIRS: dict[str, dict[str, Any]] = {
     "no reshard from the first pass on": {"overrides": GATHERED, "first_pass": True},
-    "without padding": {"overrides": ("adaptive.token_budget=1000", "adaptive.padding=False", "adaptive.deal=False")},
+    "without padding": {"overrides": ("adaptive.token_budget=1000", "adaptive.deal=False")},
     "full checkpointing": {"overrides": ("enable_activation_checkpointing=True",)},
     "two of three": {"world_size": 3, "failing": (0, 2)},
     "hybrid": {"overrides": ("data_parallel_replicate_dim=2",), "world_size": 4},

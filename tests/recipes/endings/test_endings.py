@@ -118,22 +118,6 @@ def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
     return tune_run_forked(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
 
 
-def test_quantized_weights_that_do_not_divide_by_the_ranks_are_one_error(tmp_path: Path) -> None:
-    sizes = {"embed_dim": 768, "num_heads": 12, "num_kv_heads": 4, "intermediate_dim": 1536}
-    wide = [f"{section}.{key}={size}" for section in ("model", "checkpointer.sizes") for key, size in sizes.items()]
-    config = ("adaptive_lora_finetune_distributed", "--config", "adaptive/demo/lora", "dtype=bf16", *CHEAP)
-    quantized = ("model.quantize_base=True", "checkpointer.checkpoint_dir=weights", *wide)
-    ended = tune_run_forked(*config, *quantized, ranks=3, cwd=tmp_path, timeout_s=120)
-    assert ended.status != 0
-    text = re.findall(
-        r"^error(?: \(rank \d\))?: model: its quantized weights cannot be sharded over 3 ranks .*",
-        ended.output,
-        re.MULTILINE,
-    )
-    assert len(text) == 1, ended.output
-    assert text[0].endswith("train on fewer ranks, or set model.quantize_base: False")
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -143,7 +127,7 @@ def test_quantized_weights_that_do_not_divide_by_the_ranks_are_one_error(tmp_pat
             id="sample-that-raises",
         ),
         pytest.param(
-            (*with_flaw("token"), "adaptive.token_budget=2000", "adaptive.deal=True"),
+            (*with_flaw("token"), "adaptive.token_budget=2000"),
             rf"error(?: \(rank 1\))?: sample {BAD} of the dataset \(on rank \d\) has token 999999",
             id="unknown-token-on-any-rank",
         ),

@@ -1,6 +1,5 @@
 """Searching, recovering and growing in whole runs on two ranks, as a user sees them."""
 
-import json
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -83,13 +82,6 @@ def test_search_fits_the_tightest_rank_and_logs_its_probes(runs: Runs) -> None:
     assert any(line.startswith("8 rows × 1 microbatch × 2 ranks = 16 samples a step (as configured)") for line in lines)
 
 
-def test_search_writes_its_record(runs: Runs) -> None:
-    output = runs.folder / "searched" / "out"
-    record = json.loads((output / "batch_search.json").read_text())
-    assert record["result"]["rows"] == 8
-    assert record["fingerprint"]["budgets"] == [120 * 2**20, LIMIT_MIB * 2**20]
-
-
 @pytest.mark.smoke
 def test_training_after_a_search_equals_training_with_that_batch_size(runs: Runs) -> None:
     searched, written = runs.log("searched"), runs.log("written")
@@ -122,7 +114,7 @@ def test_record_of_a_run_has_its_events(runs: Runs) -> None:
     events = read_log(output / "adaptive_events.jsonl")
     recoveries = [event for event in events if event["kind"] == "recovery"]
     assert [event["kind"] for event in events[:2]] == ["start", "search"]
-    assert events[1]["after"] == 8
+    assert events[1]["after"] == events[1]["result"]["rows"] == 8
     assert events[1]["budget_bytes"] == LIMIT_MIB * 2**20
     lines = [line for line in runs.lines[0]["searched"] if "out of memory" in line]
     assert [event["reason"] for event in recoveries] == lines

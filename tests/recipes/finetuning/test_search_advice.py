@@ -1,4 +1,4 @@
-"""The length that a search measures, and its warning about longer samples."""
+"""The length that a search measures."""
 
 from pathlib import Path
 from typing import Any
@@ -41,25 +41,6 @@ def started(lengths: str, *overrides: str) -> list[str]:
     with captured_log() as lines:
         start_in_process("full", *SEARCHED, *dataset, *overrides)
     return lines
-
-
-@pytest.mark.parametrize(
-    ("lengths", "steps", "line"),
-    [
-        (
-            "[30,40,50,512]",
-            16,
-            "the median sample has 40 tokens, but rows were measured with 512: adaptive.token_budget=auto "
-            "use_maximum_batch_size=False would run more samples at once",
-        ),
-        ("[400,512]", 16, None),
-        ("[30,40,50,512]", 1, None),  # a step of two samples is one microbatch
-    ],
-)
-def test_warning_if_most_samples_are_much_shorter_than_measured(lengths: str, steps: int, line: str | None) -> None:
-    sizes = ("adaptive.sequence_length=null", "adaptive.memory_limit=48MiB", "batch_size=2")
-    lines = started(lengths, *sizes, f"gradient_accumulation_steps={steps}")
-    assert [each for each in lines if each.startswith("the median sample")] == [line] * (line is not None)
 
 
 def test_length_above_the_tokenizers_maximum_is_not_measured() -> None:

@@ -1,6 +1,5 @@
 """Token budgets in whole runs: parity with stock, recovery, growth, resume, packed and long samples."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.finetuning.test_adaptive_runs import Runs, run_and_listen
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import read_log, search_results
 from tests.recipes.running import (
     RELATIVE,
     RELATIVE_AFTER_ADAM,
@@ -90,13 +89,13 @@ def test_auto_measures_a_few_lengths_without_running_out_of_memory(runs: Runs) -
     assert any(line.startswith("token budget · ") and "probes · budget 48.0 MiB a rank" in line for line in lines)
     assert any("16 samples a step, in microbatches of at most" in line for line in lines)
     assert runs.log("auto")[-1]["oom_recoveries"] == 0
-    record = json.loads((runs.folder / "auto" / "out" / "batch_search.json").read_text())
-    points = record["result"]["points"]
+    result = search_results(runs.folder / "auto" / "out")[""]
+    points = result["points"]
     assert 4 <= len(points) <= 8
     assert all(point["peak"]["fits"] for point in points)
     assert points[0]["length"] == max(point["length"] for point in points)
-    assert record["result"]["held_out_error"] < 0.05
-    assert record["result"]["budget_bytes"] == 48 * 2**20
+    assert result["held_out_error"] < 0.05
+    assert result["budget_bytes"] == 48 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,8 @@ def test_auto_probes_at_most_the_rows_of_a_step(
     monkeypatch.chdir(tmp_path)
     ample = ("adaptive.memory_limit=1GiB", "adaptive.token_budget=auto", "use_maximum_batch_size=False")
     start_in_process("full", "--config", "adaptive/demo/full", *STEPS, *ample, *growth)
-    record = json.loads((tmp_path / "runs/demo/full/batch_search.json").read_text())
-    assert max(point["rows"] for point in record["result"]["points"]) == most
+    points = search_results(tmp_path / "runs/demo/full")[""]["points"]
+    assert max(point["rows"] for point in points) == most
 
 
 def twice(epoch: int, batch_size: int) -> int:

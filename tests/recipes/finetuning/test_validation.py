@@ -15,12 +15,12 @@ from torchtune.rlhf.loss import DPOLoss
 from tests.ranks import run_on_ranks
 from tests.recipes.recorders import events_of, read_log
 from tests.recipes.running import demo_config, run_ours, saved_weights
-from torchtune_adaptive.tune.preference import VALIDATION_REFERENCE
-from torchtune_adaptive.tune.validation import VALIDATION
+from torchtune_adaptive.tune.preference import VALIDATION_REFERENCE_STAGE
+from torchtune_adaptive.tune.validation import VALIDATION_STAGE
 
 EXACT = 1e-6
 STEPS = "out/adaptive_steps.jsonl"
-UNPADDED = ("adaptive.token_budget=400", "adaptive.padding=False")
+UNPADDED = "adaptive.token_budget=400"
 AT_ONCE = ("batch_size=1", "batch_size_val=20")
 
 
@@ -170,9 +170,9 @@ def test_training_is_bitwise_that_of_a_run_without_validation(run: tuple[str, Pa
 @pytest.mark.parametrize("run", RECOVERED, indirect=True)
 def test_validation_recovers_on_its_own_and_is_named_in_the_record(run: tuple[str, Path]) -> None:
     name, folder = run[0], run[1] / "validated"
-    of_pairs = [VALIDATION_REFERENCE] if CASES[name].kind == "full_dpo" else []
+    of_pairs = [VALIDATION_REFERENCE_STAGE] if CASES[name].kind == "full_dpo" else []
     recoveries = events_of(folder, "recovery")
-    assert {event["stage"] for event in recoveries} == {VALIDATION, *of_pairs}
+    assert {event["stage"] for event in recoveries} == {VALIDATION_STAGE, *of_pairs}
     assert {tuple(event["ranks"]) for event in recoveries} == {(1,)}
     events, found = events_of(folder, "validation"), logged(folder, validations=True)
     assert [(each["step"], each["val_loss"]) for each in events] == [(each["step"], each["val_loss"]) for each in found]

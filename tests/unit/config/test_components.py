@@ -23,6 +23,10 @@ def fails(lr: float) -> None:
     raise TypeError(f"{lr} is no number")
 
 
+def compares(lr: float) -> bool:
+    return lr >= 0.0
+
+
 def fails_below(lr: float) -> None:
     try:
         fails(lr)
@@ -41,6 +45,8 @@ def message(name: str, **keys: Any) -> str:
     ("name", "keys", "expected"),
     [
         ("fails", {"lr": 3}, "TypeError: 3 is no number"),
+        ("compares", {"lr": "nan"}, "'str' and 'float'; strings: _component_ is "),
+        ("compares", {"lr": "nan"}, "compares', lr is 'nan'"),
         ("fails_below", {"lr": 3}, "RuntimeError: An error occurred (TypeError: 3 is no number)"),
         (
             "anything",

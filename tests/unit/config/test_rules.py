@@ -7,14 +7,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.config import keys
-from torchtune_adaptive.config.keys import COUNT, NAMES, NULL, AdaptiveConfig, Rule, option, read, read_section
+from torchtune_adaptive.config.keys import COUNT, NAMES, NULL, AdaptiveConfig, Rule, read, read_section, setting
 from torchtune_adaptive.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    rows: int = option(COUNT)
-    names: tuple[str, ...] | None = option(NAMES | NULL, None)
+    rows: int = setting(COUNT)
+    names: tuple[str, ...] | None = setting(NAMES | NULL, None)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_missing_required_key_is_named() -> None:
 
 @pytest.mark.parametrize("section", [None, OmegaConf.create({})])
 def test_without_an_adaptive_section_all_keys_have_their_defaults(section: Any) -> None:
-    assert read_section(AdaptiveConfig, section, "adaptive").recover_from_oom is None
+    assert read_section(AdaptiveConfig, section, "adaptive").recover_from_oom is True
 
 
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])

@@ -56,7 +56,7 @@ def test_without_a_shared_folder_every_rank_prints_its_message(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (None, "this part cannot be repeated")]
+    ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (True, "this part cannot be repeated")]
 )
 def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, why: str) -> None:
     with pytest.raises(RecoveryUnsupportedError) as caught, entry_point.explain_out_of_memory(recover):

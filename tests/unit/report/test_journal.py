@@ -106,6 +106,7 @@ def test_unwritable_figure_loses_only_its_line(tmp_path: Path, caplog: pytest.Lo
     journal.step(2, {"loss": figure})
     journal.step(3, {"loss": float("nan")})
     assert steps_in(tmp_path) == [1, 3]
+    assert "NaN" not in (tmp_path / STEPS_FILE).read_text(), "it is not JSON"
     assert len(caplog.messages) == 1
 
 

@@ -75,12 +75,6 @@ def test_prompt_is_truncated_by_the_tokenizer_and_an_empty_one_is_named() -> Non
         dataset[3]
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_dataset_without_prompts_is_reported_with_its_keys(listed: bool) -> None:
-    with pytest.raises(ConfigError, match="its first sample has words, labels"):
-        build(listed=listed, key="words")
-
-
 ROWS = Dataset.from_list([{"question": "1+1", "answer": "2"}])
 
 

@@ -72,9 +72,6 @@ OF_ALL = [
     ("stop_token_ids=3", "a list of tokens"),
     ("stop_token_ids=[true]", "a list of tokens"),
     ("dataset.packed=True", "prompts cannot be packed"),
-    ("optimizer._component_=torch.optim.SGD", "set optimizer.fused: False, or use Adam or AdamW"),
-    ("adaptive={padding: false, token_budget: 100}", "adaptive.padding is False"),
-    ("adaptive={deal: true, token_budget: 100}", "adaptive.deal is True, but rollouts stay"),
 ]
 OF_PPO = [
     ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
@@ -134,8 +131,3 @@ def test_unsupported_option_is_refused_by_its_name(name: str, override: str, par
 )
 def test_disabled_clipping_and_zero_coefficients_are_accepted(overrides: list[str]) -> None:
     read_ppo_settings(config(PPO_DEMO, *overrides))
-
-
-def test_other_recipes_name_the_recipe_of_the_config() -> None:
-    with pytest.raises(AdaptiveError, match="adaptive_ppo_full_finetune_distributed"):
-        check_keys(config(PPO_DEMO), aloud=False)

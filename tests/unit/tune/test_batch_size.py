@@ -1,8 +1,6 @@
-"""`batch_search.json`, reuse of searches, their journal events, and errors of samples that do not fit."""
+"""Journal events of searches, and errors of samples that do not fit."""
 
 import dataclasses
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,16 +11,13 @@ from omegaconf import OmegaConf
 from tests.unit.report.test_tables import example, profiled
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.engine.length_profile import Profile
-from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleTooLargeError
 from torchtune_adaptive.report.journal import Event
 from torchtune_adaptive.tune import batch_size
-from torchtune_adaptive.tune.batch_size import SEARCH_FILE, check_lengths, read_record, write_record
+from torchtune_adaptive.tune.batch_size import check_lengths
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.samples import PAIR
 
-FINGERPRINT = {"model": "llama3_1.llama3_1_8b", "world_size": 8, "shape": (1, 2), "budget": 75.2}
 KIND = dataclasses.replace(PAIR, padded=False)
 
 
@@ -30,50 +25,19 @@ KIND = dataclasses.replace(PAIR, padded=False)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    monkeypatch.setattr(batch_size, "from_rank_0", lambda value: value)
-    monkeypatch.setattr(batch_size, "search_fingerprint", lambda *_: FINGERPRINT)
 
 
 def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings:
     return Settings(**{**NEEDED, **(changed or {}), "adaptive": AdaptiveConfig(**adaptive)})
 
 
-@pytest.mark.parametrize("result", [example(), profiled()], ids=["rows", "profile"])
-def test_saved_search_is_reused_only_with_the_same_fingerprint(tmp_path: Path, result: SearchResult | Profile) -> None:
-    assert read_record(tmp_path / "new", FINGERPRINT, type(result)) is None
-    write_record(tmp_path / "new", FINGERPRINT, 4096, result)
-    assert read_record(tmp_path / "new", FINGERPRINT, type(result)) == result
-    assert read_record(tmp_path / "new", {**FINGERPRINT, "world_size": 4}, SearchResult) is None
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [SEARCH_FILE]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        '{"result": {}}',
-        json.dumps({"fingerprint": FINGERPRINT}),
-        json.dumps({"fingerprint": FINGERPRINT, "result": {"probes": [3], "lines": []}}),
-    ],
-    ids=range(4),
-)
-def test_invalid_record_gives_one_line_and_is_ignored(
-    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / SEARCH_FILE).write_text(content)
-    assert read_record(tmp_path, FINGERPRINT, SearchResult) is None
-    [message] = caplog.messages
-    assert message.startswith(f"{tmp_path / SEARCH_FILE} is not a valid search record (")
-    assert message.endswith("); searching again")
-
-
-def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
+def searched(measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
     """Return the event of a search of 4096 tokens that finds the result of `measure`."""
     step, trainer = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
     run, trainer.data.kind = trainer.run, KIND
     run.progress.step = 0
-    run.settings = settings({"output_dir": str(folder)}, **adaptive)
+    run.settings = settings(**adaptive)
     with (
         mock.patch.object(batch_size, "find_max_batch_size", measure),
         mock.patch.object(batch_size, "profile_memory", measure),
@@ -85,24 +49,23 @@ def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any)
     return event
 
 
-def test_journal_has_the_result_and_whether_it_was_reused(tmp_path: Path) -> None:
-    rows = searched(tmp_path, lambda *_, **__: example())
+def test_journal_has_the_result() -> None:
+    rows = searched(lambda *_, **__: example())
     assert rows.reason == "batch search · policy: 8 rows of 4096 tokens (9.2 fit, rounded down to a power of two)"
     assert (rows.after, rows.unit, rows.budget_bytes) == (8, "rows", example().budget_bytes)
-    again = searched(tmp_path, measure=pytest.fail)
-    assert again == dataclasses.replace(rows, reason=f"{rows.reason}, reused from an earlier run")
-    lengths = searched(tmp_path, lambda *_, **__: profiled(), stage="", token_budget="auto")
+    assert rows.result == dataclasses.asdict(example())
+    lengths = searched(lambda *_, **__: profiled(), stage="", token_budget="auto")
     assert lengths.reason.startswith("token budget: up to 51")
     assert (lengths.after, lengths.unit) == (profiled().limit_bytes, "bytes")
 
 
-def test_row_that_does_not_fit_is_reported_with_its_stage(tmp_path: Path) -> None:
+def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
     def measure(*_: Any, **__: Any) -> Any:
         raise OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS, need_bytes=2, budget_bytes=1)
 
     text = r"one row of 256 tokens needs 2 \(policy; in both answers together\); train on more ranks"
     with pytest.raises(OneRowDoesNotFitError, match=text) as error:
-        searched(tmp_path, measure)
+        searched(measure)
     assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
 
 

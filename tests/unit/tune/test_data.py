@@ -2,22 +2,19 @@
 
 import tracemalloc
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-from torchtune.data import padded_collate_sft
 
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import data
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import StepLoader, build_collate, build_dataset, build_step_loader
+from torchtune_adaptive.tune.data import StepLoader, build_step_loader
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
@@ -44,56 +41,12 @@ def test_dataset_smaller_than_a_step_is_reported_with_the_arithmetic(samples: in
     assert load(12, 2).samples_per_rank == 6
 
 
-def dropping(samples: Any, padding_idx: int, ignore_idx: int) -> Any:
-    return {key: value[:1] for key, value in padded_collate_sft(samples, padding_idx, ignore_idx).items()}
-
-
-def failing(samples: Any, padding_idx: int, ignore_idx: int) -> Any:
-    raise StopIteration
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("dropping", "returned 1 row for 2 samples: it must return one row per sample"),
-        ("failing", "failed on 2 samples: StopIteration"),
-    ],
-)
-def test_collate_function_that_drops_rows_or_fails_is_named(name: str, message: str) -> None:
-    settings = Settings(**NEEDED, collate_fn=f"{__name__}.{name}")
-    collate = build_collate(settings, SimpleNamespace(pad_id=0), -100, packed=False)
-    with pytest.raises(ConfigError, match=rf"^collate_fn {__name__}\.{name} {message}"):
-        collate([{"tokens": [1], "labels": [1]}] * 2)
-
-
 def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "from_all_ranks", lambda mine: [mine, mine, mine + 8])
     with pytest.raises(
         ConfigError, match=r"^dataset has 12 samples on rank 0 and 20 on rank 2, .* the same on every node"
     ):
         load(12, 2)
-
-
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        ('{"a": 1}\n\n{"a": \n{"a": 3}\n', r"data\.jsonl, line 3, is not JSON \(.*\): fix it or remove it$"),
-        ('{"a": 1}\n[1, 2]\n', r"data\.jsonl, line 2, is not a JSON object, {\.\.\.}: fix it or remove it$"),
-        ("", r"data\.jsonl is empty$"),
-    ],
-    ids=["broken line", "not an object", "empty file"],
-)
-def test_unreadable_file_is_named_with_its_line(content: str, part: str, tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text(content)
-    section = {
-        "_component_": "torchtune.datasets.instruct_dataset",
-        "source": "json",
-        "data_files": str(path),
-        "split": "train",
-    }
-    with pytest.raises(ConfigError, match=rf"^dataset\.data_files: .*{part}"):
-        build_dataset(OmegaConf.create({"dataset": section}), SimpleNamespace(pad_id=0))
 
 
 SAMPLES, BATCH_SIZE, ACCUMULATION = 53, 3, 2

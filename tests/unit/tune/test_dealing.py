@@ -11,7 +11,6 @@ from tests.unit.tune.models import build
 from tests.unit.tune.test_unpadded_support import BUDGET, SETTINGS
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import dealing
 from torchtune_adaptive.tune.dealing import dealer_of
 
@@ -24,7 +23,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretend to be on two ranks; collect rank 0's log."""
     message: list[str] = []
     monkeypatch.setattr(dealing, "world_size", lambda: 2)
-    monkeypatch.setattr(dealing, "say", message.append)
+    monkeypatch.setattr(dealing, "log_rank_0", message.append)
     monkeypatch.setattr(dealing, "Dealer", lambda kind, *_: kind)
     return message
 
@@ -46,7 +45,7 @@ def test_steps_are_dealt_under_a_length_limit_on_several_ranks(monkeypatch: pyte
     assert dealer(AdaptiveConfig(), None) is None
     assert dealer(replace(BUDGET, deal=False)) is None
     monkeypatch.setattr(dealing, "world_size", lambda: 1)
-    assert dealer(replace(BUDGET, deal=True)) is None
+    assert dealer(BUDGET) is None
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,3 @@ def test_obstacles_to_dealing_are_logged_and_samples_stay(
 ) -> None:
     assert dealer(BUDGET, model=model, tensor_parallel_dim=tensor_parallel_dim) is None
     assert two_ranks == [line for line in two_ranks if f"stay on the ranks that read them: {reason}" in line] != []
-    with pytest.raises(ConfigError, match=f"adaptive.deal is True, but {reason}.*set adaptive.deal to null or False"):
-        dealer(replace(BUDGET, deal=True), model=model, tensor_parallel_dim=tensor_parallel_dim)
-
-
-def test_packs_are_not_dealt_and_requesting_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DATA, "packed", True)
-    assert dealer(BUDGET, RowLimit(8)) is None
-    with pytest.raises(ConfigError, match=r"adaptive\.deal is True, but the dataset is packed, .*: set adaptive\.deal"):
-        dealer(replace(BUDGET, deal=True), RowLimit(8))

@@ -1,10 +1,9 @@
-"""Options that disable recovery, and torchtune's offloading after a failed pass.
+"""torchtune's offloading after a failed pass.
 
 On a CPU: offloading's bookkeeping is plain Python, only its streams need a GPU.
 """
 
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,24 +11,7 @@ import torch
 from torch import nn
 from torchtune.training import OffloadActivations
 
-from tests.unit.tune.minimal_config import NEEDED
-from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.finetuning import clearing_offloaded_on_error, obstacle_to_recovery
-
-
-def obstacle(recover: bool | None, settings: dict[str, Any]) -> str | None:
-    adaptive = AdaptiveConfig(recover_from_oom=recover)
-    return obstacle_to_recovery(Settings(**{**NEEDED, **settings, "adaptive": adaptive}))
-
-
-def test_recovery_is_off_with_an_optimizer_in_the_backward_and_requesting_it_is_an_error() -> None:
-    settings, named = {"optimizer_in_bwd": True}, "optimizer_in_bwd is True"
-    assert obstacle(True, {}) is obstacle(True, {"tensor_parallel_dim": 2}) is None
-    for recover in (None, False):
-        assert named in (obstacle(recover, settings) or "")
-    with pytest.raises(ConfigError, match=rf"adaptive\.recover_from_oom is True, but .*{named}.*set it to null"):
-        obstacle(True, settings)
+from torchtune_adaptive.tune.finetuning import clearing_offloaded_on_error
 
 
 @pytest.fixture

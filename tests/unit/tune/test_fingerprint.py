@@ -13,7 +13,7 @@ from torchtune_adaptive.tune import fingerprint
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.fingerprint import PLACES, check_same_data, fingerprint_of
 
-LINES = [{"tokens": [at, at + 1], "labels": torch.tensor([at]), "answer": f"line {at}"} for at in range(64)]
+LINES = [{"tokens": [at, at + 1], "labels": torch.tensor([at, at])} for at in range(64)]
 
 
 class Drawn(Sequence[dict[str, Any]]):
@@ -24,7 +24,8 @@ class Drawn(Sequence[dict[str, Any]]):
         return 64
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
-        return {"tokens": [index], "noise": self._draw()}
+        drawn = int(1e6 * np.sum(np.asarray(self._draw())))
+        return {"tokens": [index, drawn], "labels": [index, drawn]}
 
 
 OWN_GENERATOR = np.random.default_rng()
@@ -53,8 +54,8 @@ def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 OTHERS: dict[str, Any] = {
     "another order": LINES[::-1],
-    "other labels": [*LINES[:21], {**LINES[21], "labels": torch.tensor([1])}, *LINES[22:]],
-    "another column": [*LINES[:-1], {**LINES[-1], "answer": "lime"}],
+    "other labels": [*LINES[:21], {**LINES[21], "labels": torch.tensor([1, 21])}, *LINES[22:]],
+    "other tokens": [*LINES[:-1], {**LINES[-1], "tokens": [1, 64]}],
 }
 
 
@@ -111,7 +112,7 @@ def test_resume_on_changed_data_is_an_error_that_names_the_sample() -> None:
 
 
 def test_resume_may_change_max_seq_len() -> None:
-    cut = CheckedDataset([{**line, "tokens": line["tokens"][:1]} for line in LINES])
+    cut = CheckedDataset([{key: values[:1] for key, values in line.items()} for line in LINES])
     check_same_data(cut, fingerprint_of(cut, 1), fingerprint_of(CheckedDataset(LINES), 2))
 
 

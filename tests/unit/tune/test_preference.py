@@ -13,26 +13,9 @@ from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.request import recipe_of
-from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import check_samples
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE, build_preference_loss, figures_of, sums_of_rows
-from torchtune_adaptive.tune.samples import PAIR
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE, figures_of, sums_of_rows
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
-
-
-@pytest.mark.parametrize(
-    ("loss", "keys", "message"),
-    [
-        ("torchtune.modules.loss.CEWithChunkedOutputLoss", {}, ""),
-        ("torch.nn.MSELoss", {}, ""),
-        ("torchtune.rlhf.loss.DPOLoss", {"beta": "abc"}, " with beta: 'abc'"),
-    ],
-)
-def test_loss_that_does_not_compare_pairs_is_refused(loss: str, keys: dict[str, str], message: str) -> None:
-    printed = rf"loss is {loss}{message}, which does not compute .* such as torchtune.rlhf.loss.DPOLoss"
-    with pytest.raises(ConfigError, match=printed):
-        build_preference_loss(OmegaConf.create({"loss": {"_component_": loss, **keys}}))
 
 
 @pytest.mark.parametrize(("key", "value"), [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2)])
@@ -40,15 +23,6 @@ def test_unsupported_option_is_refused(key: str, value: object) -> None:
     read_full_dpo_settings(OmegaConf.create(KEYS))
     with pytest.raises(ConfigError, match=f"{key} is .*, which preference training does not support: allowed is"):
         read_full_dpo_settings(OmegaConf.create({**KEYS, key: value}))
-
-
-def test_finetuning_dataset_is_refused() -> None:
-    cfg = OmegaConf.create({"dataset": {"_component_": "some.dataset"}})
-    samples = CheckedDataset([{"tokens": [1], "labels": [1]}], PAIR)
-    with pytest.raises(
-        ConfigError, match=r"dataset is some.dataset, which does not return pairs: its first sample has tokens, labels"
-    ):
-        check_samples(samples, ["chosen_input_ids"], cfg, "pairs", "preference_dataset")
 
 
 def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:

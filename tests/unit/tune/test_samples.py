@@ -9,7 +9,7 @@ from torch import nn
 from tests.unit.tune.models import build
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import Load, load_of, plan_step
-from torchtune_adaptive.tune.samples import FILLER, INDEX, PAIR, TEXT, Kind, cost_of
+from torchtune_adaptive.tune.samples import FILLER, INDEX, PAIR, TEXT, TokenKind, cost_of
 
 JOINED = replace(PAIR, padded=False)
 
@@ -31,7 +31,7 @@ def test_length_of_a_pair_is_that_of_its_longer_answer_or_of_both_without_paddin
 
 
 @pytest.mark.parametrize("kind", [TEXT, PAIR, JOINED])
-def test_worst_sample_has_the_requested_length_and_only_targets(kind: Kind) -> None:
+def test_worst_sample_has_the_requested_length_and_only_targets(kind: TokenKind) -> None:
     worst = kind.uniform(3, 12)
     assert kind.length_of(worst) == 12
     assert all(set(values) == {3} for values in worst.values())
