@@ -82,7 +82,7 @@ COMMON = (
     "metric_logger._component_=benchmarks.packing.Figures",
 )
 ROWS = ("use_maximum_batch_size=True", "adaptive.round_to=none")
-TOKENS = "adaptive.token_budget=auto"
+TOKENS = ("adaptive.token_budget=auto",)
 PADDED = ("adaptive.token_budget=auto", "adaptive.padding=True")
 PACKS = (*ROWS, "dataset.packed=True")
 

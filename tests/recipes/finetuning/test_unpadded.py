@@ -11,7 +11,7 @@ from tests.recipes.running import SGD, demo_config, run_ours, run_stock
 
 RELATIVE = 2e-5
 """Tolerance of losses and gradient norms at any step, in fp32."""
-BUDGET = "adaptive.token_budget=500"
+BUDGET = ("adaptive.token_budget=500",)
 SAMPLES = {1: 64, 2: 32}
 """Samples by number of ranks: at least four steps."""
 WHERE = [("full", 2, True), ("full", 1, False)]

@@ -20,7 +20,7 @@ from torchtune_adaptive.tune.validation import VALIDATION_STAGE
 
 EXACT = 1e-6
 STEPS = "out/adaptive_steps.jsonl"
-UNPADDED = "adaptive.token_budget=400"
+UNPADDED = ("adaptive.token_budget=400",)
 AT_ONCE = ("batch_size=1", "batch_size_val=20")
 
 
