@@ -6,7 +6,7 @@ Without --only, all parts run except meshes, unpadded and recipes. Each part run
 limit. Its result is saved to gpu_PART.json at once, with card, driver and versions, whether it succeeds or fails. A
 part that is stopped keeps the rows that it has. On a null device all parts run, but times and losses are meaningless:
 
-    python -m torchtune_adaptive.null_cuda --memory 80GB -- python -m benchmarks.gpu_day --into /tmp/null
+    env $(python -m torchtune_adaptive.null_cuda 80GB) python -m benchmarks.gpu_day --into /tmp/null
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Shape:
             f"batch_size={ANSWERS // GROUP}",
             f"grpo_samples={GROUP}",
             *("num_steps=1", "model.max_seq_len=256"),
-            "reward_functions=[{_component_: torchtune_adaptive.rl.rewards.matching, pattern: '[a-z]*'}]",
+            "reward_functions=[{_component_: benchmarks.rollouts.without_capitals}]",
         )
         if self.kind == "full_ppo":
             models = {"policy_model": self.sizes, "reward_and_value_model": self.critic_sizes}
@@ -144,6 +144,11 @@ class RandomPrompts(Dataset[dict[str, list[int]]]):
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         tokens = random.Random(index).choices(range(256), k=self._tokens)
         return {"tokens": tokens, "labels": tokens}
+
+
+def without_capitals(completions: list[str], **_: object) -> list[float]:
+    """Return 1 for an answer without capital letters."""
+    return [float(said == said.lower()) for said in completions]
 
 
 def random_prompts(tokenizer: Any, *, samples: int, tokens: int) -> RandomPrompts:

@@ -11,15 +11,15 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
-from torchtune_adaptive.rl.generation import build_generate
+from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.grpo import (
     SignalWatch,
+    add_advantages,
     build_policy,
     cause_of_update,
     contents_of,
     figures_of_update,
     grpo_stages,
-    keep_advantages,
 )
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.rollouts import updates_of
@@ -48,7 +48,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
         optimization = build_optimization(settings, policy, weights, devices.device)
         run.resume(weights)
         tokenizer = components.build("tokenizer", settings.config)
-        generate = build_generate(policy, tokenizer, settings, grpo, devices.device, run.progress.seed)
+        generate = Generate(policy, tokenizer, settings, grpo, devices, run.progress.seed)
         stages = grpo_stages(policy, generate, settings, grpo, devices)
         self.iterations = Iterations(run, policy, optimization, tokenizer, stages, grpo)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
@@ -64,7 +64,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: generate and score answers, update the models, and return the figures to log."""
         grpo, everyone = self._grpo, self.iterations.answered(prompts, number)
-        divisor, figures = keep_advantages(everyone, grpo)
+        divisor, figures = add_advantages(everyone, grpo)
         self.signal.record(has_signal=figures["groups_without_signal"] < len(everyone) / grpo.grpo_samples)
         for share in updates_of(everyone, grpo.answers, grpo.ppo_epochs, self.run.progress.seed):
             policy = self.stages.run_stage(TRAIN_POLICY, share, number)

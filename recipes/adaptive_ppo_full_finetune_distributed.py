@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
-from torchtune_adaptive.rl.generation import build_generate
+from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.ppo import (
     PPO_CONTENTS,
+    add_advantages,
     build_checkpointers,
     build_models,
     figures_of_update,
-    keep_advantages,
     ppo_stages,
 )
 from torchtune_adaptive.rl.rollouts import updates_of
@@ -39,11 +39,11 @@ class AdaptivePPOFullFinetuneDistributed:
         """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, ppo, devices = self.run, self.run.settings, self._ppo, self.run.devices
         weights = run.checkpoints.load()
-        self.models = build_models(settings, devices, weights, run.progress.seed)
+        self.models = build_models(settings, devices, weights)
         optimization = build_optimization(settings, self.models.trained, weights, devices.device)
         run.resume(weights)
         tokenizer = components.build("tokenizer", settings.config)
-        generate = build_generate(self.models.policy, tokenizer, settings, ppo, devices.device, run.progress.seed)
+        generate = Generate(self.models.policy, tokenizer, settings, ppo, devices, run.progress.seed)
         stages = ppo_stages(self.models, generate, ppo, devices.device)
         self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo, TRAINED_FILES)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
@@ -57,7 +57,7 @@ class AdaptivePPOFullFinetuneDistributed:
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: generate and score answers, update the models, and return the figures to log."""
         ppo, everyone = self._ppo, self.iterations.answered(prompts, number)
-        figures = keep_advantages(everyone, ppo)
+        figures = add_advantages(everyone, ppo)
         for share in updates_of(everyone, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
             value = self.stages.run_stage(TRAIN_VALUE, share, number)
             policy = self.stages.run_stage(TRAIN_POLICY, share, number)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import random
-import re
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +41,6 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
 )
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer, adaptive
-from torchtune_adaptive.hf.checkpoints import newest_complete
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -177,76 +172,6 @@ def test_resume_without_a_complete_checkpoint_is_an_error_that_names_the_folder(
         train(tmp_path, AS_IT_IS, resume=True, arguments=arguments(tmp_path))
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-
-
-@cache
-def saved_twice(folder: Path) -> Path:
-    train(folder / "saved", AS_IT_IS, arguments=arguments(folder / "saved", save_strategy="steps", save_steps=2))
-    return folder / "saved"
-
-
-@pytest.mark.parametrize("damage", [remove, empty, cut])
-@pytest.mark.parametrize("name", FILES)
-def test_checkpoint_with_a_damaged_file_is_skipped_with_the_name_of_the_file(
-    folder: Path, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
-    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-6")
-    damage(tmp_path / "checkpoint-6" / name)
-    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-4")
-    assert re.search(rf"checkpoint-6 is skipped: .*{name}", caplog.text)
-
-
-def test_run_resumes_from_the_checkpoint_before_a_damaged_one(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
-    remove(tmp_path / "checkpoint-6" / "optimizer.pt")
-    resumed = train(tmp_path, AS_IT_IS, resume=True, arguments=arguments(tmp_path))
-    assert difference(resumed, stock(folder)) == 0.0
-
-
-def test_checkpoint_whose_index_names_a_missing_shard_is_skipped(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "checkpoint-6"
-    remove(newest / "model.safetensors")
-    tiny_llama().save_pretrained(newest, max_shard_size="100KB")
-    shards = sorted(newest.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    assert newest_complete(arguments(tmp_path)) == str(newest)
-    remove(shards[-1])
-    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-4")
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "reference/adapter_model.safetensors"])
-def test_checkpoint_of_an_adapter_is_complete_unless_it_is_cut(folder: Path, tmp_path: Path, name: str) -> None:
-    shutil.copytree(saved_twice(folder), tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "checkpoint-6"
-    (newest / name).parent.mkdir(exist_ok=True)
-    (newest / "model.safetensors").rename(newest / name)
-    assert newest_complete(arguments(tmp_path)) == str(newest)
-    cut(newest / name)
-    assert newest_complete(arguments(tmp_path)) == str(tmp_path / "checkpoint-4")
-
-
-def test_checkpoint_without_optimizer_is_complete_only_with_save_only_model(folder: Path, tmp_path: Path) -> None:
-    train(tmp_path, AS_IT_IS, arguments=arguments(tmp_path, save_strategy="steps", save_steps=6, save_only_model=True))
-    assert newest_complete(arguments(tmp_path, save_only_model=True)) == str(tmp_path / "checkpoint-6")
-    with pytest.raises(ConfigError, match=r"no complete checkpoint.* optimizer\.pt .*: start from the"):
-        newest_complete(arguments(tmp_path))
-
-
 def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
     class FullDisk(Trainer):
         def _save_rng_state(self, output_dir: str) -> None:
@@ -371,28 +296,20 @@ def edit(inputs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        (edit, None, "edits the batch "),
-        (lambda inputs: inputs.update(scale=0.5), None, "edits the batch "),
-        (None, edit, "edits the batch after it has called Trainer's"),
-    ],
+    ("before", "after"), [(edit, None), (lambda inputs: inputs.update(scale=0.5), None), (None, edit)]
 )
-def test_training_step_that_edits_its_batch_is_refused_in_that_step(
-    folder: Path, before: Any, after: Any, message: str
-) -> None:
+def test_training_step_that_edits_its_batch_is_refused(folder: Path, before: Any, after: Any) -> None:
     class Edits(Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            third = self.state.global_step == 2  # a step without other checks
-            if third and before:
+            if before:
                 before(inputs)
             loss = super().training_step(model, inputs, *args, **kwargs)
-            if third and after:
+            if after:
                 after(inputs)
             return loss
 
     options = arguments(folder, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match=f"training_step of .* {message}"):
+    with pytest.raises(ConfigError, match="or code edits the batch; do this in the dataset"):
         train(folder, AS_IT_IS, base=Edits, arguments=options)
 
 
@@ -432,7 +349,7 @@ def no_room(*_: Any, **__: Any) -> Any:
     ("fails", "message"),
     [
         ("prediction_step", r"in evaluation .*set prediction_loss_only=True\): no room; raise memory_limit"),
-        ("compute_loss", "before the first step, while the losses of two samples .*: no room; use a smaller model"),
+        ("compute_loss", "in code that cannot be repeated: no room; lower per_device_train_batch_size"),
         (
             "create_optimizer",
             "in the optimizer, whose state does not depend on the batch: no room; use a smaller model",
@@ -532,26 +449,6 @@ def test_adaptive_makes_any_trainer_adaptive_in_one_line(folder: Path) -> None:
     assert adaptive(AdaptiveTrainer) is AdaptiveTrainer
 
 
-class OwnTrainer(Trainer):
-    """A trainer that another process can import."""
-
-
-class Derived(adaptive(OwnTrainer)):  # type: ignore[misc]
-    """A class that is found by its name."""
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_class_made_by_adaptive_can_be_pickled(cached: bool) -> None:
-    made = adaptive(OwnTrainer)
-    pickled = pickle.dumps((made, Derived))
-    if not cached:  # as in another process
-        adaptive.cache_clear()
-    loaded, derived = pickle.loads(pickled)
-    assert (loaded is made) == cached
-    assert (loaded.__name__, loaded.__bases__) == ("AdaptiveOwnTrainer", made.__bases__)
-    assert derived is Derived
-
-
 def test_adaptive_refuses_a_class_that_is_not_a_trainer() -> None:
     with pytest.raises(TypeError, match="pass transformers' Trainer or a subclass of it"):
         adaptive(dict)
@@ -647,7 +544,6 @@ def test_command_line_accepts_all_arguments() -> None:
         {"token_budget": 0},
         {"token_budget": 10, "use_maximum_batch_size": True},
         {"memory_limit": "lots"},
-        {"regrow_after": -1},
     ],
 )
 def test_invalid_arguments_are_refused(wrong: dict[str, Any]) -> None:

@@ -116,43 +116,6 @@ def test_run_whose_rank_1_was_killed_resumes_like_stock(tmp_path: Path) -> None:
         assert rows == [4, 2, 2, 2, 2, 2]
 
 
-def save_and_damage(sharded: bool, here: Path) -> dict[str, str]:
-    """Collective: the newest complete checkpoint, and the same after the removal or cut of each file of step 2."""
-    from tests.hf.trainers import arguments, train, use_fsdp2
-    from torchtune_adaptive.engine.ranks import from_all_ranks, rank
-    from torchtune_adaptive.hf import AdaptiveArguments
-    from torchtune_adaptive.hf.checkpoints import newest_complete
-
-    if sharded:
-        use_fsdp2()
-    settings = arguments(here, max_steps=2, save_strategy="steps", save_steps=1)
-    train(here, AdaptiveArguments(), arguments=settings)
-    found = {"intact": Path(newest_complete(settings)).name}
-    folders = ["optimizer_0", "pytorch_model_fsdp_0"]
-    files = [f"{folder}/{name}" for folder in folders for name in (".metadata", "__0_0.distcp", "__1_0.distcp")]
-    for name in ["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", *(files if sharded else ["optimizer.pt"])]:
-        path = here / "checkpoint-2" / name
-        content = path.read_bytes()
-        for kept in (None, len(content) // 2):
-            from_all_ranks(None)
-            if rank() == 0:
-                path.unlink() if kept is None else path.write_bytes(content[:kept])
-            from_all_ranks(None)
-            found[f"{name} {kept}"] = Path(newest_complete(settings)).name
-            from_all_ranks(None)
-            if rank() == 0:
-                path.write_bytes(content)
-    return found
-
-
-@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-def test_two_ranks_skip_a_checkpoint_with_a_damaged_file(sharded: bool, tmp_path: Path) -> None:
-    found, same = run_on_ranks(2, save_and_damage, sharded, tmp_path, in_group=False, timeout_s=60)
-    assert found == same
-    assert found.pop("intact") == "checkpoint-2"
-    assert set(found.values()) == {"checkpoint-1"}, found
-
-
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
 

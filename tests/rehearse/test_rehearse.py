@@ -86,7 +86,7 @@ def test_oom_is_reported_with_its_place_and_the_contents_of_memory(rehearse: Reh
     assert "Traceback" not in answer.printed
     held = error["held_bytes"]
     assert (held["parameters"], held["optimizer"]) == (WEIGHTS, 2 * WEIGHTS)
-    assert held["activations"] % (90000 * 4096 * 4) == 0
+    assert held["activations and other"] >= 90000 * 4096 * 4
     assert sum(held.values()) == error["allocated_bytes"]
     assert error["free_bytes"] + error["reserved_bytes"] <= 6 * GIB == error["allowed_bytes"]
 
@@ -141,12 +141,12 @@ def test_launcher_determines_the_number_of_ranks_and_an_earlier_launch_does_not(
     assert f"ranks {ranks if ranks > 1 else None} cards {ranks} 1\n" in answer.printed
 
 
-def test_gathered_parameters_are_distinguished_from_shards(rehearse: Rehearse) -> None:
+def test_gathered_parameters_are_counted_with_their_shards(rehearse: Rehearse) -> None:
     answer = rehearse(SHARDED, "--ranks", "8", "--memory", "10GiB", command=("train.py", "100000"))
     held = answer.found["out_of_memory"]["held_bytes"]
     shards, layer = 4 * 8192 * 8192 * 4 // 8, 8192 * 8192 * 4
-    assert held["parameters"] == shards
-    assert held["FSDP and DDP buffers"] % layer == 0
+    assert held["parameters"] > shards
+    assert (held["parameters"] - shards) % layer == 0
     before_the_update = SHARDED.replace("optimizer.step()", "torch.empty(2**40, device='cuda')", 1)
     answer = rehearse(before_the_update, "--ranks", "8", command=("train.py", "8"))
     held = answer.found["out_of_memory"]["held_bytes"]
@@ -162,7 +162,7 @@ def test_single_step_is_reported_with_the_memory_of_a_second_step(rehearse: Rehe
     needs = first["allocated_bytes"] + state
     assert second["allocated_bytes"] == pytest.approx(needs, rel=1e-3)
     assert alone["verdict"].endswith(f"; a second step would need about {needs / GIB:.2f} GiB allocated")
-    small = str((first["reserved_bytes"] + needs) // 2)
+    small = f"{(first['reserved_bytes'] + needs) // 2}B"
     answer = rehearse(TRAINS, "--memory", small, "--memory-overhead", "0", command=("train.py", "60000"))
     assert (answer.status, answer.found["fits"]) == (2, None)
     assert f"another would need about {needs / GIB:.2f} of" in answer.found["verdict"]
@@ -206,9 +206,7 @@ def test_step_taken_by_some_optimizers_is_not_complete_at_oom(rehearse: Rehearse
         answer = rehearse(script, *sizes, command=("train.py", str(iteration)))
         error = answer.found["out_of_memory"]
         assert (answer.status, error["step"], len(answer.found["steps"])) == (1, iteration, iteration - 1)
-        assert (
-            error["held_bytes"]["activations"] == 2**20 * 1024 * 4
-        )  # and not of the optimizer, which calls the forward
+        assert error["held_bytes"]["activations and other"] >= 2**20 * 1024 * 4
 
 
 def test_steps_end_even_if_each_trains_a_new_model(rehearse: Rehearse) -> None:
@@ -271,8 +269,8 @@ def test_ddp_buckets_and_a_loss_outside_modules_are_counted_in_every_step(rehear
     error = rehearse(script, "--ranks", "2").found["out_of_memory"]
     held = error["held_bytes"]
     assert error["step"] == 3
-    assert held["FSDP and DDP buffers"] == pytest.approx(WEIGHTS, rel=0.01)
-    assert held["activations"] >= 4 * 20000 * 4096 * 4 + 20000 * 4096 * 4  # of layers and of the loss
+    buckets, of_layers, of_loss = WEIGHTS, 4 * 20000 * 4096 * 4, 20000 * 4096 * 4
+    assert held["activations and other"] >= buckets + of_layers + of_loss
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -379,9 +377,7 @@ def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse
             graph.replay()
         assert finite(model(rows).sum())
     """
-    answer = rehearse(script, json_format=False)
-    assert "(3 steps)" in answer.found.splitlines()[0]
-    assert answer.found.splitlines()[-1].startswith("CUDA graphs were replayed: ")
+    assert "(3 steps)" in rehearse(script, json_format=False).found.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -435,7 +431,11 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, (), "only torch's own caching allocator"),
         ({}, ("--rank", "1"), "--rank is 1, but the last of 1 is 0"),
         ({}, ("--memory", "1GB"), "the GPU has 0.931 GiB, of which 1 GiB are not for tensors"),
-        ({}, ("--memory", "80"), "80 is not an amount of memory; examples are 80GB and 24GiB"),
+        (
+            {},
+            ("--memory", "80"),
+            "memory: '80' is neither an amount of memory nor a fraction; allowed",
+        ),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
@@ -975,7 +975,7 @@ def test_advice_has_only_arguments_with_which_the_script_fits(rehearse: Rehearse
     assert all(row["fits"] and row["seconds"] > 0 for row in answer.found["remedies"])
 
 
-def test_varying_steps_and_fragmented_memory_are_reported() -> None:
+def test_varying_steps_and_limits_of_a_script_are_reported() -> None:
     steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}
     about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
@@ -1000,8 +1000,3 @@ def test_varying_steps_and_fragmented_memory_are_reported() -> None:
     assert "a second step" not in ran_out.verdict()
     limited = RehearsalResult(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
     assert "8.00 GiB allocated of the script's limit of 8.00 GiB" in limited.verdict()
-    assert "contiguous" not in limited.as_text()
-    text = RehearsalResult(
-        **about, status=1, steps=steps, errors=[error], rest={**end, "error": "out of memory"}
-    ).as_text()
-    assert "enough memory is free, but not contiguous: PYTORCH_ALLOC_CONF=expandable_segments:True may help" in text

@@ -19,7 +19,6 @@ ENOUGH = 2
 IN_8_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
 KEPT_IN_8_BITS = {COMPONENT, "lr", "betas", "eps", "weight_decay", "amsgrad"}
 """Arguments that torchao's optimizers accept."""
-SMALL_LORA_RANK = 8
 FEWER_ROWS: Overrides = ("use_maximum_batch_size=True",)
 EVERY_SECOND_LAYER: Overrides = ("enable_activation_checkpointing=False", "ac_mode=selective", "ac_option=2")
 
@@ -72,9 +71,6 @@ def changes_that_save_memory(request: PlanRequest) -> list[Overrides]:
     found.append(all_layers)
     if request.ranks > 1 and cfg.get("fsdp_reshard_after_forward") is False:
         found.append(("fsdp_reshard_after_forward=True",))
-    if lora and cfg.model.lora_rank > SMALL_LORA_RANK:
-        alpha = cfg.model.lora_alpha * SMALL_LORA_RANK / cfg.model.lora_rank  # keeps the scale of the adapters
-        found.append((f"model.lora_rank={SMALL_LORA_RANK}", f"model.lora_alpha={alpha:g}"))
     if optimizer in IN_8_BITS and not lora:
         removed = (f"~optimizer.{key}" for key in cfg.optimizer if key not in KEPT_IN_8_BITS)
         found.append((f"optimizer.{COMPONENT}={IN_8_BITS[optimizer]}", *removed))

@@ -13,7 +13,6 @@ from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.rehearse_recipe import Forecast
 from torchtune_adaptive.forecast.request import PlanRequest
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
-from torchtune_adaptive.rehearse.result import FRAGMENTED
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rehearse.step_time import time_lines
 from torchtune_adaptive.rehearse.sweep import as_table, preference
@@ -40,7 +39,6 @@ def as_text(forecast: Forecast) -> str:
         lines.append(f"train with: {training_command(forecast)}")
     else:
         lines.append(forecast.why_not)
-        lines += [FRAGMENTED.format("PYTORCH_ALLOC_CONF=expandable_segments:True")] * rehearsal.fragmented
     return "\n".join([*lines, *(f"note: {note}" for note in notes(forecast))])
 
 
@@ -134,7 +132,6 @@ def notes(forecast: Forecast) -> list[str]:
         "reserved is for rows of one length; varying lengths fragment the cache more": not request.lengths,
         f"sequence_length is not set: {request.length} tokens are assumed": not given,
         "in the rehearsed steps, answers end at once: the table of stages has the memory of whole answers": on_rollouts,
-        "a row is a pair of answers of this length": request.recipe.trains_on_pairs,
         f"batch_size={forecast.rows} makes a rank's step {(forecast.rows or 0) * microbatches} samples instead of "
         f"{configured * microbatches}; use_maximum_batch_size=True finds the same rows and keeps the step": other_rows,
     }

@@ -19,7 +19,7 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import COUNT, MOST_TOKENS, NULL, TEXT, Rule, Settings, one_of, setting, value_at
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, GRPO_LORA, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import format_bytes, parse_amount
+from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.start import overhead_of
 from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
@@ -87,14 +87,9 @@ def recipe_of(cfg: DictConfig) -> Recipe:
     full, lora = (FULL, LORA)
     if "grpo_samples" in cfg:
         full, lora = (GRPO, GRPO_LORA)
-    elif _trains_on_pairs(cfg):
+    elif cfg.get("ref_checkpointer") is not None or "rlhf" in str(value_at(cfg, "loss._component_")):
         full, lora = (FULL_DPO, LORA_DPO)
     return lora if "lora_attn_modules" in components.require(cfg, "model") else full
-
-
-def _trains_on_pairs(cfg: DictConfig) -> bool:
-    """Return True for preference training: the config has a reference checkpointer or a loss of torchtune.rlhf."""
-    return cfg.get("ref_checkpointer") is not None or "rlhf" in str(value_at(cfg, "loss._component_"))
 
 
 @dataclass(frozen=True)
@@ -221,25 +216,8 @@ def read_request(cfg: DictConfig, config_name: str, overrides: Sequence[str]) ->
         raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
     request.settings  # noqa: B018
     for variant in request.variants():
-        _check_memory_and_length(variant)
+        variant.gpu  # noqa: B018
     return request
-
-
-def _check_memory_and_length(request: PlanRequest) -> None:
-    memory, overhead = request.gpu.memory, request.overhead_bytes
-    if overhead >= memory:
-        raise ConfigError(
-            f"memory_limit is {format_bytes(memory)} and memory_overhead {format_bytes(overhead)}: no memory remains "
-            "for tensors; raise memory_limit"
-        )
-    key = "lengths" if request.lengths else "sequence_length"
-    answer = int(request.cfg.max_generated_tokens) if request.recipe.trains_on_rollouts else 0
-    tokens, most = request.length + answer, request.max_seq_len
-    if tokens > most:
-        plus = f" and max_generated_tokens {answer}" * bool(answer)
-        raise ConfigError(
-            f"{key}: samples of {request.length} tokens{plus}, but the model takes at most {most} (its max_seq_len)"
-        )
 
 
 def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:

@@ -39,13 +39,6 @@ class AdaptiveArguments:
             raise ConfigError(f"token_budget: {self.token_budget!r} is invalid; allowed: a number of tokens, or 'auto'")
         if self.token_budget is not None and self.use_maximum_batch_size:
             raise ConfigError("use_maximum_batch_size limits rows and token_budget limits tokens: set only one of them")
-        if type(self.regrow_after) is not int or self.regrow_after < 0:
-            raise ConfigError(
-                f"regrow_after: {self.regrow_after!r} is invalid; allowed: 0 (never) or a larger whole number"
-            )
-        for name in "recover_from_oom", "use_maximum_batch_size":
-            if type(value := getattr(self, name)) is not bool:
-                raise ConfigError(f"{name}: {value!r} is invalid; allowed: True or False")
         if self.memory_limit is not None:
             parse_size(self.memory_limit, "memory_limit")
 

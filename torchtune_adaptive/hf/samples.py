@@ -104,8 +104,6 @@ class CollatedBatch:
     targets: tuple[int, int]
     """See `targets_of`."""
     inputs: Any = None
-    versions: Mapping[str, tuple[int, int]] | None = None
-    """`versions_of` the inputs when Trainer's training_step began; None if they were generated."""
 
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
@@ -157,16 +155,6 @@ def targets_of(inputs: Mapping[str, Any], samples: int) -> tuple[int, int]:
         return samples, samples
     counts = labels != IGNORED
     return int(counts.sum()), int(counts[..., 1:].sum())
-
-
-def versions_of(inputs: Any) -> dict[str, tuple[int, int]]:
-    """Return the identity and the version of each entry of a batch, which change when code edits the batch."""
-    entries = inputs.items() if isinstance(inputs, MutableMapping) else ()
-    return {
-        name: (id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0)
-        for name, value in entries
-        if name != SAMPLES_KEY
-    }
 
 
 def _tokens(ids: Any) -> int:

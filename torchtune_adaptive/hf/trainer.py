@@ -7,7 +7,6 @@ the last batch. For trainers that generate, the samples come from `_prepare_inpu
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,7 +28,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupp
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
-from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples, versions_of
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
 from torchtune_adaptive.hf.steps import OptimizerSteps, replaced
 
 if TYPE_CHECKING:
@@ -111,9 +110,6 @@ class AdaptiveMixin(Base):
             where, helps = "in evaluation (lower per_device_eval_batch_size or set prediction_loss_only=True)", []
         elif any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
             where = "in the optimizer, whose state does not depend on the batch"
-        elif "_loss_of" in functions:
-            step = "the first step" if self._steps is None else f"step {self.state.global_step + 1}"
-            where = f"before {step}, while the losses of two samples were compared"
         elif "_forward_backward" in functions and not self.adaptive.recover_from_oom:
             where, helps = "in training, and recovery is off", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
         else:
@@ -140,8 +136,7 @@ class AdaptiveMixin(Base):
             self._refuse_training_step("does not call Trainer's by super() for every batch of a step")
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = [] if batches else None
-        self._as_collated = [*map(versions_of, batches)]
-        self._stream_ended = len(batches) < num_batches
+        self._expected, self._stream_ended = len(batches), len(batches) < num_batches
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -178,13 +173,9 @@ class AdaptiveMixin(Base):
     def _collect(self, collected: list[CollatedBatch], model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Collect a batch. Collective: run the step with its last batch."""
         if isinstance(inputs, MutableMapping) and SAMPLES_KEY in inputs:
-            if len(collected) == len(self._as_collated):
+            if len(collected) == self._expected:
                 self._refuse_training_step("calls Trainer's twice for a batch")
-            versions, as_collated = versions_of(inputs), self._as_collated[len(collected)]
-            batch = replace(inputs.pop(SAMPLES_KEY), inputs=inputs, versions=versions)
-            if versions != as_collated and not batch.is_reproducible(self.keeps_samples):
-                self._refuse_training_step("edits the batch (do this in the dataset)")
-            collected.append(batch)
+            collected.append(replace(inputs.pop(SAMPLES_KEY), inputs=inputs))
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
             model.train()
             inputs = self._prepare_inputs(inputs)
@@ -198,7 +189,7 @@ class AdaptiveMixin(Base):
             )
         self._model_and_items = model, num_items
         is_last = self.accelerator.sync_gradients
-        if not is_last and not (self._stream_ended and len(collected) == len(self._as_collated)):
+        if not is_last and not (self._stream_ended and len(collected) == self._expected):
             return torch.zeros((), device=self.args.device)
         loss = self._run_collected(collected, model, num_items)
         if not is_last:
@@ -210,8 +201,6 @@ class AdaptiveMixin(Base):
     def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
         """Collective: run the batches of a step, or only the first ones if the epoch ends within it."""
         self._batches = None
-        if any(versions_of(batch.inputs) != batch.versions for batch in collected if batch.versions):
-            self._refuse_training_step("edits the batch after it has called Trainer's (edit a copy)")
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, collected, num_items, self._while_training)
         return self._steps.run(collected, num_items)
@@ -235,10 +224,6 @@ class AdaptiveMixin(Base):
         super().log(logs, *args, **kwargs)
 
 
-class AdaptiveType(type):
-    """Type of the classes that `adaptive` creates. It pickles them as a call of `adaptive`."""
-
-
 @cache
 def adaptive(trainer_class: type[Trainer]) -> Any:
     """Return a subclass of a Trainer with AdaptiveMixin, for example `adaptive(SFTTrainer)(model, args, ...)`."""
@@ -246,15 +231,8 @@ def adaptive(trainer_class: type[Trainer]) -> Any:
         raise TypeError(f"adaptive() got {trainer_class!r}: pass transformers' Trainer or a subclass of it")
     if issubclass(trainer_class, AdaptiveMixin):
         return trainer_class
-    members = {"__module__": __name__, "__doc__": trainer_class.__doc__, "_adapts": trainer_class}
-    return AdaptiveType(f"Adaptive{trainer_class.__name__}", (AdaptiveMixin, trainer_class), members)
-
-
-def _pickled(kind: AdaptiveType) -> Any:
-    return (adaptive, (vars(kind)["_adapts"],)) if "_adapts" in vars(kind) else kind.__qualname__
-
-
-copyreg.pickle(AdaptiveType, _pickled)
+    members = {"__module__": __name__, "__doc__": trainer_class.__doc__}
+    return type(f"Adaptive{trainer_class.__name__}", (AdaptiveMixin, trainer_class), members)
 
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):

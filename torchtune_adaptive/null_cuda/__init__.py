@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from typing import Any
 
+from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
-    "MAX_DEVICES", "NullCudaError", "build", "bytes_of", "environment", "set_card", "set_memory",
+    "MAX_DEVICES", "NullCudaError", "build", "environment", "set_card", "set_memory",
     "used_convolutions", "used_flops", "used_memory",
 ]  # fmt: skip
 
 MAX_DEVICES = 16
 _PINNED, _MANAGED = MAX_DEVICES, MAX_DEVICES + 1  # as in null.h
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def environment(
@@ -28,19 +27,14 @@ def environment(
     memory: int | str | None = None,
     devices: int | str | None = None,
     capability: str | None = None,
-    name: str | None = None,
 ) -> dict[str, str]:
     """Return the environment variables that give a child process null devices, and build the library if needed.
 
     Without arguments, a process has one device of 80 GiB and compute capability 9.0. Processes do not share device
-    memory. Raises a ValueError for invalid arguments.
+    memory.
     """
-    if not 1 <= int(devices or 1) <= MAX_DEVICES:
-        raise ValueError(f"the number of devices is {devices}: pass 1 to {MAX_DEVICES}")
-    if not re.fullmatch(r"\d+\.\d", capability or "9.0"):
-        raise ValueError(f"{capability} is not a compute capability; an example is 9.0")
-    size = None if memory is None else bytes_of(str(memory))
-    given = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability, "NAME": name}
+    size = parse_amount(memory, "memory") if isinstance(memory, str) else memory
+    given = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability}
     library = build()
     return {
         "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
@@ -93,13 +87,3 @@ def _function(name: str) -> Any:
         return getattr(ctypes.CDLL(None), name)
     except AttributeError:
         raise NullCudaError("this process has no null device: start it with null_cuda.environment()") from None
-
-
-def bytes_of(size: str) -> int:
-    """Parse an amount of memory, such as 80GB, 24GiB or 85899345920."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", size)
-    if match is None or (amount := int(float(match[1]) * _UNITS[match[2] or "B"])) < 2**20:
-        raise ValueError(f"{size} is not an amount of memory; examples are 80GB and 24GiB")
-    if amount >= 2**47:
-        raise ValueError(f"{size} is too large: the maximum is below 128TiB")
-    return amount

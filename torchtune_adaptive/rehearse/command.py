@@ -15,7 +15,9 @@ import re
 import sys
 from functools import partial
 
-from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError, bytes_of
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import parse_amount
+from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.remedies import try_remedies
@@ -176,6 +178,6 @@ def _price(text: str) -> list[tuple[str, float]]:
 
 def _bytes(text: str) -> int:
     try:
-        return 0 if text == "0" else bytes_of(text)
-    except ValueError as error:
+        return 0 if text == "0" else parse_amount(text, "memory")
+    except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -20,7 +20,6 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 RISES = 1.02
 """Steps differ if one allocates more than this multiple of another."""
-FRAGMENTED = "enough memory is free, but not contiguous: {} may help"
 INTEGER, MASK = "integer", "mask"
 """Kinds of guessed values on which a tensor size may depend."""
 _GUESSED = {
@@ -28,11 +27,10 @@ _GUESSED = {
     "depends on it, training needs more memory (replace it by a fixed number to see how much)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
 }
-CONVOLVED, RECURRENT, REPLAYED = "convolved", "recurrent", "replayed"
+CONVOLVED, RECURRENT = "convolved", "recurrent"
 _NOTES = {
     CONVOLVED: "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm "
     "with a smaller workspace",
-    REPLAYED: "CUDA graphs were replayed: steps of optimizers in them are not counted",
     RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
     "needs less memory",
 }
@@ -174,23 +172,13 @@ class RehearsalResult:
         later = [each["allocated_bytes"] for each in self.steps[2:]]
         return bool(self.rest.get("stopped")) and len(later) > 1 and max(later) > RISES * min(later)
 
-    @property
-    def fragmented(self) -> bool:
-        """True if the script ran out of memory although enough was free."""
-        error = self.out_of_memory
-        return error is not None and self._room(error) - error["allocated_bytes"] >= error["asked_bytes"]
-
-    def _room(self, error: dict[str, Any]) -> int:
-        """Return the memory that the script can use; it may have limited itself."""
-        return min(self.usable_bytes, int(error["allowed_bytes"]))
-
     def verdict(self) -> str:
         """Return the result in one line."""
         places = ", ".join(self._places(what) for what in _GUESSED if self._places(what))
         guessed = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
         if (error := self.out_of_memory) is not None:
             had = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
-            if (room := self._room(error)) < self.usable_bytes:
+            if (room := int(error["allowed_bytes"])) < self.usable_bytes:  # the script has limited itself
                 had = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(room)}"
             asked = f"{_size(error['asked_bytes'])} more requested"
             when = f" in step {error['step']}" if error["trains"] else ""
@@ -329,7 +317,6 @@ class RehearsalResult:
                 f"requested {_size(error['asked_bytes'])}; "
                 f"free {_size(error['free_bytes'])} on the GPU, {_size(cached)} in the allocator's cache",
             ]
-            lines += [FRAGMENTED.format("PYTORCH_ALLOC_CONF=expandable_segments:True")] * self.fragmented
             lines += [
                 f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
             ]

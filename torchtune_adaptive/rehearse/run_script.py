@@ -206,7 +206,7 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
 
 
 def _skip_autotuning() -> None:
-    """Take the first candidate instead of compiling and timing all of them."""
+    """Take the first candidate of Triton's autotuners instead of compiling and timing all of them."""
     try:
         from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
     except ImportError:
@@ -217,25 +217,6 @@ def _skip_autotuning() -> None:
         construct(self, fn, arg_names, list(configs or ())[:1], *args, **kwargs)
 
     Autotuner.__init__ = init
-    torch_compile = torch.compile
-
-    @functools.wraps(torch_compile)
-    def compile_first_candidate(*args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.callback import callback_handler
-
-        if _skip_autotuning_of_inductor not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(_skip_autotuning_of_inductor)
-        return torch_compile(*args, **kwargs)
-
-    replace_everywhere(torch_compile, compile_first_candidate)
-
-
-def _skip_autotuning_of_inductor(*_: object) -> None:
-    """Called at the first compilation: importing Inductor takes seconds, and most models are not compiled."""
-    from torch._inductor import select_algorithm
-
-    select_algorithm.clear_preprocessing_fns()
-    select_algorithm.add_preprocessing_fn(lambda choices: choices[:1])
 
 
 def run(command: Sequence[str]) -> None:
@@ -292,18 +273,14 @@ def _build_models_without_weights(transformers: Any) -> None:
 def _dispatch(model: Any, device_map: Any, max_memory: Any) -> Any:
     """Distribute the layers over the devices like transformers."""
     from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory, get_max_memory
+    from accelerate.utils import get_balanced_memory
 
-    whole = model._no_split_modules
-    if device_map == "sequential":
-        max_memory = get_max_memory(max_memory)
-    elif device_map in ("auto", "balanced", "balanced_low_0"):
-        low_zero = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes=whole, low_zero=low_zero)
-    elif not isinstance(device_map, dict):
-        return model.to(device_map)
-    if isinstance(device_map, str):
+    if device_map in ("auto", "balanced"):
+        whole = model._no_split_modules
+        max_memory = get_balanced_memory(model, max_memory, no_split_module_classes=whole)
         device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=whole)
+    if not isinstance(device_map, dict):
+        return model.to(device_map)
     return dispatch_model(model, device_map=device_map, skip_keys=model._skip_keys_device_placement)
 
 

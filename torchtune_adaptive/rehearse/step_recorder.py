@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdRef
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.result import CONVOLVED, REPLAYED
+from torchtune_adaptive.rehearse.result import CONVOLVED
 from torchtune_adaptive.rehearse.start import CannotRehearse
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
@@ -82,7 +82,9 @@ class StepRecorder:
     def __enter__(self) -> None:
         self._watch()
         # do not initialize CUDA before the script: this would change the device of a DeviceMesh, and forbid forks
-        torch.cuda._lazy_call(self._on_cuda_init)
+        torch.cuda._lazy_call(
+            lambda: torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
+        )
         register_optimizer_step_pre_hook(self._before_optimizer_step)
         register_optimizer_step_post_hook(self._after_optimizer_step)
         REHEARSAL.record = self.write
@@ -94,22 +96,11 @@ class StepRecorder:
 
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         after_import("torchtune_adaptive.engine.probes", self._exclude_probes)
-        replay = torch.cuda.CUDAGraph.replay
-
-        def note_and_replay(graph: torch.cuda.CUDAGraph) -> None:
-            self.notes.add(REPLAYED)
-            replay(graph)
-
-        torch.cuda.CUDAGraph.replay = note_and_replay  # type: ignore[method-assign,assignment]
 
     def _watch(self) -> None:
         """Print the traceback of every thread if this is not called again in time. Real steps may be slow."""
         if not self.real:
             faulthandler.dump_traceback_later(SILENT_S, repeat=True, file=2)
-
-    def _on_cuda_init(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
-        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._first_step_is_complete or (self._stepped and _message(error) is None):
@@ -428,23 +419,7 @@ def _raise_peaks(statistics: Statistics, to: Statistics) -> None:
             statistics[name] = max(statistics[name], value)
 
 
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-BUFFERS, ACTIVATIONS, BACKWARD = "FSDP and DDP buffers", "activations", "backward pass"
-STATE_DICT, OTHER = "state dict", "other"
-
-_Frames = tuple[tuple[str, str], ...]
-"""Pairs of a part of a file's path and a part of a function's name."""
-
-_FSDP2_BUFFERS: _Frames = (("_fully_shard/_fsdp_collectives.py", ""), ("_fully_shard/_fsdp_common.py", "alloc_storage"))
-"""Functions that allocate FSDP2's communication buffers, which are also the storages of unsharded parameters."""
-_FSDP_AND_DDP: _Frames = (
-    ("/torch/distributed/fsdp/", ""),
-    ("/torch/nn/parallel/distributed.py", "_ddp_init_helper"),
-    ("/torch/nn/parallel/distributed.py", "_pre_forward"),  # DDP rebuilds its buckets after the first backward
-)
-_OPTIMIZER: _Frames = (("/torch/optim/", ""),)
-_MODULES: _Frames = (("/torch/nn/modules/module.py", "_call_impl"), ("/torch/nn/functional.py", ""))
-_STATE_DICT: _Frames = (("/torch/distributed/checkpoint/", ""),)
+PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
 
 
 def memory_by_holder(device: int) -> dict[str, int]:
@@ -454,26 +429,8 @@ def memory_by_holder(device: int) -> dict[str, int]:
     for segment in torch.cuda.memory._snapshot(device)["segments"]:
         for block in segment["blocks"] if segment["device"] == device else ():
             if block["state"] == "active_allocated":
-                held[_holder(block, owners)] += block["size"]
+                held[owners.get(block["address"], OTHER)] += block["size"]
     return dict(held.most_common())
-
-
-def _holder(block: dict[str, Any], owners: dict[int, str]) -> str:
-    frames, owner = block.get("frames", []), owners.get(block["address"])
-    if owner != GRADIENTS and _any_in(frames, _FSDP2_BUFFERS):
-        return BUFFERS
-    if owner is not None:
-        return owner
-    if not frames:  # allocated by a thread of autograd, which has no Python frames
-        return BACKWARD
-    # The innermost frame decides: FSDP1's forward calls the module, and an optimizer may call the forward as a closure.
-    by_frames = {BUFFERS: _FSDP_AND_DDP, OPTIMIZER: _OPTIMIZER, ACTIVATIONS: _MODULES, STATE_DICT: _STATE_DICT}
-    holders = (holder for frame in frames for holder, where in by_frames.items() if _any_in([frame], where))
-    return next(holders, OTHER)
-
-
-def _any_in(frames: list[dict[str, Any]], where: _Frames) -> bool:
-    return any(file in frame["filename"] and function in frame["name"] for frame in frames for file, function in where)
 
 
 def _owners(device: int) -> dict[int, str]:

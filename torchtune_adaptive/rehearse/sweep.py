@@ -158,11 +158,6 @@ def range_in(command: Sequence[str]) -> tuple[int, int] | None:
     return (int(found[0][1]), int(found[0][2])) if found else None
 
 
-def with_value(command: Sequence[str], value: int) -> list[str]:
-    """Return the command with a value in place of its range."""
-    return [_RANGE.sub(str(value), word) for word in command]
-
-
 def largest(
     rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int | None, report: Callable[[str], object]
 ) -> tuple[int | None, RehearsalResult]:
@@ -174,31 +169,17 @@ def largest(
     assert limits is not None
     low, high = limits[0] - 1, limits[1] + 1  # fits, does not fit
     found: dict[int, RehearsalResult] = {}
-    while high - low > 1:
-        tried = [value for value in _next(low, high, limits, found) if value not in found]
-        cases = {value: (with_value(command, value), card, ranks) for value in tried}
+    tried = set(limits)
+    while tried:
+        cases = {value: ([_RANGE.sub(str(value), word) for word in command], card, ranks) for value in tried}
         for value, result in in_parallel(rehearse, cases):
             found[value] = result
             report(f"{value}: {result.verdict()}")
             if not result.fits and result.out_of_memory is None:
                 return None, result
             low, high = (max(low, value), high) if result.fits else (low, min(high, value))
+        tried = {(2 * low + high) // 3, (low + 2 * high) // 3} - {low} if high - low > 1 else set()
     return (low, found[low]) if low in found else (None, found[min(found)])
-
-
-def _next(low: int, high: int, limits: tuple[int, int], found: Mapping[int, RehearsalResult]) -> list[int]:
-    """Return the two values to rehearse next: first the limits, then values where the peak is close to the memory."""
-    if not found:
-        return list(limits)
-    peaks = {value: max(step["allocated_bytes"] for step in each.steps) for value, each in found.items() if each.fits}
-    if len(peaks) < 2:
-        first = round((max(low, 1) * high) ** 0.5)
-        return [min(max(first, low + 1), high - 1), min(max((first + high) // 2, low + 1), high - 1)]
-    (least, small), *_, (most, large) = sorted(peaks.items())
-    room = found[least].usable_bytes
-    guess = int(least + (most - least) * (room - small) / max(large - small, 1))
-    guess = min(max(guess, low + 1), high - 1)
-    return [guess, min(guess + 1, high - 1)] if guess > low + 1 or high - low < 4 else [guess, (low + high) // 2]
 
 
 def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]]) -> Generator[tuple[_Key, _Result]]:

@@ -24,9 +24,10 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.tune.data import Tokenizer
+from torchtune_adaptive.tune.distributed import Devices
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sampling:
     """Sampling parameters and stop tokens."""
 
@@ -67,12 +68,8 @@ def generate(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    groups: Sequence[int | None] = (),
 ) -> Tensor:
-    """Collective: generate one token per column of `drawn`, and return the new tokens.
-
-    Rows with the same number in `groups` share one prompt, which is prefilled once.
-    """
+    """Collective: generate one token per column of `drawn`, and return the new tokens."""
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
@@ -85,22 +82,13 @@ def generate(
     stops = torch.tensor(sorted(sampling.stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
-    firsts: dict[int, int] = {}
-    groups = groups or [None] * rows
-    same = [row if group is None else firsts.setdefault(group, row) for row, group in enumerate(groups)]
-    distinct = sorted(set(same))
-    with torch.no_grad(), _caching(model, len(distinct), longest + new, device, dtype):
+    with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
         begin = 0
         for end in range(longest, longest + new):
             queries = places[begin:end]
             # Padding attends to itself: a fully masked row would be NaN and stay in the cache.
             mask = (real[:, None] & (places <= queries[:, None])) | (places == queries[:, None])
-            now = slice(None) if begin else distinct
-            logits = model(tokens[now, begin:end], mask=mask[now], input_pos=positions[now, begin:end])[:, -1].float()
-            if not begin and len(distinct) < rows:
-                of_rows = torch.tensor([distinct.index(first) for first in same], device=device)
-                logits = logits[of_rows]
-                _repeat_caches(model, of_rows)
+            logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1].float()
             if sampling.top_k is not None:
                 least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < least, -torch.inf)
@@ -109,14 +97,6 @@ def generate(
             ended |= torch.isin(chosen, stops)
             begin = end
     return tokens[:, longest:]
-
-
-def _repeat_caches(model: TransformerDecoder, rows: Tensor) -> None:
-    """Expand the caches of the distinct prompts to all rows, layer by layer to limit peak memory."""
-    for module in model.modules():
-        cache = getattr(module, "kv_cache", None)
-        if cache is not None:
-            cache.k_cache, cache.v_cache = cache.k_cache[rows], cache.v_cache[rows]
 
 
 @contextmanager
@@ -140,23 +120,32 @@ def _caching(
         model.train(training)
 
 
-@dataclass(kw_only=True)
 class Generate:
     """Generates answers with the policy. Random draws depend only on seed, iteration and rollout."""
 
-    model: nn.Module
-    device: torch.device
-    dtype: torch.dtype
-    sampling: Sampling
-    reshards: bool
-    """True if training reshards parameters after each forward."""
-    keep_gathered: bool = True
-    """If True, parameters stay gathered while a microbatch generates; otherwise they are gathered for each token."""
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        rl: RolloutSettings,
+        devices: Devices,
+        seed: int,
+    ) -> None:
+        """Stop at the tokenizer's stop tokens, unless the config has others."""
+        self.model, self.device = model, devices.device
+        self.dtype = training.get_dtype(settings.dtype, device=devices.device)
+        stop_tokens = rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ()))
+        self.sampling = Sampling(rl.temperature, rl.top_k, tokenizer.pad_id, stop_tokens, seed)
+        self._reshards = settings.fsdp_reshard_after_forward and isinstance(model, FSDPModule)
+        self.keep_gathered = True
+        """If True, parameters stay gathered while a microbatch generates; otherwise, they are gathered for each token.
+        """
 
     @property
     def gathers(self) -> bool:
         """Return True if keeping parameters gathered takes memory that training does not need."""
-        return self.keep_gathered and self.reshards and isinstance(self.model, FSDPModule)
+        return self.keep_gathered and self._reshards
 
     def stand_in(self, rollout: Rollout) -> Rollout:
         """Return the smallest rollout that issues the same collectives.
@@ -177,15 +166,7 @@ class Generate:
             policy.set_reshard_after_forward(False)
         try:
             with torch.compiler.set_stance("force_eager"):
-                answers = generate(
-                    policy,
-                    prompts,
-                    drawn,
-                    self.sampling,
-                    device=self.device,
-                    dtype=self.dtype,
-                    groups=[rollout.group for rollout in rollouts],
-                ).cpu()
+                answers = generate(policy, prompts, drawn, self.sampling, device=self.device, dtype=self.dtype).cpu()
         finally:
             if keeps:
                 policy.set_reshard_after_forward(True)
@@ -200,24 +181,3 @@ def lengths_of(answers: Tensor, stop_tokens: Sequence[int]) -> list[int]:
     stops = torch.isin(answers, answers.new_tensor(stop_tokens))
     lengths: list[int] = (stops.cumsum(1) - stops.long() == 0).sum(1).tolist()
     return lengths
-
-
-def build_generate(
-    policy: nn.Module, tokenizer: Tokenizer, settings: Settings, rl: RolloutSettings, device: torch.device, seed: int
-) -> Generate:
-    """Build the microbatch function that generates answers; the tokenizer's stop tokens are the default."""
-    sampling = Sampling(
-        temperature=rl.temperature,
-        top_k=rl.top_k,
-        pad_id=tokenizer.pad_id,
-        stop_tokens=rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ())),
-        seed=seed,
-    )
-    reshards = settings.fsdp_reshard_after_forward
-    return Generate(
-        model=policy,
-        device=device,
-        dtype=training.get_dtype(settings.dtype, device=device),
-        sampling=sampling,
-        reshards=reshards,
-    )

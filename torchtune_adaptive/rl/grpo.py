@@ -23,7 +23,7 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
-from torchtune_adaptive.rl.ppo import build_judge
+from torchtune_adaptive.rl.ppo import build_reward_model
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
 from torchtune_adaptive.rl.settings import (
     GRPO_REFERENCE_FILES,
@@ -79,8 +79,8 @@ def grpo_stages(
     stage = partial(RolloutStage, samples=grpo.answers, rows=rows)
     stages = {GENERATE: stage(generate)}
     if settings.config.get(REWARD_SECTION) is not None:
-        judge = build_judge(settings, devices, REWARD_SECTION, generate.sampling.seed)
-        stages[FIND_REWARDS] = stage(Score(judge, scorer.scores, results.SCORE))
+        reward_model = build_reward_model(settings, devices, REWARD_SECTION)
+        stages[FIND_REWARDS] = stage(Score(reward_model, scorer.scores, results.MODEL_SCORE))
     if grpo.updates > 1:
         stages[SCORE_POLICY] = stage(Score(policy, scorer.log_probs, results.LOG_PROBS))
     if loss.kl_coeff:
@@ -100,7 +100,7 @@ def advantages_of(rewards: Tensor, *, scaled: bool) -> Tensor:
     return centred / (rewards.std(1, keepdim=True) + EPSILON) if scaled else centred
 
 
-def keep_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int, dict[str, float]]:
+def add_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int, dict[str, float]]:
     """Add advantages and weights to the rollouts of all ranks.
 
     Return the number of tokens or answers that the loss is averaged over, and figures for the log.

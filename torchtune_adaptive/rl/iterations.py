@@ -105,7 +105,7 @@ class Iterations:
         self.rewards.score(groups)
         everyone = gathered(mine)
         if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
-            self.rewards.show(self.run.journal, everyone[:size], iteration)
+            self.rewards.record(self.run.journal, everyone[:size], iteration)
         cut_off = share_cut_off(everyone, self.stages.generate.sampling.stop_tokens)
         self._figures = {"cut_off": cut_off, **self.rewards.figures(everyone)}
         return everyone

@@ -13,7 +13,6 @@ One manifest covers both models of a checkpoint:
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -40,7 +39,6 @@ from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy,
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
 from torchtune_adaptive.rl.settings import PPOLoss, PPOSettings
 from torchtune_adaptive.rl.stages import check_frozen_results
-from torchtune_adaptive.tune.checked_dataset import vocabulary_of
 from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.model import (
     META,
@@ -71,48 +69,36 @@ class Models(NamedTuple):
         return nn.ModuleDict({"policy": self.policy, "value": self.value})
 
 
-def build_models(settings: Settings, devices: Devices, checkpoint: State, seed: int) -> Models:
+def build_models(settings: Settings, devices: Devices, checkpoint: State) -> Models:
     """Collective: build policy and value model from the checkpoint, and the others from the files of the config."""
-    value = _of_classifier(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION, keys.VALUE_FILES, seed)
+    value = _of_classifier(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION)
     reference = load_reference(settings, keys.PPO_REFERENCE_FILES)
     models = Models(
         policy=build_full_model(settings, devices, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
         value=build_full_model(settings, devices, {training.MODEL_KEY: value}, keys.VALUE_SECTION, keys.VALUE_FILES),
         reference=build_frozen_model(settings, devices, reference, keys.POLICY_SECTION, keys.PPO_REFERENCE_FILES),
-        reward=build_judge(settings, devices, keys.VALUE_SECTION, seed),
+        reward=build_reward_model(settings, devices, keys.VALUE_SECTION),
     )
     disable_dropout(models.trained)  # log-probabilities and values are compared
-    known = [vocabulary_of(model) for model in models]
-    if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
-        raise ConfigError(
-            f"the vocabulary of {keys.POLICY_SECTION} has {known[0]} tokens, that of {keys.VALUE_SECTION} only "
-            f"{known[1]}: value and reward model must know every token that the policy can generate"
-        )
     return models
 
 
-def build_judge(settings: Settings, devices: Devices, section: str, seed: int) -> nn.Module:
+def build_reward_model(settings: Settings, devices: Devices, section: str) -> nn.Module:
     """Collective: build the reward model of this section."""
-    weights = _of_classifier(settings, load_reference(settings, keys.REWARD_FILES), section, keys.REWARD_FILES, seed)
+    weights = _of_classifier(settings, load_reference(settings, keys.REWARD_FILES), section)
     return build_frozen_model(settings, devices, weights, section, keys.REWARD_FILES)
 
 
-def _of_classifier(settings: Settings, weights: State, section: str, files: str, seed: int) -> State:
-    """Return weights for a model with one output per token; a language model's head is replaced by a random one."""
+def _of_classifier(settings: Settings, weights: State, section: str) -> State:
+    """Return weights for a model with one output per token, whose head has no bias."""
     if isinstance(weights, Unfilled):
         return weights
-    if HEAD not in weights:
-        raise ConfigError(f"{files}: the weights have no {HEAD}; use those of a classifier")
-    shape = build_on_device(META, settings.config, torch.float32, section).state_dict()[HEAD].shape
-    if shape[0] != 1:
+    outputs = len(build_on_device(META, settings.config, torch.float32, section).state_dict()[HEAD])
+    if outputs != 1:
         raise ConfigError(
-            f"{section} returns {shape[0]} numbers per token, but a value or a reward is one number: set num_classes: 1"
+            f"{section} returns {outputs} numbers per token, but a value or a reward is one number: set num_classes: 1"
         )
-    weights = {name: weight for name, weight in weights.items() if name != "output.bias"}
-    if weights[HEAD].shape[0] != 1:
-        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
-        weights[HEAD] = ((2 * drawn - 1) / math.sqrt(shape[1])).to(weights[HEAD].dtype)
-    return weights
+    return {name: weight for name, weight in weights.items() if name != "output.bias"}
 
 
 PPO_CONTENTS = Contents("full_ppo", parts=(("policy", training.MODEL_KEY), ("value", VALUE_MODEL)))
@@ -159,7 +145,7 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
     return TwoCheckpointers(policy, value, staging)
 
 
-def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
+def add_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
     """Add advantages and returns to the rollouts of all ranks. Return figures for the log."""
     check_frozen_results(rollouts, keys.PPO_REFERENCE_FILES)
     counts = counts_of(rollouts)
@@ -169,11 +155,9 @@ def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, 
     scores = torch.where(penalised, ppo.reward_penalty, scores)
     log_probs, values = results_of(rollouts, results.LOG_PROBS), results_of(rollouts, results.VALUES)
     rewards, kl, kl_rewards = rlhf.get_rewards_ppo(scores, log_probs, reference, ppo.kl_coeff, valued.sum(1) - 1)
-    if ppo.whiten_rewards and valued.sum() > 1:
+    if ppo.whiten_rewards:
         rewards = rlhf.whiten(rewards, valued) * valued
     advantages, returns = rlhf.estimate_advantages(values, rewards, ppo.gamma, ppo.lmbda, masks=counts)
-    if counts.sum() == 1:  # one number has no variance: torchtune's whitening would return NaN
-        advantages = (returns - values) * counts
     store(rollouts, results.ADVANTAGES, advantages)
     store(rollouts, results.RETURNS, returns)
     store(rollouts, results.WEIGHT, torch.ones(len(rollouts)))
@@ -209,7 +193,7 @@ def ppo_stages(
     train_policy = TrainPolicy(policy, scorer, (loss.epsilon, loss.epsilon))
     return {
         stages.GENERATE: before(generate),
-        stages.FIND_REWARDS: before(Score(reward, scorer.scores, results.SCORE)),
+        stages.FIND_REWARDS: before(Score(reward, scorer.scores, results.MODEL_SCORE)),
         stages.SCORE_POLICY: before(Score(policy, scorer.log_probs, results.LOG_PROBS)),
         stages.SCORE_REFERENCE: before(Score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)),
         stages.FIND_VALUES: before(Score(value, scorer.values, results.VALUES)),

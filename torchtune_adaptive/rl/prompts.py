@@ -9,25 +9,18 @@ from datasets import load_dataset
 from torch.utils.data import Dataset
 from torchtune.data import Message
 
-from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.errors import ConfigError
 
 Prompt = dict[str, Any]
 
 
 class Prompts(Dataset[Prompt]):
-    """Tokenizes one column of a table as the prompt and passes all columns through."""
+    """Tokenizes one column of a table as a user message and passes all columns through."""
 
-    def __init__(self, tokenizer: Any, rows: Any, column: str, system: str | None, template: str | None) -> None:
-        self._tokenizer, self._rows = tokenizer, rows
-        self._column, self._system, self._template = column, system, template
-        try:
-            self[0]
-        except Exception as error:
-            raise ConfigError(
-                f"the first row makes no prompt ({in_a_line(error)}): set dataset.column to a column, or "
-                f"dataset.template to a text with columns in braces; there are {', '.join(rows.column_names)}"
-            ) from error
+    def __init__(self, tokenizer: Any, rows: Any, column: str, system: str | None) -> None:
+        if column not in rows.column_names:
+            raise ConfigError(f"dataset.column is {column!r}: allowed is {' or '.join(rows.column_names)}")
+        self._tokenizer, self._rows, self._column, self._system = tokenizer, rows, column, system
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -37,27 +30,18 @@ class Prompts(Dataset[Prompt]):
         question = row[self._column]
         if question is None:
             raise ValueError(f"its {self._column} is null")
-        if self._template is not None:
-            tokens = self._tokenizer.encode(self._template.format(**row), add_bos=True, add_eos=False)
-        else:
-            system = [] if self._system is None else [Message(role="system", content=self._system)]
-            turns = [*system, Message(role="user", content=str(question)), Message(role="assistant", content="")]
-            tokens = self._tokenizer({"messages": turns}, inference=True)["tokens"]
+        system = [] if self._system is None else [Message(role="system", content=self._system)]
+        turns = [*system, Message(role="user", content=str(question)), Message(role="assistant", content="")]
+        tokens = self._tokenizer({"messages": turns}, inference=True)["tokens"]
         return {**row, "tokens": tokens, "labels": list(tokens)}
 
 
 def prompt_dataset(
-    tokenizer: Any,
-    *,
-    source: str,
-    column: str = "question",
-    system: str | None = None,
-    template: str | None = None,
-    **options: Any,
+    tokenizer: Any, *, source: str, column: str = "question", system: str | None = None, **options: Any
 ) -> Prompts:
-    r"""Build the component for a config's `dataset:`.
+    """Build the component for a config's `dataset:`.
 
-    The question becomes a user message, after the `system` message if given. For models without a chat format,
-    `template` formats a row as text: "Question: {question}\nAnswer:". `options` go to `datasets.load_dataset`.
+    The question becomes a user message, after the `system` message if given. For models without a chat format, set the
+    tokenizer's `prompt_template`. `options` go to `datasets.load_dataset`.
     """
-    return Prompts(tokenizer, load_dataset(source, **options), column, system, template)
+    return Prompts(tokenizer, load_dataset(source, **options), column, system)

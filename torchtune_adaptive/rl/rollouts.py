@@ -25,7 +25,10 @@ from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
 ADVANTAGES, RETURNS, WEIGHT = "advantages", "returns", "weight"
-"""Results of a rollout: one number per token of its answer, except for score and weight."""
+REWARDS = "reward/"
+MODEL_SCORE = f"{REWARDS}reward_model"
+"""Results of a rollout: one number per token of its answer, except for scores, rewards and weight. The names of the
+rewards of functions begin with `REWARDS`."""
 
 
 @dataclass
@@ -40,8 +43,6 @@ class Rollout:
     length: int = 0
     """Number of answer tokens that count; 0 before generation."""
     results: dict[str, Tensor] = field(default_factory=dict)
-    group: int | None = None
-    """Number of the prompt's group, if the prompt has several answers."""
     fills: bool = False
     """True for a filler, whose tokens do not count."""
 
@@ -66,7 +67,7 @@ class Rollout:
         It generates the same number of tokens. Its results are a copy, so that the sample keeps its values.
         """
         length, results = min(1, self.length), dict(self.results)
-        return replace(self, prompt=self.prompt[:1], length=length, results=results, group=None)
+        return replace(self, prompt=self.prompt[:1], length=length, results=results)
 
     def filler(self) -> Rollout:
         """Return a stand-in without any token that counts."""
@@ -159,8 +160,7 @@ def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answer
     groups: list[Group] = []
     for place, sample in enumerate(prompts):
         prompt, first = torch.as_tensor(sample["tokens"]).long(), (place * world_size() + rank()) * answers
-        group = first if answers > 1 else None
-        blank = Rollout(first, iteration, prompt, torch.zeros(new_tokens, dtype=torch.long), group=group)
+        blank = Rollout(first, iteration, prompt, torch.zeros(new_tokens, dtype=torch.long))
         groups.append((sample, [replace(blank, number=first + at, results={}) for at in range(answers)]))
     return groups
 

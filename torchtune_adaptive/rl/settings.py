@@ -62,11 +62,6 @@ NOT_SUPPORTED = (
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
 """Keys of finetuning that contradict `num_steps`."""
-NEVER = (
-    ("enable_kv_cache", False, "answers are always generated with a cache", "True"),
-    ("dataset.packed", True, "prompts cannot be packed", "False"),
-)
-"""Unsupported values: key, value, reason, allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +132,6 @@ class PPOSettings(RolloutSettings):
 
     ppo_batch_size: int = setting(COUNT)
     gradient_accumulation_steps: int = setting(COUNT)
-    enable_kv_cache: bool = setting(BOOL, True)
     min_response_length: int | None = setting(COUNT_OR_0 | NULL, None)
     penalise_no_eos: bool = setting(BOOL)
     reward_penalty: float = setting(REWARD)
@@ -176,6 +170,7 @@ class GRPOSettings(RolloutSettings):
 
 PPO_KEYS = (
     *(POLICY_SECTION, VALUE_SECTION, PPO_REFERENCE_FILES, VALUE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
+    "enable_kv_cache",  # of torchtune: answers are always generated with a cache
     *keys.keys_of(PPOSettings),
 )
 GRPO_KEYS = (*(REWARD_SECTION, GRPO_REFERENCE_FILES, REWARD_FILES, REWARD_FUNCTIONS), *keys.keys_of(GRPOSettings))
@@ -188,29 +183,29 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
         raise ConfigError(f"{POLICY_SECTION} is missing: add a section with a _component_")
     ppo = keys.read(PPOSettings, cfg)
     cfg = cast(DictConfig, OmegaConf.merge(cfg, {"model": policy}))
-    return _read(cfg, "PPO", _of_ppo(cfg, ppo), (*NOT_SUPPORTED, "save_adapter_weights_only")), ppo
+    return _read(cfg, "PPO", _of_ppo(cfg, ppo)), ppo
 
 
 def read_grpo_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
     """Read the settings of GRPO."""
     grpo = keys.read(GRPOSettings, cfg)
-    return _read(cfg, "GRPO", _of_grpo(cfg, grpo), (*NOT_SUPPORTED, "save_adapter_weights_only")), grpo
+    return _read(cfg, "GRPO", _of_grpo(cfg)), grpo
 
 
 def read_grpo_lora_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
     """Read the settings of GRPO with adapters, whose keys are in the section `model`."""
     lora = keys.read(LoraSettings, cfg.get("model"), prefix="model.")
     grpo = replace(keys.read(GRPOSettings, cfg), lora=lora)
-    return _read(cfg, "GRPO", _of_grpo(cfg, grpo), NOT_SUPPORTED), grpo
+    return _read(cfg, "GRPO", _of_grpo(cfg)), grpo
 
 
-def _read(cfg: DictConfig, training: str, contradictions: Iterable[str], not_supported: Iterable[str]) -> Settings:
+def _read(cfg: DictConfig, training: str, contradictions: Iterable[str]) -> Settings:
     """Read and check the settings of all recipes; a step is an iteration."""
     whole = OmegaConf.merge({"gradient_accumulation_steps": 1}, cfg, {"epochs": MOST_EPOCHS})
     settings = replace(read_common(cast(DictConfig, whole)), config=cfg, gradient_accumulation_steps=1)
     refuse(
         _never(cfg, training),
-        not_at_default(settings, not_supported, training),
+        not_at_default(settings, NOT_SUPPORTED, training),
         contradictions,
         token_budget(settings),
     )
@@ -221,9 +216,8 @@ def _never(cfg: DictConfig, training: str) -> Iterator[str]:
     for key in WITHOUT_EFFECT:
         if cfg.get(key) is not None:
             yield f"{key} is {cfg.get(key)}, but {training} trains for num_steps: remove it"
-    for key, refused, reason, allowed in NEVER:
-        if value_at(cfg, key) == refused:
-            yield f"{key} is {refused}, but {reason} in {training}: set it to {allowed}"
+    if value_at(cfg, "dataset.packed"):
+        yield f"dataset.packed is True, but prompts cannot be packed in {training}: set it to False"
     component = str(value_at(cfg, "optimizer._component_"))
     if component.startswith("bitsandbytes."):
         yield (
@@ -244,18 +238,9 @@ def _of_ppo(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
         )
 
 
-def _of_grpo(cfg: DictConfig, grpo: GRPOSettings) -> Iterator[str]:
-    model, files = cfg.get(REWARD_SECTION), cfg.get(REWARD_FILES)
-    if model is None and not cfg.get(REWARD_FUNCTIONS):
+def _of_grpo(cfg: DictConfig) -> Iterator[str]:
+    if cfg.get(REWARD_SECTION) is None and not cfg.get(REWARD_FUNCTIONS):
         yield (
             f"{REWARD_FUNCTIONS} is missing: give a list of sections with a _component_ and a weight, or a "
             f"{REWARD_SECTION} with its {REWARD_FILES}"
         )
-    if model is not None and files is None:
-        yield f"{REWARD_SECTION} is set, but {REWARD_FILES} is missing: set both, or remove it"
-    reference = cfg.get(GRPO_REFERENCE_FILES) is not None
-    if grpo.lora is not None:
-        if reference:
-            yield f"{GRPO_REFERENCE_FILES} is set, but the reference is the policy without its adapters: remove it"
-    elif grpo.loss.kl_coeff and not reference:
-        yield f"loss.kl_coeff is {grpo.loss.kl_coeff}, but {GRPO_REFERENCE_FILES} is missing: add it, or set it to 0"

@@ -22,7 +22,7 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
-from torchtune_adaptive.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout, results_of
+from torchtune_adaptive.rl.rollouts import LOG_PROBS, MODEL_SCORE, REFERENCE_LOG_PROBS, VALUES, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FILES
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
 from torchtune_adaptive.tune.metrics import Cause
@@ -162,7 +162,7 @@ def check_frozen_results(everyone: Sequence[Rollout], reference_files: str) -> N
     Advantages compare answers, so one bad number spoils all.
     """
     for name, what, files in (
-        (SCORE, "the reward model's score", REWARD_FILES),
+        (MODEL_SCORE, "the reward model's score", REWARD_FILES),
         (REFERENCE_LOG_PROBS, "the reference's log-probability", reference_files),
     ):
         if name not in everyone[0].results:

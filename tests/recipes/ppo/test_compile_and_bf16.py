@@ -20,9 +20,13 @@ SMALL = (
     "dataset.samples=8",
     "max_generated_tokens=4",
 )
-FUNCTIONS = "reward_functions=[{_component_: torchtune_adaptive.rl.rewards.brief, free: 0, most: 8, weight: 0.5}]"
+FUNCTIONS = f"reward_functions=[{{_component_: {__name__}.brief, weight: 0.5}}]"
 WAYS = {"plain": (), "compiled": ("compile=True",), "bf16": ("dtype=bf16",), "functions": (FUNCTIONS,)}
 RELATIVE = 1e-5
+
+
+def brief(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [-len(tokens) / 8 for tokens in completion_ids]
 
 
 def train(folder: Path) -> None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.grpo import SignalWatch, advantages_of, cause_of_update, keep_advantages
+from torchtune_adaptive.rl.grpo import SignalWatch, add_advantages, advantages_of, cause_of_update
 from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
+    MODEL_SCORE,
     REFERENCE_LOG_PROBS,
     SCORE,
     WEIGHT,
@@ -52,7 +53,7 @@ def test_loss_of_any_split_equals_the_formulas(average: str) -> None:
     draw = torch.Generator().manual_seed(0)
     loss = GRPOLoss(epsilon=0.2, epsilon_high=0.28, kl_coeff=0.05, average=average)
     everyone = answers([1, 0, 0.5, 2, 2, 7], [3, 7, 1, 2, 5, 4])
-    divisor, _ = keep_advantages(everyone, GRPOSettings(**SIZES, loss=loss))
+    divisor, _ = add_advantages(everyone, GRPOSettings(**SIZES, loss=loss))
     before, reference, log_probs = (torch.randn(6, MOST, generator=draw, dtype=torch.float64) / 3 for _ in range(3))
     log_probs.requires_grad_()
     advantages, counts = results_of(everyone, ADVANTAGES).double(), counts_of(everyone)
@@ -80,7 +81,7 @@ def test_advantages_are_normalized_by_mean_and_deviation_of_the_group() -> None:
 
 
 def test_groups_with_equal_rewards_are_counted_and_stay_in_the_mean() -> None:
-    divisor, figures = keep_advantages(answers([1, 0, 0, 0.1, 0.1, 0.1], [3, 7, 1, 2, 5, 4]), GRPOSettings(**SIZES))
+    divisor, figures = add_advantages(answers([1, 0, 0, 0.1, 0.1, 0.1], [3, 7, 1, 2, 5, 4]), GRPOSettings(**SIZES))
     assert divisor == 22
     assert figures["groups_without_signal"] == 1
 
@@ -88,17 +89,17 @@ def test_groups_with_equal_rewards_are_counted_and_stay_in_the_mean() -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (SCORE, "the reward model's score is nan for 1 of 6 answers; .* reward_checkpointer.checkpoint_files"),
+        (MODEL_SCORE, "the reward model's score is nan for 1 of 6 answers; .* reward_checkpointer.checkpoint_files"),
         (REFERENCE_LOG_PROBS, "the reference's log-probability is nan for 1 of 6 answers; .* ref_checkpointer.checkp"),
     ],
 )
 def test_invalid_result_is_refused_with_the_files_of_its_model(result: str, message: str) -> None:
     everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
     for each in everyone:
-        each.results[REFERENCE_LOG_PROBS] = torch.zeros(MOST)
+        each.results |= {REFERENCE_LOG_PROBS: torch.zeros(MOST), MODEL_SCORE: torch.zeros(())}
     everyone[4].results[result] = everyone[4].results[result] + math.nan
     with pytest.raises(NotLearningError, match=f"^iteration 1: {message}"):
-        keep_advantages(everyone, GRPOSettings(**SIZES))
+        add_advantages(everyone, GRPOSettings(**SIZES))
 
 
 def test_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause() -> None:

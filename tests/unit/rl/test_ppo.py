@@ -13,10 +13,11 @@ from tests.unit.rl.test_settings import PPO_DEMO, config
 from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.rl.generation import lengths_of
 from torchtune_adaptive.rl.microbatches import policy_loss, value_loss
-from torchtune_adaptive.rl.ppo import keep_advantages
+from torchtune_adaptive.rl.ppo import add_advantages
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     LOG_PROBS,
+    MODEL_SCORE,
     REFERENCE_LOG_PROBS,
     RETURNS,
     SCORE,
@@ -47,6 +48,7 @@ def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> li
     counts = counts_of(made)
     valued = valued_of(counts)
     results = {
+        MODEL_SCORE: scores,
         SCORE: scores,
         LOG_PROBS: drawn(0)[: len(answers), : answers.size(1)] * counts,
         REFERENCE_LOG_PROBS: reference * counts,
@@ -91,7 +93,7 @@ def test_advantages_and_figures_equal_torchtunes(whiten_rewards: bool, no_stop: 
         penalise_no_eos=no_stop,
         min_response_length=shorter_than,
     )
-    figures = keep_advantages(everyone, ppo)
+    figures = add_advantages(everyone, ppo)
 
     if no_stop or shorter_than:
         scores[rlhf.get_reward_penalty_mask(padding, last, no_stop, shorter_than)] = -3.0
@@ -108,26 +110,19 @@ def test_advantages_and_figures_equal_torchtunes(whiten_rewards: bool, no_stop: 
     assert (figures["num_stop_tokens"], figures["response_lengths"]) == (3, pytest.approx(last.float().mean()))
 
 
-@pytest.mark.parametrize("whiten_rewards", [True, False])
-def test_single_token_is_not_whitened_to_nan(whiten_rewards: bool) -> None:
-    [rollout] = rollouts(torch.tensor([3.0]), torch.zeros(1, 3), torch.tensor([[STOP, 1, 1]]))
-    keep_advantages([rollout], settings(whiten_rewards=whiten_rewards, kl_coeff=0.0))
-    assert rollout.results[ADVANTAGES].tolist() == [pytest.approx(3.0 - float(rollout.results[VALUES][0])), 0, 0]
-
-
 @pytest.mark.parametrize("score", [math.nan, math.inf])
 def test_invalid_score_is_attributed_to_the_reward_model(score: float) -> None:
     scores = torch.tensor([1.0, score, 1.0, 1.0, 1.0])
     fault = rf"^iteration 5: the reward model's score is {score} for 1 of 5 answers; .* reward_checkpointer.checkpoint"
     with pytest.raises(NotLearningError, match=fault):
-        keep_advantages(rollouts(scores, drawn(1)), settings())
+        add_advantages(rollouts(scores, drawn(1)), settings())
 
 
 def test_invalid_log_probability_is_attributed_to_the_reference() -> None:
     reference = drawn(1)
     reference[2, 0] = math.nan
     with pytest.raises(NotLearningError, match=r"reference's log-probability is nan for 1 of 5 answers; .* ref_policy"):
-        keep_advantages(rollouts(torch.arange(5.0), reference), settings())
+        add_advantages(rollouts(torch.arange(5.0), reference), settings())
 
 
 @pytest.mark.parametrize(
@@ -145,7 +140,7 @@ def test_failed_update_names_the_first_stage_with_non_finite_values(
     everyone = rollouts(torch.arange(5.0), drawn(1))
     if result is not None:
         everyone[1].results[result][0] = math.nan
-    keep_advantages(everyone, settings())  # models that are trained are not refused
+    add_advantages(everyone, settings())  # models that are trained are not refused
     fault = cause_of_stages(everyone, dict(zip((TRAIN_VALUE, TRAIN_POLICY), losses, strict=True)))
     assert fault.where == f" in stage {stage}"
 

@@ -40,11 +40,12 @@ def test_rollout_is_cut_to_the_measured_length_with_the_longest_answer() -> None
     assert counts_of([WORST]).all()
 
 
-def test_filler_tokens_do_not_count_and_fillers_have_no_group() -> None:
-    [(_, group)] = groups_of([{"tokens": [1, 2]}], 3, NEW, 4)
-    assert [(each.number, each.group) for each in group] == [(0, 0), (1, 0), (2, 0), (3, 0)]
-    filler = group[0].filler()
-    assert filler.group is None
+def test_answers_to_a_prompt_are_numbered() -> None:
+    [(_, first), (_, second)] = groups_of([{"tokens": [1, 2]}, {"tokens": [3]}], 3, NEW, 4)
+    assert [each.number for each in (*first, *second)] == [*range(8)]
+
+
+def test_filler_tokens_do_not_count() -> None:
     filler = WORST.filler()
     filler.length = 7  # as after generation
     assert not counts_of([filler]).any()
@@ -78,26 +79,12 @@ def test_prompt_is_truncated_by_the_tokenizer_and_an_empty_one_is_named() -> Non
 ROWS = Dataset.from_list([{"question": "1+1", "answer": "2"}])
 
 
-def test_template_makes_a_prompt_from_a_row() -> None:
-    tokenizer = DemoTokenizer()
-    prompt = Prompts(tokenizer, ROWS, "question", None, "Q {question}=")[0]
-    assert (tokenizer.decode(prompt["tokens"]), prompt["answer"]) == ("Q 1+1=", "2")
-
-
-@pytest.mark.parametrize(
-    ("column", "template", "message"),
-    [
-        ("questin", None, "KeyError: 'questin'"),
-        ("question", "Q {questin}=", "KeyError: 'questin'"),
-        ("question", {"question": None}, "AttributeError: .*"),
-    ],
-)
-def test_invalid_column_or_template_is_reported_with_the_columns(column: str, template: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^the first row makes no prompt \({message}\).* are question, answer$"):
-        Prompts(DemoTokenizer(), ROWS, column, None, template)
+def test_unknown_column_is_reported_with_the_columns() -> None:
+    with pytest.raises(ConfigError, match=r"^dataset\.column is 'questin': allowed is question or answer$"):
+        Prompts(DemoTokenizer(), ROWS, "questin", None)
 
 
 def test_null_question_is_an_error() -> None:
     rows = Dataset.from_list([{"question": "1+1"}, {"question": None}])
     with pytest.raises(ValueError, match="its question is null"):
-        Prompts(DemoTokenizer(), rows, "question", None, None)[1]
+        Prompts(DemoTokenizer(), rows, "question", None)[1]
