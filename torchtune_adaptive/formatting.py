@@ -122,11 +122,6 @@ def count_of(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
-def times(count: int) -> str:
-    """Format a repetition: `once`, `2 times`."""
-    return "once" if count == 1 else f"{count} times"
-
-
 def ranks_named(ranks: Iterable[int]) -> str:
     """Format a list of ranks: `rank 1`, `ranks 1, 2`."""
     names = [str(rank) for rank in sorted(ranks)]

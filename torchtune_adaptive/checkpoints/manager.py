@@ -70,8 +70,7 @@ class CheckpointManager:
         self._contents = contents
         self._device = device
         self._directory = start.directory
-        self._save_every = settings.save_every_n_steps
-        self._keep_last, self._keep_best = settings.keep_last_n_checkpoints, settings.keep_best_checkpoint
+        self._settings = settings
         self._serial = start.serial
         # A restarted launcher repeats its command, which may name this checkpoint; `auto` needs only the newest.
         named = start.files if settings.resume_from_checkpoint is True else None
@@ -122,7 +121,7 @@ class CheckpointManager:
 
     def is_due(self, progress: Progress, asked_to_stop: bool) -> bool:
         """Return True if a checkpoint is due within an epoch; every epoch ends with one anyway."""
-        every, sizes = self._save_every, progress.current_epoch
+        every, sizes = self._settings.save_every_n_steps, progress.current_epoch
         within = sizes is not None and progress.steps_in_epoch < sizes.steps
         return within and (asked_to_stop or (every is not None and progress.step % every == 0))
 
@@ -183,13 +182,13 @@ class CheckpointManager:
             identity=self._identity,
             saved_at=now(),
             files=store.record_files(written),
-            best_step=progress.best_step if self._keep_best else None,
+            best_step=progress.best_step if self._settings.keep_best_checkpoint else None,
         )
         store.write_manifest(written, manifest)
         store.publish(self._directory, written, progress.name_of_checkpoint())
         self._serial += 1
         try:
-            store.prune(self._directory.path, self._keep_last, self._always_kept)
+            store.prune(self._directory.path, self._settings.keep_last_n_checkpoints, self._always_kept)
         except OSError as error:  # the new checkpoint is complete
             logger.warning("older checkpoints in %s could not be removed: %s", self._directory.path, error.strerror)
 

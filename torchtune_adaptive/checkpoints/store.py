@@ -44,8 +44,6 @@ CHUNK_BYTES, PART_BYTES = 2**22, 2**26
 
 State = dict[str, Any]
 """State dict that torchtune's checkpointers read and write."""
-Fault = str
-"""Reason why a checkpoint is unusable; completes a sentence that starts with its name."""
 
 
 class Checkpointer(Protocol):
@@ -106,8 +104,8 @@ class FoundCheckpoint:
 
     path: Path
     manifest: Manifest | None
-    fault: Fault | None
-    """Reason why the checkpoint is incomplete, if it is."""
+    fault: str | None
+    """Reason why the checkpoint is unusable, if it is; completes a sentence that starts with its name."""
 
     @property
     def name(self) -> str:
@@ -146,21 +144,14 @@ class OutputDirectory:
 
         The inode number identifies the directory: no other gets this number while the lock file in it is open.
         """
-        here = None
         with suppress(FileNotFoundError, NotADirectoryError):
-            here = directory_id(self.path)
-        if here != self.directory_id:
-            raise DirectoryLost(
-                "is not the directory in which this run started: it was moved, removed or replaced, and the "
-                "checkpoints with it; resume from where it is now (output_dir=..., resume_from_checkpoint=auto), or "
-                "start over in another output_dir"
-            )
-        if not (self.staging / MARKER_FILE).is_file():
-            raise DirectoryLost(
-                f"no longer contains {self.staging.relative_to(self.path)}, which marks it as this run's: it was "
-                "removed, or another run has started there; see what is there (tune-adaptive status), then resume "
-                "(resume_from_checkpoint=auto) or start over in another output_dir"
-            )
+            if directory_id(self.path) == self.directory_id and (self.staging / MARKER_FILE).is_file():
+                return
+        raise DirectoryLost(
+            "is no longer this run's: it was moved, removed or replaced, and the checkpoints with it, or another run "
+            "has started in it; find the checkpoints (tune-adaptive status), then resume from where they are now "
+            "(output_dir=..., resume_from_checkpoint=auto), or start over in another output_dir"
+        )
 
     def remove_staging(self) -> None:
         """Remove this run's staging directory."""
@@ -267,10 +258,7 @@ def remove(folder: Path) -> None:
     """Rename, then delete, so that a partly deleted directory does not look like a checkpoint."""
     condemned = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(condemned)
-    if condemned.is_symlink():
-        condemned.unlink()
-    else:
-        shutil.rmtree(condemned)
+    shutil.rmtree(condemned)
 
 
 def clean(directory: Path) -> None:
@@ -289,8 +277,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> Manifest | Fault:
-    """Read the manifest and check the sizes of its files, not their contents."""
+def read_manifest(folder: Path) -> Manifest | str:
+    """Read the manifest, and check the sizes of its files but not their contents; return the fault if there is one."""
     try:
         values = read_json(folder / MANIFEST_FILE)
     except ValueError as error:

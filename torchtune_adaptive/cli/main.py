@@ -36,11 +36,6 @@ def ls(options: argparse.Namespace) -> int:
     lines = [(config.recipe, config.name) for config in configs]
     lines += [(recipe.name, ANY_CONFIG) for recipe in RECIPES.values() if recipe.stock_name is None]
     chosen = [line for line in lines if all(word in " ".join(line) for word in options.words)]
-    if not chosen:
-        raise ConfigError(
-            f"no recipe or config has {' and '.join(options.words)} in its name; run without words to list all, with "
-            "--all to include torchtune's recipes"
-        )
     width = max(len(recipe) for recipe, _ in lines)
     print("\n".join(f"{recipe:{width}}  {config}" for recipe, config in [("RECIPE", "CONFIG"), *chosen]))
     return 0
@@ -118,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     try:
         with printing():
-            sys.exit(options.run(options))
+            exit_status = options.run(options)
+        sys.exit(exit_status)
     except AdaptiveError as error:
         problem = error.in_words(KEYS)
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from omegaconf import DictConfig as DictConfig  # recipes import it from here: this package comes first
@@ -42,9 +42,6 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 logger = logging.getLogger(__name__)
 
-Query: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
-"""Takes a config, its path and the overrides on the command line."""
-
 
 def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Collective: run a recipe with the config of the command line; exit with status 1 on errors.
@@ -58,8 +55,8 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
     exit_if_blocked(0)
 
 
-def run_query(query: Query, keys: Collection[str]) -> None:
-    """Run a command that does not train, on rank 0 only; `keys` are keys in addition to those of recipes."""
+def run_query(query: Callable[[DictConfig, Path, Sequence[str]], None], keys: Collection[str]) -> None:
+    """Call `query` with config, path and overrides, on rank 0 only; `keys` are keys in addition to those of recipes."""
     if not dist.is_torchelastic_launched():
         os.environ.pop("RANK", None)  # left over in the shell from another program
 

@@ -2,7 +2,7 @@
 
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.search import Probe, SearchResult
-from torchtune_adaptive.formatting import count_of, format_bytes, in_columns, times
+from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
 
 MEASURED = ("peak", "of budget", "time", "")
 
@@ -16,7 +16,7 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "", sa
         in_columns([(f"{sample}s", *MEASURED), *probes]),
     ]
     if result.out_of_memory_count:
-        lines.append(f"  out of memory {times(result.out_of_memory_count)} while probing, recovered")
+        lines.append(f"  out of memory in {count_of(result.out_of_memory_count, 'probe')}, recovered")
     return "\n".join(lines)
 
 

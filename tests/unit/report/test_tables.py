@@ -45,7 +45,7 @@ def test_table_shows_the_reason_for_each_rejected_size() -> None:
         "  16     out of memory               12.3 s",
         "  8      8.0 GiB           70 %      0.5 s    2 allocator retries",
         "  4      4.0 GiB           35 %      0.5 s    <- chosen (8 did not fit)",
-        "  out of memory once while probing, recovered",
+        "  out of memory in 1 probe, recovered",
     ]
 
 
