@@ -75,7 +75,7 @@ def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:
         folder,
         "metric_logger._component_=tests.recipes.crash.kill_hook.WatchedLogger",
         *("clip_grad_norm=1.0", "shuffle=True"),
-        *("resume_from_checkpoint=auto"),
+        "resume_from_checkpoint=auto",
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
         *(["adaptive.token_budget=256"] if variant.budget else []),
         *(SEARCHED if variant.searched else []),
