@@ -27,8 +27,8 @@ BENCHMARKS = (
     "rollouts",
     "scaling",
 )
-BY_NAME = ("learning", "plans", "growth", "large_saves", "ghost")
-"""Run only by name: PPO learns, every config is forecast, batches grow, a save takes 20 GiB, a ghost pass of 8B."""
+BY_NAME = ("learning", "plans", "growth", "large_saves", "ghost", "mesh_overhead")
+"""Run only by name: PPO learns, every config is forecast, batches grow, a save takes 20 GiB, ghost passes."""
 
 
 def main() -> None:

@@ -76,6 +76,8 @@ _OVERWRITING = {"allreduce_", "all_reduce_", "broadcast_"}
 _CHOICES = {"argmax", "argmin", "argsort", "kthvalue", "max", "min", "multinomial", "sort", "topk"}
 """Operations that return indices into a dimension of the input."""
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"}
+_FILLING = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+"""Operations whose results do not depend on the values of their input."""
 _SMALL = 2**16
 """Floating-point tensors that depend only on integers are real up to this number of elements."""
 _KNOWN = "_torchtune_adaptive_known"
@@ -257,6 +259,10 @@ class _Call(NamedTuple):
     def in_place(self) -> bool:
         return self.func.namespace == "c10d"
 
+    @property
+    def mutates(self) -> bool:
+        return isinstance(self.func, torch._ops.OpOverload) and self.func._schema.is_mutable
+
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
@@ -417,10 +423,14 @@ class GhostMode(TorchDispatchMode):
             return self._made_up
         except DynamicOutputShapeException:
             raise refusal(f"the output size of {call.func}{caller()} depends on computed values") from None
-        if isinstance(call.func, torch._ops.OpOverload) and call.func._schema.is_mutable and _is_known(args[0]):
+        if call.mutates and _is_known(args[0]):
             self.used_unknown_values = self.used_unknown_values or not _is_float(args[0])
             return _mark(args[0], known=False)
-        # masks stay fake: they can be as large as activations
+        if name in _FILLING and not _is_float(result):  # for example, the mask from which tokens per expert are counted
+            with unset_fake_temporarily():
+                shape_only = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+                return call.func(shape_only, *args[1:], **{**call.kwargs, "device": result.device})
+        # masks that are computed stay fake: they can be as large as activations
         return tree_map(
             lambda each: (
                 self._make_up(call, each)
@@ -549,7 +559,9 @@ def _is_known(value: object) -> bool:
 
 
 def _is_small(call: _Call) -> bool:
-    """Return True if an operation on known tensors returns integers or small tensors."""
+    """Return True if an operation on known tensors returns integers or small tensors, or writes into its arguments."""
+    if call.mutates:  # known arguments are small or integers; to infer the shape would write twice
+        return True
     try:
         shapes = call.run()
     except (DataDependentOutputException, DynamicOutputShapeException):

@@ -6,19 +6,26 @@ python -m tests.distributed.faults --at-most 50        50 operations of every ca
 python -m tests.distributed.faults --all               every operation of every case: more than a day
 python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
 python -m tests.distributed.faults --case recipes      only the stages of DPO, PPO and GRPO
+python -m tests.distributed.faults --case torchtitan   torchtitan's models; needs torchtitan 0.3.0
 """
 
 import argparse
 import sys
 import time
+from importlib.util import find_spec
 
 from benchmarks.results import save
 from tests.distributed.faults.finetuning import CASES
-from tests.distributed.faults.meshes import MESH_CASES
+from tests.distributed.faults.meshes import MESH_CASES, TORCHTITAN_CASES
 from tests.distributed.faults.recipes import RECIPE_CASES
 from tests.distributed.faults.sweeps import FIGURES, AnyCase, Outcome, outcome_of, sweep
 
-ALL_CASES: tuple[AnyCase, ...] = (*CASES, *MESH_CASES, *RECIPE_CASES)
+ALL_CASES: tuple[AnyCase, ...] = (
+    *CASES,
+    *MESH_CASES,
+    *RECIPE_CASES,
+    *(TORCHTITAN_CASES if find_spec("torchtitan") else ()),
+)
 
 
 def main() -> int:

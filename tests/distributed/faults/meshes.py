@@ -1,9 +1,12 @@
 """Steps of models whose ranks exchange activations, with out-of-memory errors."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -106,10 +109,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Routed experts over ranks, with the layout and the calls of torchtitan."""
+    """Routed experts over ranks, with the layout and the calls of torchtitan. Version 0.3 counts tokens in a mask."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, counts_mask: bool) -> None:
         super().__init__()
+        self.counts_mask = counts_mask
         self.group, self.ranks = mesh.get_group(), mesh.size()
         self.router = nn.Linear(DIM, EXPERTS, bias=False)
         weights = (torch.randn(EXPERTS, DIM, DIM) / DIM for _ in range(2))
@@ -117,8 +121,13 @@ class Experts(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         tokens = states.flatten(0, -2)
-        scores, experts = self.router(tokens).softmax(-1).topk(PER_TOKEN, dim=-1)
-        counts = torch.histc(experts.flatten().float(), EXPERTS, 0, EXPERTS).long()
+        every = self.router(tokens).softmax(-1)
+        scores, experts = every.topk(PER_TOKEN, dim=-1)
+        if self.counts_mask:
+            chosen = torch.zeros_like(every, dtype=torch.bool).scatter_(-1, experts, True)
+            counts = torch.zeros(EXPERTS, dtype=torch.long).add_(chosen.sum(0))
+        else:
+            counts = torch.histc(experts.flatten().float(), EXPERTS, 0, EXPERTS).long()
         order = experts.flatten().argsort(stable=True)
         with torch.no_grad():
             theirs = all_to_all_single(counts, None, None, self.group)
@@ -141,7 +150,7 @@ class Mixture(nn.Module):
     def __init__(self, mesh: DeviceMesh, *, checkpointing: bool) -> None:
         super().__init__()
         self.embedding, self.output = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.layers = nn.ModuleList(Experts(mesh) for _ in range(2))
+        self.layers = nn.ModuleList(Experts(mesh, counts_mask=each) for each in (False, True))
         self.checkpointing = checkpointing
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -158,6 +167,24 @@ def expert_parallel(case: MeshCase) -> nn.Module:
     experts = {weight for layer in model.layers for weight in (layer.up, layer.down)}
     return fully_shard(model, mesh=mesh, ignored_params=experts)
 
+
+def torchtitan(kind: str, case: MeshCase) -> nn.Module:
+    """Collective: build one of torchtitan's models, as in the example."""
+    sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+    example = import_module("torchtitan_models")
+    return example.build(kind, checkpointing=example.FullAC.Config() if case.checkpointing else None)
+
+
+titan_llama, titan_mixture = partial(torchtitan, "llama"), partial(torchtitan, "moe")
+
+TORCHTITAN_CASES = (
+    MeshCase("torchtitan llama", titan_llama, 4, failing=(3,)),
+    MeshCase("torchtitan llama, first pass", titan_llama, 4, failing=(0,), first_pass=True, stride=11),
+    MeshCase("torchtitan llama, checkpointing", titan_llama, 4, checkpointing=True, failing=(3,)),
+    MeshCase("torchtitan mixture", titan_mixture, shared_by=1),
+    MeshCase("torchtitan mixture, first pass", titan_mixture, shared_by=1, first_pass=True, stride=5),
+)
+"""They need torchtitan 0.3.0, which is not a dependency."""
 
 MESH_CASES = (
     MeshCase("tensor parallel", tensor_parallel),
@@ -189,8 +216,9 @@ def parts_of(case: MeshCase) -> Parts:
     model = case.build(case)
 
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        tokens = torch.stack([*samples])
-        labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)
+        labels = nn.utils.rnn.pad_sequence([*samples], batch_first=True, padding_value=-100)
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         logits = model(tokens)
         with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
             mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

@@ -263,6 +263,18 @@ def test_context_parallel_ranks_recover():
     assert run_on_ranks(2, in_context_parallelism, timeout_s=30) == [(0, [True] * 4), (4, [True] * 4)]
 
 
+def test_ghost_pass_counts_with_integers_and_masks_as_a_pass_does():
+    weights, choices, counts = torch.ones(3, 4), torch.tensor([[0], [0], [2]]), []
+
+    def run() -> None:
+        chosen = torch.zeros_like(weights.sin(), dtype=torch.bool).scatter_(-1, choices, True)
+        counts.append(torch.ones(4, dtype=torch.long).add_(chosen.sum(0)).tolist())
+
+    run()
+    ghost.GhostMode([], made_up=0).run(run)
+    assert counts == [[3, 1, 2, 1]] * 2
+
+
 def peaks() -> tuple[int, int]:
     """Collective: return the peaks of the ghost pass and of a microbatch, in a step whose last operation fails."""
     bench = replace(CASES["tensor parallel"], rows=4).bench()

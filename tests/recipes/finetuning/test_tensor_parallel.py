@@ -1,5 +1,6 @@
-"""Tensor parallelism in the full recipe: parity with stock; recovery from running out of memory."""
+"""Tensor parallelism in the full recipe: parity with stock; search, token budget, recovery."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ TENSOR = (
 BY_ONE = ("batch_size=1", "gradient_accumulation_steps=4")
 """The same steps in microbatches of one row."""
 
+SEARCHED = ("use_maximum_batch_size=True", "adaptive.search=decrease", "adaptive.sequence_length=256")
+BUDGET = ("adaptive.token_budget=auto", "adaptive.sequence_length=null")
+LIMITS = "adaptive.memory_limit=[64MiB,64MiB,64MiB,16MiB]"
 CLIPPED = "clip_grad_norm=0.5"
 APART = (*SGD, "dataset.samples=24", "batch_size=1")
 """The same steps without tensor parallelism, on ranks with different samples."""
@@ -30,6 +34,8 @@ APART = (*SGD, "dataset.samples=24", "batch_size=1")
 def run_all(folder: Path) -> None:
     run_stock("full", demo_config("full", folder / "stock", *TENSOR))
     run_ours("full", demo_config("full", folder / "by_one", *TENSOR, *BY_ONE))
+    run_ours("full", demo_config("full", folder / "searched", *TENSOR, LIMITS, *SEARCHED))
+    run_ours("full", demo_config("full", folder / "budget", *TENSOR, LIMITS, *BUDGET))
     run_ours("full", demo_config("full", folder / "clipped", *TENSOR, CLIPPED))
     run_ours("full", demo_config("full", folder / "apart", *APART, CLIPPED))
 
@@ -38,14 +44,25 @@ def run_all(folder: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two groups of two ranks; each group holds a shard."""
     folder = tmp_path_factory.mktemp("tensor")
-    run_on_ranks(4, run_all, folder, timeout_s=120, in_group=False)
+    run_on_ranks(4, run_all, folder, timeout_s=180, in_group=False)
     return folder
 
 
-def test_losses_are_those_of_the_stock_recipe(runs: Path) -> None:
-    stock, ours = (read_log(runs / case / "log.jsonl") for case in ("stock", "by_one"))
+@pytest.mark.parametrize("case", ["by_one", "searched", "budget"])
+def test_losses_are_those_of_the_stock_recipe(runs: Path, case: str) -> None:
+    stock, ours = (read_log(runs / which / "log.jsonl") for which in ("stock", case))
     assert len(ours) == len(stock) >= STEPS
     assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in stock], rel=RELATIVE)
+
+
+def test_search_and_token_budget_fit_the_tightest_rank(runs: Path) -> None:
+    search, profile = (
+        json.loads((runs / case / "out/batch_search.json").read_text()) for case in ("searched", "budget")
+    )
+    assert search["result"]["rows"] == 2
+    assert not all(probe["peak"]["fits"] for probe in search["result"]["probes"])
+    assert profile["result"]["budget_bytes"] == 16 * 2**20
+    assert all(step["microbatches"] > 1 for step in read_log(runs / "searched" / "log.jsonl"))
 
 
 def test_clipping_and_records_equal_those_without_tensor_parallelism(runs: Path) -> None:
