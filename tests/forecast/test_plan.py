@@ -110,7 +110,7 @@ def test_every_recipe_has_a_prediction_by_stage(config: str, stages: set[str], t
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("sequence_length=5000",), "samples of 5000 tokens, but the model takes at most 4096"),
+        (("sequence_length=5000",), "has 5000 tokens, but the model takes at most 4096"),
     ],
 )
 def test_config_that_the_recipe_refuses_is_refused(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
