@@ -44,6 +44,19 @@ def test_each_card_fits_as_if_it_were_rehearsed_alone() -> None:
             assert [row.fits for row in found] == alone
 
 
+def fill_half(command: Sequence[str], card: Gpu, ranks: int | None) -> RehearsalResult:
+    """Imitate a script that searches for a batch size."""
+    found = imitate(0, 1, 0, [*command, f"--rows={card.memory // GIB // 2}"], card, ranks)
+    found.rest.update({"reads_memory": True, "reserved_bytes": 0, "allocated_bytes": 0, "flushes": 0})
+    return found
+
+
+def test_script_that_reads_the_memory_of_its_gpu_is_rehearsed_on_each() -> None:
+    rows = compare(fill_half, ["train.py"], CARDS, [1], {})
+    assert [row.reserved_bytes // GIB for row in rows] == [row.gpu.memory // GIB // 2 for row in rows]
+    assert all(row.fits for row in rows)
+
+
 def test_cheapest_option_that_fits_is_marked() -> None:
     prices = {"4090": 0.4, "a100-40": 1.1, "h100": 2.5}
     rows = compare(imitation(), ["train.py", "30"], CARDS, [1, 2], prices)

@@ -37,7 +37,7 @@ from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-SILENT_S = 60
+SILENT_S = 300
 """A script that takes no step for this time may wait for a value that is never computed: print where it is."""
 
 
@@ -67,6 +67,7 @@ class StepRecorder:
         self.notes = set[str]()
         """Keys of notes for the end of the report."""
         self._searching = False
+        self._reads_memory = False
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
@@ -96,6 +97,13 @@ class StepRecorder:
 
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         after_import("torchtune_adaptive.engine.probes", self._exclude_probes)
+        mem_get_info = torch.cuda.mem_get_info
+
+        def read(device: Any = None) -> tuple[int, int]:
+            self._reads_memory = True
+            return mem_get_info(device)
+
+        torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = read
 
     def _watch(self) -> None:
         """Print the traceback of every thread if this is not called again in time. Real steps may be slow."""
@@ -122,6 +130,7 @@ class StepRecorder:
         facts = {
             "error": _message(error),
             "by_memory": _is_out_of_memory(error),
+            "reads_memory": self._reads_memory,
             "idle_bytes": idle_bytes,
             "stopped": stopped,
             "seconds": seconds,

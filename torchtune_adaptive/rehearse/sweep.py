@@ -1,7 +1,8 @@
 """Compare GPUs and numbers of ranks, and search the largest value of an argument that fits.
 
 Rehearsals run in parallel. One rehearsal answers for several GPUs: the allocator makes the same requests on every GPU
-that has enough memory for them. A GPU on which the allocator would have to flush its cache gets its own rehearsal.
+that has enough memory for them. A GPU on which the allocator would have to flush its cache gets its own rehearsal, and
+so does every GPU if the script reads how much memory there is.
 """
 
 from __future__ import annotations
@@ -84,11 +85,8 @@ def compare(
     for (_, each), found in in_parallel(rehearse, first):
         for card in cards:
             row = row_of(found, card, found.usable_bytes - largest.memory + card.memory, prices)
-            if (
-                row.fits
-                or card is largest
-                or max(step["allocated_bytes"] for step in found.all_peaks) > row.usable_bytes
-            ):
+            too_large = max(step["allocated_bytes"] for step in found.all_peaks) > row.usable_bytes
+            if card is largest or ((row.fits or too_large) and not found.rest.get("reads_memory")):
                 rows[card.name, each] = row
             else:
                 again[card.name, each] = (command, card, each)
