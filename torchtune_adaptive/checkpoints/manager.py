@@ -72,7 +72,7 @@ class CheckpointManager:
         self._directory = start.directory
         self._settings = settings
         self._serial = start.serial
-        # A restarted launcher repeats its command, which may name this checkpoint; `auto` needs only the newest.
+        # Do not prune the checkpoint that the command names: torchrun may restart the command after a failure.
         named = start.files if settings.resume_from_checkpoint is True else None
         self._always_kept = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
@@ -98,10 +98,10 @@ class CheckpointManager:
 
     @contextmanager
     def continue_random_state(self, progress: Progress) -> Iterator[None]:
-        """Collective: restore the random state of a resumed run once, around the start of an epoch.
+        """Collective: restore the saved random state, before or after the body starts the loader of an epoch.
 
-        There the loader draws a random number. A checkpoint within an epoch was saved after that draw, and one between
-        epochs before it.
+        The loader then draws a random number. A checkpoint within an epoch was saved after that draw, so its state is
+        restored after the body. A checkpoint between epochs was saved before the draw. Later epochs restore nothing.
         """
         if not progress.steps_in_epoch:
             self._restore_random_state()
@@ -225,7 +225,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
 
 
 def _errno_of_a_write(folder: Path) -> int | None:
-    """Try a small write and return its errno, because torch's writer hides that of its own failure."""
+    """Try a small write and return its errno. The errors of torch's writer have none."""
     try:
         replace_file(folder / "try", bytes(SMALL_WRITE_BYTES))
         (folder / "try").unlink(missing_ok=True)

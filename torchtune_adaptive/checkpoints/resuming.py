@@ -90,7 +90,7 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     checkpoints = store.find_checkpoints(directory)
     try:
         files, manifest = choose_checkpoint(settings, recipe, checkpoints, steps)
-    except RunFinished:  # possibly killed right after its last checkpoint, or while it wrote another file
+    except RunFinished:  # a kill after the last checkpoint may have prevented the cleanup
         with suppress(OSError):
             store.prune(directory, settings.keep_last_n_checkpoints, None)
             store.clean(directory)
@@ -136,7 +136,7 @@ def choose_checkpoint(
 def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None) -> None:
     """Raise RunFinished after the last epoch or, with `steps`, after the last step.
 
-    The number of steps is that of the ranks that saved the checkpoint. On more ranks, a run has fewer steps, so an
+    The last step is computed for the number of ranks that saved the checkpoint. For more ranks it would be lower, so an
     unfinished run could look finished.
     """
     position = manifest.position
@@ -167,8 +167,8 @@ def _has_checkpoints(checkpoints: Sequence[FoundCheckpoint], settings: Settings)
 
 
 def _check_shared(start: Start, settings: Settings) -> None:
-    """Collective: check that all ranks see rank 0's directory; other nodes could not resume from its checkpoints."""
-    # the mark, because a node may have a directory of the same name from an earlier run
+    """Collective: check that all ranks see rank 0's directory; a node without it could not resume."""
+    # test the marker, which is unique: a node may have a directory of the same name from an earlier run
     seen = from_all_ranks(start.directory.staging.exists())
     if all(seen):
         return
@@ -186,8 +186,8 @@ def named_files(
 ) -> tuple[Files, Manifest | None]:
     """Return the files that the config names for `resume_from_checkpoint: True`, and their manifest if there is one.
 
-    In a checkpoint with a manifest, the name of one file selects all files. torchtune's recipes save weights and recipe
-    state in different folders, so the config must name each of these files, unless it has torchtune's default name.
+    If a named file is in a checkpoint with a manifest, all files are taken from there. torchtune's own recipes save
+    weights and recipe state in different folders: then the config names both, or the state has its default path.
     """
     directory, section = Path(settings.output_dir).absolute(), settings.config.checkpointer
     state = directory / str(name) if (name := section.get("recipe_checkpoint")) else None
@@ -201,7 +201,7 @@ def named_files(
     if len({path.parent for path in weights}) > 1 or (ours is not None and len(folders) > 1):
         raise ConfigError(
             "resume_from_checkpoint is True, but weights and state are from several checkpoints "
-            f"({', '.join(sorted(folder.name for folder in folders))}): use those of one, or name no "
+            f"({', '.join(sorted(folder.name for folder in folders))}): name the files of one checkpoint, or remove "
             "recipe_checkpoint"
         )
     state = state or (weights[0].parent if ours else directory / store.RECIPE_STATE) / store.RECIPE_STATE_FILE

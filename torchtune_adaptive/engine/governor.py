@@ -275,7 +275,7 @@ class Governor:
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
     """Return a smaller limit, or None if there is none.
 
-    It admits neither the microbatch with the most rows nor any other microbatch of several rows.
+    It excludes the microbatch with the most rows, and all others of more than one row.
     """
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):

@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups whose messages are not counted. Microbatches do not use them, but a background save may at the same time."""
 LATE_S = 2.0
-"""Seconds that a peer may announce its step late. On a null device, synchronizing does not wait for gloo's peers."""
+"""Seconds to wait for a late announcement. On a null device, synchronizing does not wait for gloo's peers."""
 SAME = "as before"
 """The step of a rank that has not announced a change."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
@@ -60,8 +60,8 @@ def gloo_group_aside() -> dist.ProcessGroup:
 def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterator[None]:
     """Replace errors of a collective by ones that explain them.
 
-    Out-of-memory errors are raised unchanged, because the collective can be issued again; unless it `is_lost`, that is,
-    peers have matched it already.
+    Out-of-memory errors are raised unchanged, because the collective can be issued again. If `is_lost` returns True,
+    peers have already matched it, so it cannot, and the error is replaced.
     """
     try:
         yield
@@ -161,7 +161,7 @@ class EqualSteps:
             _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge
 
     def check(self, *, waits: bool = False) -> None:
-        """Raise if a peer has announced another step. Call it after a collective of the step, or let it `wait`."""
+        """Raise if a peer has announced another step. Call it after a collective of the step, or with `waits=True`."""
         if not self._changed:
             return
         self._changed = False

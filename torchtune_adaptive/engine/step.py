@@ -366,9 +366,9 @@ class StepRunner(Generic[Sample]):
             )
 
     def _plan(self, lengths: list[int]) -> Plan:
-        """Split the samples into microbatches. Collective under a limit by length, unless the last step planned them.
+        """Split the samples into equally many microbatches on all ranks. A limit by rows needs equally many samples.
 
-        All ranks get the same number of microbatches: under a limit by rows, because they have equally many samples.
+        Collective under a limit by length, unless the previous call of `run` has planned these samples as `upcoming`.
         """
         limit, padded, planned = self.limit, self.kind.padded, self._next_plan
         self._next_plan = None
@@ -386,7 +386,7 @@ class StepRunner(Generic[Sample]):
         return spread(plan, lengths, limit, most, padded=padded)
 
     def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
-        """Plan the next step with the fewest microbatches for this rank; None if it is unknown, or limited by rows."""
+        """Plan the next step in the fewest microbatches; None if its samples are unknown, or under a limit by rows."""
         limit = self.limit
         if upcoming is None or not limit.by_length:
             return None
@@ -394,7 +394,7 @@ class StepRunner(Generic[Sample]):
         return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
     def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
-        """Keep the plan of the next step, split into `microbatches`; 0 if a rank has not planned it, which drops it."""
+        """Keep the next step's plan, spread over this number of microbatches; drop it if a rank has no plan (0)."""
         if upcoming is not None and microbatches:
             limit, lengths, plan = upcoming
             self._next_plan = _NextPlan(

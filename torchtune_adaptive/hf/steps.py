@@ -44,7 +44,7 @@ from torchtune_adaptive.report.tables import search_table
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 CANDIDATES = 4
-"""How many samples are tried as the first of two, to find one whose loss clearly differs from that of the second."""
+"""The loss check pairs one sample with the candidate whose loss differs most from its own, of this many candidates."""
 NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
@@ -234,8 +234,8 @@ class OptimizerSteps:
         self._counted = int(shifts.get(reduction, next_tokens))
         """Index into `targets`: 0 if the loss counts all labels, 1 if it shifts them and drops the first of a row."""
         self._scale = max(abs(each.both) for each in on_ranks)
-        """The largest loss before the first step. Errors of later checks are divided by the current loss, or by this
-        one if it is larger: relative to a loss near 0, rounding alone would be a large error."""
+        """The largest loss before the first step. Later checks divide errors by this loss or by the current one,
+        whichever is larger: if the current loss is near 0, rounding alone would be a large relative error."""
 
     def _check_losses(self) -> None:
         """Collective: raise an error if losses no longer add up as before the first step."""
@@ -405,7 +405,7 @@ def snapshot(trainer: Any) -> Callable[[], None]:
 
 
 def attributes_of(*owners: Any) -> Callable[[], None]:
-    """Return a function that restores numbers, texts and tensors in attributes, and which tensors are buffers.
+    """Return a function that restores numbers, texts and tensors in attributes, and the tensor of each buffer.
 
     A loss may count its calls, or keep an average in an attribute. A check of the loss must not change them.
     """

@@ -150,7 +150,7 @@ class RehearsalResult:
 
     @property
     def next_bytes(self) -> int:
-        """Estimate of what a second step allocates, which finds optimizer state in memory; 0 if there was one."""
+        """Estimated peak of a second step. 0 unless the script took a single step, at whose end it allocated state."""
         first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unfinished else 0
         state = int(self.rest.get("state_bytes", 0))
         return first + state if first and state > (RISES - 1) * first else 0

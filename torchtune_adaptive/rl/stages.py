@@ -42,7 +42,7 @@ class RolloutStage:
 
     run_microbatch: Generate | Score | TrainPolicy | TrainValue
     samples: int
-    """Rollouts of one rank each time the stage runs: those of an iteration or, if the stage trains, of one update."""
+    """Rollouts per rank and run of the stage: all of an iteration or, if the stage trains, those of one update."""
     rows: int
     """Configured rows per microbatch."""
     trains: str | None = None
@@ -107,7 +107,7 @@ class RolloutStages:
         return result
 
     def go_layer_by_layer(self) -> None:
-        """Gather parameters for each token. Must be called on all ranks, because it changes the collectives."""
+        """Gather parameters layer by layer, for each token. Call it on all ranks: the collectives change."""
         log_rank_0(
             f"{GENERATE}: gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
         )

@@ -132,8 +132,8 @@ class Trainer:
     ) -> None:
         """Initialize before the batch sizes are known.
 
-        `loss_fn` is a module; when a search measures memory, a phase of the step ends at its output. `weights` is the
-        config key that an error about NaN weights names.
+        Probes measure the peaks before and after `loss_fn` returns as separate phases. `weights` is the config key that
+        an error about NaN weights names.
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
