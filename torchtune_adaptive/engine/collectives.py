@@ -153,7 +153,7 @@ _MOST_NAMES = 3
 def describe_foreign(messages: int, names: tuple[str, ...]) -> str:
     """Name the operations that communicate, or count their messages if another thread or rank called them."""
     if not names:
-        return f"{count_of(messages, 'message')} each"
+        return f"{count_of(messages, 'message')} per microbatch"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
@@ -315,7 +315,7 @@ class CollectiveLedger:
         )
 
     def listening(self) -> AbstractContextManager[object]:
-        """Return a context for a microbatch: a listener in the first one after foreign messages were counted."""
+        """Return a context for a microbatch. The first one after foreign messages were counted finds their names."""
         if not self._record.foreign or self._record.listened:
             return nullcontext()
         self._record.listened = True
@@ -334,7 +334,7 @@ class CollectiveLedger:
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: run `call`, and count it as soon as peers can match it."""
-        if not self._watches:  # this ledger is closed, but one that wrapped its collectives later still calls them
+        if not self._watches:  # closed, but a ledger that was created later may still call the collectives of this one
             return call(async_op=async_op)
         self._current.append(collective)
         if self._skips > 0:

@@ -178,7 +178,7 @@ class GhostPasses:
                 except RecoveryUnsupportedError as error:
                     if error.__cause__ is None:
                         raise
-                    seen = seen[: len(second.seen)]  # the model rejects these values
+                    seen = seen[: len(second.seen)]  # the model fails on these values: compare the part before
             for one, other in zip_longest(seen, second.seen):
                 if one is None or other is None or one[:3] != other[:3]:
                     alternatives = f"{one or 'nothing'} or {other or 'nothing'}"
@@ -212,7 +212,7 @@ class GhostPasses:
         ghost.run(run, messages() - self._begun)
 
     def drop_masks(self) -> None:
-        """Clear the masks of sharded embeddings, which DTensor keeps in the operation even if the pass fails."""
+        """Clear the masks of sharded embeddings: DTensor does not release those of a pass that failed."""
         for mask in self._masks.values():
             mask.data, mask.refcount = None, 0
         self._masks.clear()
@@ -277,7 +277,7 @@ class GhostMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, log: list[Exchange], made_up: int) -> None:
-        """`made_up` (0 or 1) is the value that the model reads from any fake tensor. With 1, choices are uneven."""
+        """`made_up` (0 or 1) is the value that the model reads from any fake tensor; see also `_make_up`."""
         super().__init__()
         self.seen: list[SeenCollective] = []
         self.used_unknown_values = False
@@ -560,7 +560,7 @@ def _is_known(value: object) -> bool:
 
 def _is_small(call: _Call) -> bool:
     """Return True if an operation on known tensors returns integers or small tensors, or writes into its arguments."""
-    if call.mutates:  # known arguments are small or integers; to infer the shape would write twice
+    if call.mutates:  # inferring the shape would write twice, and known arguments are small or integers
         return True
     try:
         shapes = call.run()

@@ -38,9 +38,9 @@ else:
 
 
 class CollectsBatches(Trainer):
-    """The class before Trainer in the method resolution order.
+    """Replaces Trainer's `training_step`, as the class directly before Trainer in the method resolution order.
 
-    A `training_step` of a class between AdaptiveMixin and Trainer calls this one by `super()`.
+    So a `training_step` of a subclass of Trainer, such as TRL's, calls this one by `super()`.
     """
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -148,7 +148,7 @@ class AdaptiveMixin(Base):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Collective: see Trainer; first run the batches of a step in which a callback has ended the epoch."""
+        """Collective: see Trainer. If a callback has ended the epoch within a step, run the collected batches first."""
         if self._batches:
             tr_loss += self._run_collected(self._batches, *self._model_and_items)
             assert self._steps is not None
