@@ -26,10 +26,10 @@ _PADDED = ((1, 1.0, False), (4, 1.0, False), (16, 1.0, False), (16, 0.25, False)
 _JOINED = ((1, 1.0, False), (4, 0.8, False), (64, 0.25, False), (64, 1.0, False), (2, 0.5, True), (8, 0.8, True))
 MOST_POINTS = 1 + len(_PADDED)
 MOST_CHECKS = 6
-"""Checks of sizes that the surfaces allow, without the one of short rows."""
+"""Maximum number of checks of sizes that the surfaces allow. `restricted_profile` may add one."""
 
 _FAR, _NEAR = 1.3, 1.1
-"""Surfaces are trusted up to this multiple of the measured rows: the first, or the second after a surprise."""
+"""Surfaces are trusted up to _FAR times the rows that are proven to fit; after a surprise, up to _NEAR times."""
 _SURPRISE = 0.02
 """A check is a surprise if its peak differs from the prediction by more than this share."""
 _LEAP = 8
@@ -115,7 +115,7 @@ class _Measurements:
         return profile if trusted == _FAR else None
 
     def restricted_profile(self) -> Profile:
-        """Return a profile that allows as many tokens as were measured in the longest rows, at every length.
+        """Return a profile that allows, at every length, the number of tokens that was proven for the longest rows.
 
         The same number of tokens needs no more memory in shorter rows. With a knee, this may be wrong, because tokens
         before the knee may need more memory. Then short rows with this number of tokens are measured. If they fail,
@@ -208,7 +208,7 @@ class _Measurements:
     def _proven_rows(self, length: int) -> float:
         """Return the most rows of this length that an accepted probe proves to fit.
 
-        The rows of that probe are at least as long, and have at least as many counted tokens together.
+        A probe of longer rows proves that shorter rows with as many counted tokens fit (see `_counted`).
         """
         probes = [probe for probe in (*self.points, *self.checks) if probe.length >= length and self.fits(probe)]
         most = max((probe.rows * self._counted(probe.length) for probe in probes), default=self._counted(length))

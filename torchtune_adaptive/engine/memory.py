@@ -133,8 +133,8 @@ def wraps_tensors(kind: type) -> bool:
 class MemoryMeter(TorchDispatchMode):
     """Count the bytes of all live storages that were allocated inside it or passed to `count`.
 
-    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. By then, the
-    operation has already run. Its allocation does not count in the peak, because a GPU would have refused it.
+    Raises torch.OutOfMemoryError after an operation that allocates more than `cap_bytes` allows; the cap may change at
+    any time. The allocation does not count in the peak, because a GPU would have refused it.
 
     Temporary memory inside a kernel is not counted. Under any dispatch mode autograd accumulates gradients out of
     place, so without FSDP the peak is one parameter higher than without the meter.

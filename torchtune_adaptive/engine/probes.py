@@ -133,8 +133,8 @@ class TrainingStep(Generic[Sample]):
     has no update."""
     optimizers: Sequence[Optimizer]
     boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules whose outputs divide the step into phases, in the order of the forward, by the name of the part that each
-    ends: {"layers": final_norm, "head and loss": loss}. Without them a search may need more probes."""
+    """Modules whose outputs divide the step into phases, in the order of the forward. A key names the part that ends at
+    the output: {"layers": final_norm, "head and loss": loss}. Without them a search may need more probes."""
     beside: "Sequence[TrainingStep[Any]]" = ()
     """Steps of other stages. They are not measured, but run once, so that their optimizer state is in memory."""
 
@@ -220,8 +220,8 @@ class Prober:
     def warm_up(self) -> Room:
         """Collective: run all stages once, so that optimizer state and communication buffers are in memory.
 
-        Return the room of the tightest rank. Raises OneRowDoesNotFitError if the shortest sample exceeds the budget,
-        because a rank that runs out of memory could then not complete the collectives of its peers.
+        Return the room of the tightest rank. Raises OneRowDoesNotFitError if the shortest sample exceeds the budget: a
+        rank without memory for it could not complete the collectives of its peers either.
         """
         for other in self._step.beside:
             with _explaining_errors(1):
@@ -288,7 +288,7 @@ class Prober:
         self, step: TrainingStep[Any], microbatches: list[list[Any]], *, limited: bool
     ) -> tuple[dict[str, int], list[int]]:
         """Collective: run one step; return the peak of each phase and the ranks that ran out of memory."""
-        # A step that cannot be repeated runs without the limit: its need is measured instead of failing.
+        # Under a limit, a step that cannot be repeated would end the run. Without one, its peak is measured.
         enforced = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
         with PhaseMeter(self._memory, step.runner.model, step.boundaries) as meter:
             with enforced:
@@ -375,9 +375,9 @@ def find_max_batch_size(
     random generators bitwise, and resets the peak of the device.
 
     If a microbatch holds `whole_step_rows` rows, every step is a single microbatch, which begins without gradients in
-    memory. So the search first runs without gradients, and again with gradients if it finds fewer rows. By default,
-    every step has several microbatches. `memory` is that of the GPU by default; on a CPU, pass an active MemoryMeter.
-    For other arguments see `search`.
+    memory. So the search first runs without gradients, and again with gradients if it finds fewer rows. Without this
+    argument, every step has several microbatches. `memory` is that of the GPU by default; on a CPU, pass an active
+    MemoryMeter. For other arguments see `search`.
 
     Raises OneRowDoesNotFitError on all ranks if one row does not fit.
     """

@@ -95,7 +95,7 @@ class Evaluator:
             return prediction_step(inputs)
         assert self._runner is not None
         self._model, self._inputs, self._samples, self._prediction_step = model, inputs, batch.samples, prediction_step
-        # Ranks may sum their labels, so count them outside of a pass.
+        # Trainer may add up the labels of all ranks here, and a pass must not communicate: call it before the pass.
         self._items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         self._restore, self._batches_run = snapshot(self.trainer), self._batches_run + 1
         self._pieces: dict[tuple[int, ...], Piece] = {}

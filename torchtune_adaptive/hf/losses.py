@@ -70,7 +70,7 @@ def how_losses_add_up(
 ) -> Reduction | None:
     """Return the reduction with the smallest error on all ranks; None if every error exceeds the tolerance.
 
-    `next_tokens` selects the mean over next tokens or over all labels, unless full precision shows the opposite.
+    `next_tokens` selects one of the two means over labels; in full precision, the other one if only that one is exact.
     """
     worst = {each: worst_error(on_ranks, each, scale) for each in Reduction}
     likely, other = Reduction.MEAN_OF_NEXT_TOKENS, Reduction.MEAN_OF_LABELS

@@ -47,7 +47,7 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
         log_rank_0(f"token budget · samples stay on the ranks that read them: {obstacle}")
         dealt = False
     if REHEARSAL.on:
-        alike = world_size() == 1 or settings.shuffle  # the samples of other ranks are unknown
+        alike = world_size() == 1 or settings.shuffle  # after shuffling, the samples of other ranks are unknown
         return None if alike else FullestRank(data.dataset, cost_of(model) if dealt else None)
     return Dealer(data.kind, cost_of(model), THIS_RUN.asked_to_stop) if dealt else None
 
@@ -154,7 +154,7 @@ class FullestRank:
     """For rehearsals, which run one rank: yields the share of the rank with the longest samples in each step."""
 
     def __init__(self, dataset: CheckedDataset, cost: Cost | None) -> None:
-        """`cost` of a sequence distributes the samples; None: every rank keeps the samples it reads."""
+        """Distribute the samples by the `cost` of their sequences; None: every rank keeps the samples it reads."""
         self._dataset, self._cost = dataset, cost
 
     def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:

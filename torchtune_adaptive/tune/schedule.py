@@ -256,7 +256,7 @@ def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool 
             f"{sizes.samples_per_step * ranks}",
             f"{sizes.steps}",
             f"× {sizes.lr_factor:.3g}",
-            "" if refused is None else f"<- {refused} requested, does not fit",
+            "" if refused is None else f"<- {refused} requested, above the bound",
         )
         lines.append(line)
     count = f"{count_of(len(epochs), 'epoch')} · {count_of(total_steps(epochs), 'step')}"

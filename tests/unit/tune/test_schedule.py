@@ -212,7 +212,7 @@ def test_schedule_merges_equal_epochs_and_shows_refused_sizes() -> None:
         "  0-1     4            4 × 2                 64               125     × 1\n"
         "  2-3     8            8 × 2                 128              62      × 1.41\n"
         "  4       8            8 × 2                 128              62      × 1.41"
-        "          <- 16 requested, does not fit\n"
+        "          <- 16 requested, above the bound\n"
         "  5       8            8 × 2                 128              62      × 1.41"
     )
     assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])
