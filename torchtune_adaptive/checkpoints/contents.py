@@ -91,7 +91,7 @@ class Contents:
 
 
 def gather_weights(sharded: ShardedWeights, device: torch.device) -> State:
-    """Collective: return the full weights in host memory of rank 0, dequantized to their own precision.
+    """Collective: return the full weights in host memory of rank 0. Quantized ones are dequantized.
 
     Unlike torchtune, without a barrier after each weight: a gather ends only after all ranks have sent.
     """

@@ -66,7 +66,7 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     if saves_adapters(recipe):
         flat |= weights_in("frozen weights", cfg.get("checkpointer"))
     flat.pop(MAY_BE_LOWERED, None)
-    if recipe == "full_ppo":  # which uses it only to split a step
+    if recipe == "full_ppo":  # PPO uses this key only to split a step
         flat.pop("gradient_accumulation_steps", None)
     return flat
 

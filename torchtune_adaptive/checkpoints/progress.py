@@ -44,7 +44,7 @@ class EpochSizes:
     lr_factor: float
     """Factor on the learning rate for growth beyond the configured samples per step."""
     refused_batch_size: int | None = None
-    """A requested batch size that was rejected because it does not fit."""
+    """A requested batch size that was rejected because it exceeds the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

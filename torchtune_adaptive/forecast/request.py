@@ -65,8 +65,8 @@ class PlanSettings:
     steps: int | None = setting(COUNT | NULL, None)
     """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
     format: str = setting(one_of("table", "json"), "table")
-    """output format. `json`: a list with an object for each setting, as `tune-adaptive rehearse` compares GPUs, with
-    more keys"""
+    """output format. `json`: a list with an object for each setting. Each has the keys of a row of `tune-adaptive
+    rehearse --gpu 4090,h100`, and more"""
     advise: bool | None = setting(keys.BOOL | NULL, None)
     """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
 

@@ -29,7 +29,7 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0
 SPARE_BEATS = 2
-"""Intervals to subtract from the timeout: one before the first check without a new heartbeat, one for a late check."""
+"""Intervals that pass without being counted as missed, at most: one before the first check, one for a late check."""
 NAME = "heartbeat"
 LEFT = "left"
 """The last heartbeat of a rank that exited normally."""
@@ -39,7 +39,7 @@ class SilentRanks(NamedTuple):
     """Ranks without a heartbeat within the timeout."""
 
     ranks: tuple[int, ...]
-    """Empty if the store does not respond, which rank 0 or its launcher hosts."""
+    """Empty if the store does not respond. Rank 0 or its launcher hosts it."""
     where: str
     seconds: float
     """The timeout."""

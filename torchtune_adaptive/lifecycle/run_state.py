@@ -119,14 +119,14 @@ class ThisRun:
     record_directory: Path | None = None
     """Directory of `adaptive_run.json`, once the run knows where it starts."""
     record_directory_id: tuple[int, int] | None = None
-    """Another run may start under the name of a directory that was renamed; this run does not write there."""
+    """Device and inode of that directory. If the path later names another directory, this run does not write there."""
     typed: list[str] = field(default_factory=list)
     """The command of the launcher, read at the start: if it is killed, its ranks belong to another process."""
     _recording: threading.Lock = field(default_factory=threading.Lock)
     """Signals are recorded by the thread that receives them, other ends by the main thread."""
 
     def keep_record_in(self, directory: Path) -> None:
-        """Note the command, and the directory of `adaptive_run.json`, which other nodes than rank 0's may lack."""
+        """Store the command and the directory of `adaptive_run.json`. It may not exist on nodes other than rank 0's."""
         self.record_directory, self.typed = directory, typed_command()
         with suppress(OSError):
             self.record_directory_id = directory_id(directory)

@@ -123,7 +123,7 @@ class FakeRanks:
 
 
 def replace_simple_launcher(run: Callable[[Sequence[str]], None]) -> None:
-    """Run the script of accelerate's launcher for one rank, which does not use torchrun, in this process."""
+    """Replace accelerate's launcher for a single rank, which does not use torchrun: run its script in this process."""
     from accelerate.commands import launch
 
     def simple_launcher(args: Namespace) -> None:

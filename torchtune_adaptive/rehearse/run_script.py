@@ -84,7 +84,7 @@ def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) ->
     """Run the command on the GPUs of this machine. Each rank of a launcher writes its own record."""
     end_with_parent()  # a launcher starts ranks in other process groups
     if not sys.flags.safe_path:
-        del sys.path[0]  # a launcher's module; the script's folder belongs there
+        del sys.path[0]  # the folder of `python -m`; `run` inserts the script's instead
     start_ranks = torch.distributed.run.run
 
     def start_recorded_ranks(args: Namespace) -> None:

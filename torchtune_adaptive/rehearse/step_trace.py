@@ -193,7 +193,7 @@ class _Trace:
     def counted(self) -> Counter[Operation | Transfer]:
         """Return all work. The trace stops inside the optimizer's step, so the operation itself is missing.
 
-        So are operations that ended with an exception, as recomputation does. The optimizer's began last.
+        So are operations that an exception ended, as in a recomputation. Of all these, the optimizer's began last.
         """
         found: Counter[Operation | Transfer] = Counter()
         last = max(self._inner.keys() - self._threads, default=None)
@@ -356,11 +356,11 @@ def _flops(name: str, about: _About, given: _Side, returned: _Side) -> float:
         return float(2 * math.prod(small) * math.prod(weight[1:]) * times)
     if (at := _FIRST_MATRIX.get(name)) is not None:
         first, product = shapes[at], returned.shapes[0]
-        groups = product[0] if len(product) == 3 and len(first) == 2 else 1  # which divide the inner dimension
+        groups = product[0] if len(product) == 3 and len(first) == 2 else 1  # each has a part of the inner dimension
         return float(2 * math.prod(product) * first[-1] / groups)
     at_name = {argument: at for at, argument in enumerate(about.arguments[: len(shapes)])}
     query, key = (shapes[at_name.get(each, at_name.get(each[0], 0))] for each in ("query", "key"))
-    if len(query) == 3:  # samples one after another
+    if len(query) == 3:  # concatenated samples
         longest = at_name.get("max_k", at_name.get("max_seqlen_k"))
         pairs = math.prod(query[:2]) * (key[0] if longest is None else given.values[longest])
     else:

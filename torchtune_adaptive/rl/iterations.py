@@ -111,7 +111,7 @@ class Iterations:
         return everyone
 
     def update(self, summed_over: SummedOver, figures: Mapping[str, float], cause: Cause) -> None:
-        """Collective: apply the gradients, which are sums over `summed_over` tokens or answers per model.
+        """Collective: apply the gradients, divided for each model by `summed_over`, a number of tokens or answers.
 
         `cause` is reported if the loss or a gradient is NaN or infinite.
         """

@@ -138,7 +138,7 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
         section["checkpoint_files"] = found
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
     value = components.build_section(keys.VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
-    # the demo's checkpointers create their weights, which are part of the identity of a run
+    # so that the demo's checkpointers create the weights, whose files a resumed run compares
     for key in (keys.PPO_REFERENCE_FILES, keys.REWARD_FILES):
         frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
         components.build_section(key, frozen, should_load_recipe_state=False)

@@ -135,7 +135,7 @@ def counts_of(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -
 
 
 def valued_of(counts: Tensor) -> Tensor:
-    """Return a mask of the tokens that have a value: as in torchtune, one more than `counts`, unless there is one."""
+    """Return a mask of the tokens that have a value: as in torchtune, also the one after two or more counted tokens."""
     more = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
     return counts | more
 

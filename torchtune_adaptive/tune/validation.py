@@ -32,7 +32,7 @@ VALIDATION_STAGE = "validation"
 """The name of the stage that computes the loss."""
 LOSS = "val_loss"
 COUNT = "count"
-"""Key of the sum by which losses that are not means over tokens are divided."""
+"""Key of the divisor: the target tokens, unless the sums of a pass contain another one, such as the number of pairs."""
 
 StagePasses: TypeAlias = Mapping[str, tuple[nn.Module, Callable[[Sequence[Sample]], Totals]]]
 """Model and microbatch function of each stage, in order; the last one returns the loss."""
@@ -90,7 +90,7 @@ class Validation:
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(self._model), max_seq_len_of([self._model])
 
     def is_due(self, progress: Progress) -> bool:
-        """Return True after every N steps, once."""
+        """Return True after every N steps, until the run is validated there."""
         return progress.step % self._every == 0 and progress.validated_step < progress.step
 
     def use_limits_of(self, training: Stages[Sample]) -> None:
