@@ -24,7 +24,7 @@ from torchtune_adaptive.errors import RanksPartedError, Remedy, UnrecoverableErr
 Value = TypeVar("Value")
 
 ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose messages are not counted. Microbatches do not use them, but a background save may at the same time."""
+"""Groups whose messages are not counted. Microbatches do not use them, but dealing may at the same time."""
 LATE_S = 2.0
 """Seconds to wait for a late announcement. On a null device, synchronizing does not wait for gloo's peers."""
 SAME = "as before"

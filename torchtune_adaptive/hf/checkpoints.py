@@ -24,7 +24,7 @@ def newest_complete(args: Any) -> str:
         if all(from_all_ranks(is_complete(path))):
             return str(path)
         if rank() == 0:
-            logger.warning("%s is skipped: its save was interrupted (no whole %s)", path, TRAINER_STATE_NAME)
+            logger.warning("%s is skipped: its save was interrupted (%s is unreadable)", path, TRAINER_STATE_NAME)
     raise ConfigError(
         f"{folder} contains no complete checkpoint to resume from: start from the beginning, or pass the path of a "
         "checkpoint to train(), which does not check it"
@@ -32,7 +32,7 @@ def newest_complete(args: Any) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if the file that Trainer writes last is whole. AdaptiveMixin removes it before an overwrite."""
+    """Return True if the file that Trainer writes last is readable. AdaptiveMixin removes it before an overwrite."""
     try:
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError):
