@@ -1,4 +1,4 @@
-// The card: what the environment says it is, and what it answers about itself.
+// The simulated card: its properties, from environment variables, and the functions that query them.
 #include "null.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -8,7 +8,7 @@
 static Card the_card;
 static _Thread_local int device, last_error;
 
-// Shared memory of a block and of a multiprocessor decide which kernels triton compiles.
+// triton selects kernels by the shared memory of a block and of a multiprocessor.
 static const struct { int capability, multiprocessors, per_block, per_multiprocessor; } generations[] = {
     {80, 108, 166912, 167936}, {86, 84, 101376, 102400},   {89, 142, 101376, 102400},
     {90, 132, 232448, 233472}, {100, 148, 232448, 233472}, {120, 188, 101376, 102400},
@@ -29,7 +29,7 @@ API void null_cuda_read_environment(void) {
       c->shared_per_block = generations[i].per_block;
       c->shared_per_multiprocessor = generations[i].per_multiprocessor;
     }
-  // torch keys what it has compiled by the name, and kernels for one capability are none for another
+  // torch caches compiled kernels by this name, and kernels for one compute capability do not run on another
   if (name) snprintf(c->name, sizeof c->name, "%s", name);
   else snprintf(c->name, sizeof c->name, "null device %d.%d", c->major, c->minor);
 }
@@ -99,7 +99,7 @@ API int cudaDeviceGetAttribute(int *out, int attribute, int which) {
   case 4: *out = 64; break;
   case 5: *out = 2147483647; break; // grid's x
   case 6: case 7: *out = 65535; break;
-  case 8: *out = 49152; break; // shared memory of a block that did not ask for more
+  case 8: *out = 49152; break; // shared memory of a block, by default
   case 10: *out = 32; break;   // warp
   case 12: case 82: *out = 65536; break; // registers of a block, of a multiprocessor
   case 13: case 36: *out = 1000000; break; // clocks, in kHz
@@ -112,7 +112,7 @@ API int cudaDeviceGetAttribute(int *out, int attribute, int which) {
   case 76: *out = c->minor; break;
   case 81: *out = c->shared_per_multiprocessor; break;
   case 97: *out = c->shared_per_block; break;
-  case 102: *out = 1; break; // cuMemCreate and its like
+  case 102: *out = 1; break; // virtual memory management (cuMemCreate)
   case 106: *out = 32; break; // blocks of a multiprocessor
   case 115: *out = 1; break; // cudaMallocAsync
   default: *out = 0;
@@ -120,7 +120,7 @@ API int cudaDeviceGetAttribute(int *out, int attribute, int which) {
   return SUCCESS;
 }
 
-// cudaDeviceProp of CUDA 13, which the caller has on its stack: 1008 bytes, values at these places.
+// Fills cudaDeviceProp of CUDA 13, which the caller allocates: 1008 bytes, with values at these offsets.
 API int cudaGetDeviceProperties(char *out, int which) {
   static const struct { int place, attribute; } ints[] = {
       {304, 12}, {308, 10}, {320, 1}, {324, 2}, {328, 3}, {332, 4}, {336, 5}, {340, 6}, {344, 7}, {360, 75}, {364, 76},
@@ -144,7 +144,7 @@ API int cudaGetDeviceProperties(char *out, int which) {
   return SUCCESS;
 }
 
-// The same of the driver, which triton asks, and of NVML, by which torch counts devices.
+// The same queries in the driver API, which triton calls, and in NVML, with which torch counts devices.
 API int cuInit(unsigned flags) { return SUCCESS; }
 API int cuDriverGetVersion(int *out) { return *out = CUDA, SUCCESS; }
 API int cuDeviceGetCount(int *out) { return cudaGetDeviceCount(out); }
@@ -164,7 +164,7 @@ API int nvmlDeviceGetCount_v2(unsigned *out) { return *out = card()->devices, SU
 API int nvmlDeviceGetCount(unsigned *out) { return nvmlDeviceGetCount_v2(out); }
 API int nvmlShutdown(void) { return SUCCESS; }
 API int nvmlSystemGetDriverVersion(char *out, unsigned bytes) { return snprintf(out, bytes, "580.00"), SUCCESS; }
-API int nvmlDeviceGetHandleByIndex_v2(unsigned which, void **out) { // a handle is the device's number, plus 1
+API int nvmlDeviceGetHandleByIndex_v2(unsigned which, void **out) { // a handle is the device's number plus 1
   if (which >= (unsigned)card()->devices) return 2;
   return *out = (void *)(intptr_t)(which + 1), SUCCESS;
 }

@@ -1,4 +1,4 @@
-// Files: zeros become holes, so that a checkpoint of what nobody has computed does not fill the disk. It reads as it would have.
+// Files: written zeros become holes, so that checkpoints of weights that were never computed do not fill the disk. Holes read as zeros.
 #define _GNU_SOURCE
 #include "null.h"
 #include <dlfcn.h>
@@ -26,7 +26,7 @@ API ssize_t write(int file, const void *from, size_t bytes) {
   return bytes >= LARGE && all_zeros(from, bytes) && leave_hole(file, bytes) ? (ssize_t)bytes : real(file, from, bytes);
 }
 
-API ssize_t writev(int file, const struct iovec *parts, int count) { // libstdc++ writes what torch.save has
+API ssize_t writev(int file, const struct iovec *parts, int count) { // torch.save writes through libstdc++, which calls this
   static ssize_t (*real)(int, const struct iovec *, int);
   if (!real) real = dlsym(RTLD_NEXT, "writev");
   int large = 0;

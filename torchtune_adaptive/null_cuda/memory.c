@@ -1,4 +1,4 @@
-// Memory: blocks of addresses that are counted against the card's. What nobody has written takes no memory of this machine and reads as zeros.
+// Memory: address ranges whose bytes count towards the card's memory. Pages that were never written take no host memory and read as zeros.
 #include "null.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -13,12 +13,12 @@ enum { PAGE = 4096, GRANULE = 2 << 20 };
 
 typedef struct Block {
   char *start;
-  size_t bytes, counted; // an address range that cuMemMap fills counts nothing itself
+  size_t bytes, counted; // `counted` is 0 for a range that cuMemMap fills: cuMemCreate counts its bytes
   int place;
   struct Block *next;
 } Block;
 
-typedef struct { size_t bytes; int place; } Physical; // what cuMemCreate returns
+typedef struct { size_t bytes; int place; } Physical; // handle that cuMemCreate returns
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Block *blocks;
@@ -28,7 +28,7 @@ static int limited[PLACES];
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 static size_t limit_of(int place) { return limited[place] ? limits[place] : place >= PINNED ? SIZE_MAX : card()->memory; }
 
-// From now on: what is in use stays, even if it is more. Tests take memory away so.
+// Changes the limit for later allocations. Memory in use stays allocated, even above the limit. Tests reduce memory in this way.
 API void null_cuda_set_memory(int place, size_t bytes) {
   pthread_mutex_lock(&lock);
   limits[place] = bytes;
@@ -37,8 +37,8 @@ API void null_cuda_set_memory(int place, size_t bytes) {
 }
 API size_t null_cuda_used(int place) { return used[place]; }
 
-// NULL_CUDA_REHEARSAL is "PID FILE". Any other process that takes memory of a card writes its command line to that process's
-// file, as JSON, and ends that process: its own memory would not be counted.
+// NULL_CUDA_REHEARSAL is "PID FILE": a rehearsed process and a descriptor of its record. If another process allocates memory of
+// a card, the rehearsal would not count it. So it appends its command line to the record, as JSON, and kills the rehearsed process.
 static void end_rehearsal_of_another(void) {
   const char *rehearsal = getenv("NULL_CUDA_REHEARSAL");
   int process, number;
@@ -57,7 +57,7 @@ static void end_rehearsal_of_another(void) {
   kill(process, SIGKILL);
 }
 
-// Counts bytes against a place. The lock is held.
+// Adds bytes to the memory in use at a place. The caller holds the lock.
 static int take(int place, size_t bytes) {
   if (place < PINNED) end_rehearsal_of_another();
   if (bytes > limit_of(place) || used[place] > limit_of(place) - bytes) return OUT_OF_MEMORY;
@@ -68,7 +68,7 @@ static int take(int place, size_t bytes) {
 static int add_block(int place, size_t bytes, size_t counted, void **out) {
   char *start = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED) return NO_ADDRESSES;
-  madvise(start, bytes, MADV_NOHUGEPAGE); // or one byte would take 2 MiB of this machine
+  madvise(start, bytes, MADV_NOHUGEPAGE); // with huge pages, one byte would take 2 MiB of host memory
   Block *block = malloc(sizeof *block);
   *block = (Block){start, bytes, counted, place, blocks};
   blocks = block;
@@ -102,7 +102,7 @@ int release(void *memory) {
   return SUCCESS;
 }
 
-// -1: memory of the host that was not allocated here.
+// Returns -1 for host memory that this library did not allocate.
 static int place_of(const void *memory) {
   int place = -1;
   pthread_mutex_lock(&lock);
@@ -151,7 +151,7 @@ API int cuPointerGetAttribute(void *out, int attribute, const void *memory) {
   return SUCCESS;
 }
 
-// Expandable segments: addresses are reserved, and memory that is counted is mapped into them.
+// Expandable segments: cuMemAddressReserve reserves addresses without counting them; cuMemCreate counts the memory that is mapped there.
 API int cuMemGetAllocationGranularity(size_t *out, const void *of, int which) { return *out = GRANULE, SUCCESS; }
 API int cuMemAddressReserve(void **out, size_t bytes, size_t alignment, void *at, uint64_t flags) {
   pthread_mutex_lock(&lock);
@@ -180,7 +180,7 @@ API int cuMemMap(void *at, size_t bytes, size_t offset, void *memory, uint64_t f
 API int cuMemUnmap(void *at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED), SUCCESS; }
 API int cuMemSetAccess(void *at, size_t bytes, const void *access, size_t count) { return SUCCESS; }
 
-// Copies are true, and cost memory of this machine only where there is more than zeros to copy.
+// Copies transfer the data. Pages of zeros are cleared instead, which takes no host memory.
 static const char zeros[PAGE];
 static void clear(char *at, size_t bytes) {
   char *first = (char *)round_up((size_t)at, PAGE), *last = (char *)((size_t)(at + bytes) / PAGE * PAGE);
@@ -191,19 +191,19 @@ static void clear(char *at, size_t bytes) {
   memset(at, 0, first - at);
   if (place_of(at) >= 0) madvise(first, last - first, MADV_DONTNEED);
   else
-    for (char *page = first; page < last; page += PAGE) // the host's: a page that is only read takes no memory
+    for (char *page = first; page < last; page += PAGE) // host memory: comparing does not allocate a page, writing would
       if (memcmp(page, zeros, PAGE)) memset(page, 0, PAGE);
   memset(last, 0, at + bytes - last);
 }
 
-// Whether anybody has written a page of ours, or read it: it is present or swapped out, as the kernel tells of 512 at a time.
+// Returns 1 if a page was written or read: it is present or swapped out. One read of /proc/self/pagemap answers for 512 pages.
 typedef struct { int file; size_t first; uint64_t entries[512]; } Pagemap;
 static int written(Pagemap *map, const char *at) {
   size_t page = (size_t)at / PAGE;
   if (page - map->first >= 512) {
     map->first = page / 512 * 512;
     if (pread(map->file, map->entries, sizeof map->entries, map->first * 8) != sizeof map->entries)
-      memset(map->entries, 0xff, sizeof map->entries); // not to be known: copy it
+      memset(map->entries, 0xff, sizeof map->entries); // unknown: treat the pages as written
   }
   return map->entries[page - map->first] >> 62 != 0;
 }
@@ -215,7 +215,7 @@ static void copy(char *to, const char *from, size_t bytes) {
     return;
   }
   Pagemap map = {known ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1, SIZE_MAX};
-  for (size_t done = 0; done < bytes;) { // a run of pages, all of them zeros or all of them not
+  for (size_t done = 0; done < bytes;) { // a run of pages that are all zeros, or all not
     size_t run = 0;
     int empty = -1;
     while (done + run < bytes) {

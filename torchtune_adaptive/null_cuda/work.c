@@ -1,10 +1,10 @@
-// Work: streams, events, kernels and libraries accept everything and do nothing, except for host functions, which run at once.
+// Work: functions of streams, events, kernels and libraries succeed without doing anything. Only host functions run, immediately.
 #include "null.h"
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
-// A handle is an address of its own that can be read and written: a library's object where nobody looks into it.
+// Returns a handle for an opaque object: an address that is readable, writable and unique among the last 65,536 handles.
 void *new_handle(void) {
   static char handles[1 << 16][16];
   static unsigned count;
@@ -26,7 +26,7 @@ MAKES_HANDLE(cudaEventCreateWithFlags)
 MAKES_HANDLE(cudaDeviceGetDefaultMemPool)
 ANSWERS(cudaStreamGetPriority, int, 0)
 API int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *out) { return *out = 0, SUCCESS; }
-// Graphs are empty: what is captured has run, as far as it runs here, and its memory is in the graph's pool. A capture takes in every stream.
+// Graphs are empty. Captured operations run during the capture, with memory from the graph's pool. A capture includes all streams.
 static uint64_t captures;
 static int capturing;
 ANSWERS(cudaStreamIsCapturing, int, capturing)
@@ -42,7 +42,7 @@ API int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id, void *
 MAKES_HANDLE(cudaGraphInstantiate)
 MAKES_HANDLE(cudaGraphInstantiateWithFlags)
 API int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) { return *count = 1, SUCCESS; }
-// Autotuners repeat a kernel until they have measured long enough: after a second, once is enough.
+// One second: autotuners repeat a kernel until the measured time is long enough, so they run it once.
 API int cudaEventElapsedTime(float *out, void *start, void *end) { return *out = 1000, SUCCESS; }
 API int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *with) { return function(with), SUCCESS; }
 API int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), void *with, unsigned flags) {
@@ -56,9 +56,9 @@ UNSUPPORTED(cudaIpcGetEventHandle)
 UNSUPPORTED(cudaIpcOpenEventHandle)
 UNSUPPORTED(cuMemExportToShareableHandle)
 UNSUPPORTED(cuMemImportFromShareableHandle)
-UNSUPPORTED(cuGetExportTable) // NVRTC goes on without a driver then
+UNSUPPORTED(cuGetExportTable) // without it, NVRTC works without a driver
 
-// Kernels. A launch in CUDA's own syntax keeps its configuration in between.
+// Kernels. A launch with <<<...>>> pushes its configuration, and the kernel's stub pops it.
 typedef struct { unsigned x, y, z; } Dim;
 static _Thread_local struct { Dim grid, block; size_t shared; void *stream; } launch;
 API unsigned __cudaPushCallConfiguration(Dim grid, Dim block, size_t shared, void *stream) {
@@ -72,7 +72,7 @@ API int __cudaPopCallConfiguration(Dim *grid, Dim *block, size_t *shared, void *
 API void **__cudaRegisterFatBinary(void *binary) { return new_handle(); }
 API int __cudaGetKernel(void **out, void *function) { return *out = function, SUCCESS; }
 API int cudaFuncGetAttributes(char *out, const void *function) { // threads of a block, registers, versions
-  static const int codes[] = {CODES}; // those that torch was compiled for: a card of 8.9 runs what is for 8.6, and CUB asks which
+  static const int codes[] = {CODES}; // architectures that torch was compiled for. CUB asks which one runs here: a card of 8.9 runs code for 8.6
   int code = codes[0];
   for (size_t i = 0; i < sizeof codes / sizeof *codes; i++)
     if (codes[i] <= card()->major * 10 + card()->minor) code = codes[i];
@@ -96,7 +96,7 @@ MAKES_HANDLE(cudaLibraryLoadData)
 MAKES_HANDLE(cudaLibraryLoadFromFile)
 MAKES_HANDLE(cudaLibraryGetKernel)
 
-// What of the driver torch asks for by name, and this library has not, does nothing.
+// torch looks up driver functions by name. Those that this library lacks succeed without doing anything.
 static int nothing(void) { return SUCCESS; }
 API int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version, uint64_t flags, int *result) {
   *out = dlsym(RTLD_DEFAULT, name);
@@ -105,7 +105,7 @@ API int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned 
   return SUCCESS;
 }
 
-// Libraries. What makes an object there (…Create…) is among the stubs that build.py writes.
+// Libraries. Functions that create objects (…Create…) are among the stubs that build.py generates.
 API int cublasGetVersion_v2(void *of, int *out) { return *out = CUDA * 10, SUCCESS; }
 API size_t cublasLtGetVersion(void) { return CUDA * 10; }
 ANSWERS(cublasGetPointerMode_v2, int, 0)
@@ -114,7 +114,7 @@ API int cublasLtMatmulAlgoGetHeuristic(void *of, void *what, void *a, void *b, v
   memset(out, 0, 96); // one algorithm, which needs no workspace
   return *found = 1, SUCCESS;
 }
-// The FLOPs of cuBLAS's multiplications since the process started.
+// FLOPs of cuBLAS's matrix multiplications since the process started.
 API double null_cuda_flops;
 static void multiply(double m, double n, double k, double batch) { null_cuda_flops += 2 * m * n * k * batch; }
 API int cublasGemmEx(void *of, int ta, int tb, int m, int n, int k) { return multiply(m, n, k, 1), SUCCESS; }
@@ -128,7 +128,7 @@ API int cublasSgemmStridedBatched(void *of, int ta, int tb, int m, int n, int k,
   const float *b, int ldb, int64_t stride_b, const float *beta, float *c, int ldc, int64_t stride_c, int batch) {
   return multiply(m, n, k, batch), SUCCESS;
 }
-typedef struct { unsigned rows, columns, batch; } Layout; // of a matrix, in its handle
+typedef struct { unsigned rows, columns, batch; } Layout; // of a matrix, stored in its handle
 API int cublasLtMatrixLayoutCreate(Layout **out, int type, uint64_t rows, uint64_t columns, int64_t ld) {
   *out = new_handle();
   return **out = (Layout){rows, columns, 1}, SUCCESS;
@@ -147,11 +147,11 @@ API int cudnnGetProperty(int which, int *out) {
   return *out = which == 0 ? CUDNN_MAJOR : which == 1 ? CUDNN_MINOR : CUDNN_PATCH, SUCCESS;
 }
 API int null_cuda_convolutions;
-API int cudnnBackendCreateDescriptor(int kind, void **out) { // 1: a convolution's
+API int cudnnBackendCreateDescriptor(int kind, void **out) { // kind 1 is a convolution
   null_cuda_convolutions |= kind == 1;
   return *out = new_handle(), SUCCESS;
 }
-// One plan for every operation, which needs no workspace: a list of objects has one, a list of numbers one 0.
+// Every operation has one plan, without a workspace: a list of objects has one entry, a list of numbers has one 0.
 API int cudnnBackendGetAttribute(void *of, int name, int type, int64_t most, int64_t *count, void *out) {
   enum { INT64 = 3, OBJECT = 15, INT32 = 23 };
   int number = type == INT64 || type == INT32;
@@ -160,7 +160,7 @@ API int cudnnBackendGetAttribute(void *of, int name, int type, int64_t most, int
   return SUCCESS;
 }
 
-// NCCL: a communicator of any size, whose collectives return at once and send nothing.
+// NCCL: communicators of any size. Their collectives return at once and send nothing.
 typedef struct { int ranks, rank; } Communicator;
 typedef struct { char bytes[128]; } UniqueId;
 static int new_communicator(Communicator **out, int ranks, int rank) {
