@@ -4,9 +4,8 @@
     tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config examples/hf_model.yaml
 
 Recipes find components in the working directory. Checkpoints have transformers' names, so `from_pretrained` loads them.
-This file is for full finetuning of models whose logits are the output layer's, such as Llama, Qwen 3, Mistral and
-SmolLM. It does not support models that scale or cap their logits (Gemma 2, Cohere, Granite), LoRA, and token budgets
-without padding.
+This file is for full finetuning of models such as Llama, Qwen 3, Mistral and SmolLM. It does not support models that
+scale or cap their logits (Gemma 2, Cohere, Granite), LoRA, or token budgets without padding.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 
 class CausalModel(nn.Module):
-    """A model of transformers with the call of torchtune's models."""
+    """A model of transformers with the signature of torchtune's models."""
 
     def __init__(self, folder: str, *, checkpoint_layers: bool = False) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(folder)
         self.model = AutoModel.from_config(config, dtype=torch.get_default_dtype())
-        self.lm_head = None  # weights of the embedding, which a second parameter would not share once it is sharded
+        self.lm_head = None  # None: use the embedding's weights. After sharding, two parameters would not share them
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if checkpoint_layers:

@@ -44,7 +44,7 @@ from torchtune_adaptive.report.tables import search_table
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 CANDIDATES = 4
-"""The loss check pairs one sample with the candidate whose loss differs most from its own, of this many candidates."""
+"""Number of candidates: the loss check pairs a sample with the candidate whose loss differs most from its own."""
 NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
