@@ -70,6 +70,11 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield f"tensor_parallel_dim is {dim} and cannot be combined with data_parallel_replicate_dim: set one to 1"
     if dim > 1 and value_at(settings.config, "optimizer.fused"):
         yield f"tensor_parallel_dim is {dim} and optimizer.fused is True: set optimizer.fused: False"
+    if settings.run_val_every_n_steps is not None and settings.config.get("dataset_val") is None:
+        yield (
+            f"run_val_every_n_steps is {settings.run_val_every_n_steps}, but dataset_val is missing: add a section "
+            "like dataset, or set run_val_every_n_steps: null"
+        )
     if settings.keep_best_checkpoint and settings.run_val_every_n_steps is None:
         yield "keep_best_checkpoint is True, but run_val_every_n_steps is null: set it, or keep_best_checkpoint: False"
 

@@ -33,7 +33,7 @@ VALIDATION = "validation"
 """Kinds of event, in addition to those of a Change."""
 
 Record = dict[str, Any]
-"""A parsed line. Its `step` is an integer and its `kind`, if present, a string; other values are unchecked."""
+"""A parsed line. Its `step` is an integer; `kind` and `stage`, if present, are strings; other values are unchecked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ def _record_in(line: bytes) -> Record | None:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind", ""), str):
+    if not isinstance(record, dict) or not all(isinstance(record.get(key, ""), str) for key in ("kind", "stage")):
         return None
     step = record.get("step")
     return record if type(step) is int and 0 <= step < 2**63 else None

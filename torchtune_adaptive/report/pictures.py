@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,7 +73,9 @@ def draw(runs: Mapping[Path, Timeline], path: Path) -> None:
     figure = Figure(layout="constrained")  # without pyplot: no window and no global state
     _draw(figure, runs)
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=200)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it, for example in a Chinese name
+        figure.savefig(image, format="png", dpi=200)
     replace_file(path, image.getvalue())
 
 

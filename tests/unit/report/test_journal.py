@@ -254,6 +254,7 @@ UNREADABLE: dict[str, bytes] = {
     "a step below zero": b'{"step": -1, "kind": "recovery"}',
     "a step of 400 digits": b'{"kind": "recovery", "step": ' + b"9" * 400 + b"}",
     "a kind that is a list": b'{"step": 2, "kind": ["start"]}',
+    "a stage that is a list": b'{"step": 2, "kind": "recovery", "stage": ["policy"]}',
     "100,000 deep": b'{"step": 2, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "torn": b'{"step": 2, "ki',
     "zeros": b"\0" * 512,

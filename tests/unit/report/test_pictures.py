@@ -252,3 +252,9 @@ def test_a_run_that_cannot_be_drawn_is_one_error(
     assert report(capsys, seven[0], "--output", tmp_path / "file" / "a.png")[0] == 1
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert report(capsys, seven[0]) == (1, "error: a picture needs matplotlib: pip install matplotlib\n")
+
+
+def test_name_that_the_font_lacks_gives_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    draw_a_run(tmp_path / "漢字")
+    assert is_drawn(tmp_path / "漢字" / REPORT_FILE)
+    assert not [str(each.message) for each in recwarn if "Glyph" in str(each.message)]
