@@ -193,7 +193,7 @@ def glance(folder: Path = RESULTS) -> str:
         ("faults", "out of memory at single operations of a step", injected),
         ("recovery", "cost of a recovery", recovered),
         ("overhead", "cost without failures", f"{span(alike, 2)} × the CPU time of torchtune's step"),
-        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)}, or {_rounded(ours)}"),
+        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)}; {_rounded(ours)}"),
         ("searches", "the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
         ("packing", "speed-up by `token_budget: auto`, compared with a limit by rows", ", ".join(budgets)),
     )
@@ -332,7 +332,7 @@ def _search(rows: list[Row]) -> str:
 
 def _rounded(rows: list[Row]) -> str:
     shares = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in rows)
-    return f"{shares} % if rounded to a power of two, the default"
+    return f"with the default rounding to a power of two, {shares} %"
 
 
 def main() -> None:
