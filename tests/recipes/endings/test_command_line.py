@@ -74,8 +74,8 @@ def test_commands_print_the_lines_that_readme_shows(at: int, status: int, tmp_pa
     a gathered layer a moment longer.
     """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    command, block = re.findall(r"^    \$ tune run (.+)\n\n((?:    .+\n)+)", text, re.MULTILINE)[at]
-    launcher, number, recipe, *config = command.split()
+    command, block = re.findall(r"^    \$ tune run ((?:.+\\\n)*.+)\n((?:    .+\n)+)", text, re.MULTILINE)[at]
+    launcher, number, recipe, *config = command.replace("\\\n", "").split()
     assert (launcher, number) == ("--nproc_per_node", "2")
     ended = tune_run_forked(recipe, *config, ranks=2, cwd=tmp_path, timeout_s=180)
     assert ended.status == status
