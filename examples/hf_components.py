@@ -76,7 +76,8 @@ class Checkpointer(FullModelHFCheckpointer):
         for path in self._checkpoint_dir.iterdir():
             if path.suffix in (".json", ".txt", ".jinja", ".model") and not path.name.endswith(".index.json"):
                 shutil.copy(path, folder)
-        weights = state.pop("model")
+        # A clone drops the padding of a weight that the ranks cannot share equally; safetensors would refuse it.
+        weights = {name: value.clone() for name, value in state.pop("model").items()}
         save_torch_state_dict(weights, folder, filename_pattern="model{suffix}.safetensors", metadata={"format": "pt"})
         if intermediate_checkpoint:
             recipe_state = self._output_dir / "recipe_state" / "recipe_state.pt"
