@@ -107,9 +107,6 @@ def test_bad_override_is_named(message: Start, override: str, parts: list[str]) 
         ("device=gpu", ["device is 'gpu'", "set device: cpu"]),
         ("device=cuda:9", ["device is 'cuda:9'", "set device: cpu"]),
         ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "clip_grad_norm is 1.0"]),
-        ("collate_fn=torchtune.data.left_pad_sequence", ["collate_fn is", "inference only"]),
-        ("collate_fn=os.getcwd", ["collate_fn is 'os.getcwd'", "cannot be called with samples", "padded_collate_sft"]),
-        ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "tensor_parallel_plan is missing"]),
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
         ("output_dir=/proc/none", ["cannot write to output_dir '/proc/none'"]),
         ("profiler=5", ["profiler._component_ is 5: allowed is torchtune.training.setup_torch_profiler or null"]),
@@ -121,7 +118,7 @@ def test_wrong_value_is_named_with_the_allowed_values(message: Start, override: 
 
 def test_world_size_not_divisible_by_tensor_parallel_dim_is_refused(message: Start) -> None:
     text = message(FULL, "tensor_parallel_dim=2", TP_PLAN, "optimizer.fused=False")
-    assert_mentions(text, "tensor_parallel_dim is 2", "world size is 1", "--nproc_per_node")
+    assert_mentions(text, "tensor_parallel_dim 2 must equal the world size, which is 1", "--nproc_per_node")
 
 
 @pytest.mark.parametrize(
@@ -146,10 +143,8 @@ def test_missing_or_invalid_section_is_named(message: Start, tmp_path: Path, sec
             "tokenizer=torchtune.models.llama3.llama3_tokenizer",
             ["tokenizer could not be built", "missing 1 required positional argument: 'path'"],
         ),
-        ("tokenizer.max_seq_len=1", ["tokenizer.max_seq_len is 1"]),
         ("optimizer=bitsandbytes.optim.PagedAdamW8bit", ["optimizer", "bitsandbytes", "installed"]),
         ("optimizer.lr=-1", ["optimizer", "learning rate", "-1"]),
-        ("loss=torch.nn.MSELoss", ["loss is torch.nn.MSELoss", "ignore_index", "cross-entropy"]),
         ("checkpointer=torchtune.NoCheckpointer", ["checkpointer", "torchtune.NoCheckpointer"]),
         ("checkpointer.model_type=LAMA", ["checkpointer could not be built", "KeyError: 'LAMA'"]),
         ("checkpointer.checkpoint_files=[none.pt]", ["checkpointer", "weights is not a valid directory"]),
@@ -180,20 +175,11 @@ LEAVE = f"{__name__}.leave"
 @pytest.mark.parametrize(
     ("key", "value", "parts"),
     [
-        ("dataset.samples", "2.5", ["dataset.samples is 2.5", COUNT]),
-        ("dataset.packed", "maybe", ["dataset.packed is 'maybe'", "True or False"]),
         ("metric_logger", LEAVE, ["metric_logger could not be built", "SystemExit"]),
         ("optimizer", LEAVE, ["optimizer could not be built", "SystemExit"]),
-        (
-            "batch_increase_function",
-            LEAVE,
-            [f"batch_increase_function: {LEAVE} at epoch 0", "raised SystemExit: 0"],
-        ),
     ],
 )
-def test_component_that_rejects_a_value_or_exits_with_success_is_named(
-    message: Start, key: str, value: str, parts: list[str]
-) -> None:
+def test_component_that_exits_with_success_is_named(message: Start, key: str, value: str, parts: list[str]) -> None:
     assert_mentions(message(FULL, SMALL, "adaptive.max_batch_size=8", f"{key}={value}"), *parts)
 
 
