@@ -145,9 +145,9 @@ def test_killed_run_resumes_with_the_reduced_limit(folder: Path, tmp_path: Path)
     assert difference(resumed, stock(folder)) < 1e-6
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["without a state", "with half a state"])
+@pytest.mark.parametrize("torn", [None, "trainer_state.json", "rng_state_1.pth"])
 def test_resume_skips_a_checkpoint_whose_save_was_interrupted(
-    folder: Path, tmp_path: Path, torn: bool, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, torn: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FullDisk(Trainer):
         def _save_rng_state(self, output_dir: str) -> None:
@@ -158,9 +158,13 @@ def test_resume_skips_a_checkpoint_whose_save_was_interrupted(
     settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
     with pytest.raises(OSError, match="No space left on device"):
         train(tmp_path, AS_IT_IS, base=FullDisk, arguments=settings)
-    if torn:
-        whole = (tmp_path / "checkpoint-2" / "trainer_state.json").read_text()
-        (tmp_path / "checkpoint-4" / "trainer_state.json").write_text(whole[: len(whole) // 2])
+    if torn is not None:
+        whole = {
+            name: (tmp_path / "checkpoint-2" / name).read_bytes() for name in ("trainer_state.json", "rng_state.pth")
+        }
+        whole["rng_state_1.pth"] = whole.pop("rng_state.pth")
+        for name, content in whole.items():
+            (tmp_path / "checkpoint-4" / name).write_bytes(content[: len(content) // (2 if name == torn else 1)])
     resumed = train(tmp_path, AS_IT_IS, resume=True, arguments=settings)
     assert f"{tmp_path / 'checkpoint-4'} is skipped: its save was interrupted" in caplog.text
     assert difference(resumed, stock(folder)) == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -24,7 +25,7 @@ def newest_complete(args: Any) -> str:
         if all(from_all_ranks(is_complete(path))):
             return str(path)
         if rank() == 0:
-            logger.warning("%s is skipped: its save was interrupted (%s is unreadable)", path, TRAINER_STATE_NAME)
+            logger.warning("%s is skipped: its save was interrupted", path)
     raise ConfigError(
         f"{folder} contains no complete checkpoint to resume from: start from the beginning, or pass the path of a "
         "checkpoint to train(), which does not check it"
@@ -32,9 +33,13 @@ def newest_complete(args: Any) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if the file that Trainer writes last is readable. AdaptiveMixin removes it before an overwrite."""
+    """Return True if the file that Trainer writes last is readable, and the random state of each rank.
+
+    Ranks save their random state on their own, so a kill may cut it after rank 0 has written the last file.
+    AdaptiveMixin removes that file before a checkpoint is overwritten.
+    """
     try:
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError):
         return False
-    return True
+    return all(map(is_zipfile, folder.glob("rng_state*.pth")))
