@@ -23,7 +23,7 @@ from benchmarks.packing import DISTRIBUTIONS, LONGEST, Lengths, RandomTokens
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import TokenLimit
-from torchtune_adaptive.engine.plans import deal, plan_step, spread
+from torchtune_adaptive.engine.plans import assign_to_ranks, plan_step, spread
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.dealing import READ_AHEAD, Dealer
 
@@ -58,7 +58,7 @@ def simulate(lengths: Lengths, ranks: int, steps: int) -> dict[str, Any]:
         drawn = [[lengths.draw_length(draw) for _ in range(lengths.samples_per_step)] for _ in range(ranks)]
         flat = [length for own in drawn for length in own]
         began = time.process_time()
-        rank_of = deal(flat, ranks)
+        rank_of = assign_to_ranks(flat, ranks)
         times.append(time.process_time() - began)
         shares: list[list[int]] = [[] for _ in range(ranks)]
         for length, rank in zip(flat, rank_of, strict=True):

@@ -302,7 +302,7 @@ def searches() -> Iterator[Row]:
         {
             "search": result.strategy,
             "rows": result.rows,
-            "before rounding": result.fits_rows,
+            "before rounding": result.unrounded_rows,
             "brute force": judged.best,
             "probes": len(result.probes),
             "out of memory": result.out_of_memory_count,

@@ -302,7 +302,7 @@ def _balance(recipe: Any) -> float:
     for samples, _ in schedule.steps(recipe.data.loader, schedule.epochs[0], recipe.run.progress):
         lengths, padded = runner.kind.lengths(samples), runner.kind.padded
         split = _split(lengths, runner.limit, padded=padded)
-        sizes = _everywhere([size_of(rows, lengths, padded=padded).room_tokens for rows in split])
+        sizes = _everywhere([size_of(rows, lengths, padded=padded).padded_tokens for rows in split])
         fullest += sum(map(max, zip(*sizes, strict=True)))
         mean += sum(map(sum, sizes)) / len(sizes)
     return fullest / mean

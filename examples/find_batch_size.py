@@ -50,7 +50,7 @@ def update(result):
 
 
 runner = StepRunner(
-    model, forward_backward, limit=RowLimit(1), kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
+    model, forward_backward, limit=RowLimit(1), kind=SampleKind(length_of=len, filler=lambda sample: sample[:2])
 )
 step = TrainingStep(
     runner=runner,

@@ -120,7 +120,7 @@ def main(kind):
         model,
         lambda samples: forward_backward(model, samples),
         limit=RowLimit(8),
-        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:3]),
+        kind=SampleKind(length_of=len, filler=lambda sample: sample[:3]),
     )
     # A stand-in for the memory of a GPU: the last rank has too little for 8 samples at once. Not for the mixture: it is
     # so small that completing the collectives of a failed pass needs as much memory as the pass.

@@ -73,7 +73,7 @@ def sample():
 
 
 runner = StepRunner(
-    model, forward_backward, limit=RowLimit(1), kind=SampleKind(length_of=len, stand_in=lambda tokens: tokens[:2])
+    model, forward_backward, limit=RowLimit(1), kind=SampleKind(length_of=len, filler=lambda tokens: tokens[:2])
 )
 step = TrainingStep(
     runner=runner,

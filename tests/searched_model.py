@@ -121,7 +121,7 @@ class Trained:
             self.model,
             self.forward_backward,
             limit=RowLimit(self.limit),
-            kind=SampleKind(length_of=len, stand_in=lambda tokens: tokens[:2]),
+            kind=SampleKind(length_of=len, filler=lambda tokens: tokens[:2]),
         )
 
     def forward_backward(self, samples: Sequence[Tensor]) -> Totals:

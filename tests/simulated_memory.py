@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.limits import MAX_ROWS
-from torchtune_adaptive.engine.search import Peak, Room, SearchResult, one_row_error, search
+from torchtune_adaptive.engine.search import Budget, Peak, SearchResult, one_row_error, search
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 GIB = 2**30
@@ -55,14 +55,14 @@ class Device:
         return Peak(phases, fits=True, retries=retries, fullness=min(1.0, fullness))
 
     def search(self, **options: Any) -> SearchResult:
-        return search(self.measure, Room(self.budget_bytes), refuse=self.refuse, **options)
+        return search(self.measure, Budget(self.budget_bytes), no_row_fits=self.no_row_fits, **options)
 
-    def refuse(self) -> OneRowDoesNotFitError:
+    def no_row_fits(self) -> OneRowDoesNotFitError:
         need_bytes = max(self.peaks(1).values()) if self.soft else None
         return one_row_error(length=1, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
 
-def refuse_nothing() -> OneRowDoesNotFitError:
+def always_fits() -> OneRowDoesNotFitError:
     """For memory functions under which one row always fits."""
     raise AssertionError("one row did not fit")
 
@@ -93,4 +93,4 @@ def budget_for(peaks: PeakFunction, headroom: float, rows: int = 2) -> int:
 phase = st.tuples(st.integers(0, 40_000), st.one_of(st.just(0), st.integers(20, 4000)))
 phases = st.lists(phase, min_size=1, max_size=5).filter(lambda all_: any(slope for _, slope in all_))
 headrooms = st.floats(1, 8)
-roundings = st.sampled_from(["none", "power_of_two", "divisor"])
+roundings = st.sampled_from(["none", "power_of_two"])

@@ -66,7 +66,7 @@ class Distillation:
     def train(self) -> None:
         with self.trainer.training() as steps:
             for step in steps:
-                result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
+                result = self.runner.run(step.samples, step=step.number)
                 with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(result.target_tokens)
                 self.trainer.finish_step(result, grad_norm)

@@ -113,7 +113,7 @@ class RealStep:
             self.model,
             self.forward_backward,
             limit=RowLimit(rows),
-            kind=SampleKind(length_of=TEXT.length_of, stand_in=TEXT.stand_in),
+            kind=SampleKind(length_of=TEXT.length_of, filler=TEXT.filler),
             recovery=Recovery(self.model, regrow_after=0, on_change=on_change),
         )
 
@@ -130,7 +130,7 @@ class RealStep:
 
     def train(self, rows: int, tokens: int) -> None:
         """Collective: run a plain step without our code, like a probe."""
-        microbatches = [[TEXT.stand_in(worst(tokens))], [worst(tokens)] * rows]
+        microbatches = [[TEXT.cut(worst(tokens), 2)], [worst(tokens)] * rows]
         target_tokens = sum(self.forward_backward(samples).target_tokens for samples in microbatches)
         self.optimization.update(target_tokens)
 

@@ -17,7 +17,7 @@ from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release
 from torchtune_adaptive.engine.probes import find_max_batch_size, profile_memory
-from torchtune_adaptive.engine.step import KindOfPass, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.null_cuda import set_memory
 from torchtune_adaptive.tune.samples import Sample
 
@@ -49,7 +49,7 @@ def at_size(layers: int, expandable: bool = False) -> Iterator[RealStep]:
     }
     with (
         mock.patch.object(collectives.Agreement, "gather", lambda _, row: [tuple(row)] * RANKS),
-        mock.patch.object(collectives, "gloo_group_aside", return_value=None),
+        mock.patch.object(collectives, "new_gloo_group", return_value=None),
     ):
         yield build(cfg, device)
     dist.destroy_process_group()
@@ -163,22 +163,12 @@ class Crowded(NamedTuple):
     """The final number of rows."""
 
 
-def crowded(layers: int, memory: int, rows: int, flush_s: float, microbatch_s: float) -> Crowded:
-    """Simulate time: kernels are instant here, so a mock clock advances with each flush and microbatch."""
+def crowded(layers: int, memory: int, rows: int) -> Crowded:
+    """Train with so many rows that the allocator flushes its cache in every step."""
     set_memory(memory)
-    seconds = 0.0
     with at_size(layers) as step:
-        source, changes = CudaMemory(), list[str]()
+        changes = list[str]()
         runner = step.runner(rows, lambda change: changes.append(change.kind))
-
-        @contextmanager
-        def slowly(_: KindOfPass) -> Iterator[None]:
-            nonlocal seconds
-            before = source.retries
-            yield
-            seconds += flush_s * (source.retries - before) + microbatch_s
-
-        runner.watch(source)
-        with runner.wrapping(slowly), mock.patch("time.perf_counter", side_effect=lambda: seconds):
-            flushes = run(step, runner, [[worst(TOKENS)] * rows] * 8)
+        runner.measure_memory(CudaMemory())
+        flushes = run(step, runner, [[worst(TOKENS)] * rows] * 3)
         return Crowded(flushes, changes, runner.limit.size)

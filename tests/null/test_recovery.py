@@ -59,7 +59,7 @@ def allocations() -> list[tuple[int, int]]:
         return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
     found = []
-    kind = SampleKind[Tensor](length_of=len, stand_in=lambda sample: sample)
+    kind = SampleKind[Tensor](length_of=len, filler=lambda sample: sample)
     for microbatches in (1, 2, 8):
         samples = [torch.ones(64, device="cuda") for _ in range(microbatches)]
         before = allocated()

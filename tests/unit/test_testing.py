@@ -8,7 +8,7 @@ from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector, memory_cap
 
 SAMPLES = [torch.arange(4.0)] * 4
-KIND = SampleKind(length_of=len, stand_in=lambda sample: sample)
+KIND = SampleKind(length_of=len, filler=lambda sample: sample)
 
 
 def runner_of(rows: int = 4) -> StepRunner[Tensor]:

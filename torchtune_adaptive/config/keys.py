@@ -184,8 +184,7 @@ class AdaptiveConfig:
     """how `use_maximum_batch_size` finds the limit. `linear`: measure a few sizes, extrapolate, verify. `binary`:
     double until a size fails, then bisect. `decrease`: halve until a size fits"""
     round_to: str = setting(one_of(*ROUNDINGS), "power_of_two")
-    """round the result of a search down to a `power_of_two` or to a `divisor` of the configured samples per step.
-    `none`: do not round"""
+    """`power_of_two`: round the result of a search down. `none`: do not round"""
     max_batch_size: int | None = setting(count_up_to(2**20) | NULL, None)
     """upper bound, in rows, for a search or a batch increase. It cannot be combined with a token budget"""
     sequence_length: int | None = setting(count_up_to(MOST_TOKENS) | NULL, None)

@@ -43,41 +43,28 @@ class Collective:
     """FSDP's object that issues it. Not compared: peers do not depend on it."""
 
 
-class _Counted:
-    """Wraps a collective of FSDP, and issues it through a ledger."""
+class CountedComm:
+    """Wraps FSDP's all-gather or reduce-scatter, and issues it through a ledger."""
 
-    kind: Literal["all-gather", "reduce-scatter"]
-    unsharded: str
-    """Name of the argument with the unsharded tensor."""
-
-    def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter) -> None:
-        if isinstance(cast(object, comm), _Counted):
+    def __init__(
+        self, ledger: CollectiveLedger, kind: Literal["all-gather", "reduce-scatter"], comm: AllGather | ReduceScatter
+    ) -> None:
+        if isinstance(cast(object, comm), CountedComm):
             raise ValueError(
                 "this model has a Recovery already: pass it to all runners of the model, or close it first"
             )
-        self._ledger, self._comm = ledger, comm
+        self._ledger, self._kind, self._comm = ledger, kind, comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer for the collective."""
         return self._comm.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, *, async_op: bool = False, **arguments: Any) -> dist.Work | None:
         """Collective: issue FSDP's own. FSDP passes keyword arguments."""
-        tensor, group = arguments[self.unsharded], arguments["group"]
-        op = arguments.get("op")
-        collective = Collective(self.kind, tensor.numel(), tensor.dtype, tensor.device, group, op, self._comm)
+        unsharded = arguments["output_tensor" if self._kind == "all-gather" else "input_tensor"]
+        group, op = arguments["group"], arguments.get("op")
+        collective = Collective(self._kind, unsharded.numel(), unsharded.dtype, unsharded.device, group, op, self._comm)
         return self._ledger.issue(collective, partial(self._comm, **arguments), async_op)
-
-
-class CountedAllGather(_Counted, AllGather):  # type: ignore[misc]
-    """FSDP's all-gather, counted."""
-
-    kind, unsharded = "all-gather", "output_tensor"
-
-
-class CountedReduceScatter(_Counted, ReduceScatter):  # type: ignore[misc]
-    """FSDP's reduce-scatter, counted."""
-
-    kind, unsharded = "reduce-scatter", "input_tensor"
 
 
 class CountedReplicas:
@@ -202,13 +189,13 @@ class CollectiveLedger:
         self._current: list[Collective] = []
         self._fsdp_messages = 0  # messages of these collectives, as the process groups count them
         self._messages_before = 0
-        self._skips = 0  # collectives that the stand-in must not issue, because this rank has issued them
+        self._skips = 0  # collectives that the filler must not issue, because this rank has issued them
         self._issuing = False
         self._restore = [
             fsdp.replace_collectives(
                 root,
-                partial(CountedAllGather, self),
-                partial(CountedReduceScatter, self),
+                partial(CountedComm, self, "all-gather"),
+                partial(CountedComm, self, "reduce-scatter"),
                 partial(CountedReplicas, self),
             )
             for root in self._roots
@@ -263,7 +250,7 @@ class CollectiveLedger:
     def end_microbatch(self) -> None:
         """Record the collectives of a microbatch, or compare them with the record."""
         for root in self._owned:
-            fsdp.settle(root)
+            fsdp.end_pass_without_backward(root)
         if self._ghosts:
             self._ghosts.end_microbatch()
         self._compare(complete=True)
@@ -370,10 +357,10 @@ class CollectiveLedger:
         """A number that grows with every collective of this rank."""
         return messages().total() if self._ghosts else self.position
 
-    def drain(self, passes: Sequence[Callable[[], object]], run_stand_in: Callable[[], object]) -> None:
+    def drain(self, passes: Sequence[Callable[[], object]], run_filler: Callable[[], object]) -> None:
         """Collective: issue the remaining collectives of this step, so that every peer finishes it.
 
-        `passes` run the microbatches of the step; ghost passes repeat the unfinished ones. `run_stand_in` is a forward
+        `passes` run the microbatches of the step; ghost passes repeat the unfinished ones. `run_filler` is a forward
         and backward of any size, for microbatches without a record.
         """
         if self._ghosts:
@@ -396,7 +383,7 @@ class CollectiveLedger:
             issued = max(0, self.position - begins_at)
             schedule = self._record.schedules.get(self._place(number))
             if schedule is None:
-                schedule = self._record_by_stand_in(number, issued, run_stand_in)
+                schedule = self._record_by_filler(number, issued, run_filler)
                 issued = len(schedule)
             for collective in schedule[issued:]:
                 self._issue_zeros(collective)
@@ -408,14 +395,14 @@ class CollectiveLedger:
         with ghosts.ghost_mode(self._owned) as ghost:
             if self._replicated and self._number:
                 self._set_all_reduce(False)
-                ghost.run(passes[self._number])  # see _record_by_stand_in
+                ghost.run(passes[self._number])  # see _record_by_filler
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
                 self._set_all_reduce(number == self._microbatches - 1)
                 ghosts.finish(ghost, passes[number])
                 for root in self._owned:
-                    fsdp.settle(root)
+                    fsdp.end_pass_without_backward(root)
 
     def _set_all_reduce(self, wanted: bool) -> None:
         for root in self._replicated:
@@ -438,33 +425,31 @@ class CollectiveLedger:
             call = partial(comm, output_tensor=output, input_tensor=tensor, group=group, op=collective.op)
         self.issue(collective, call, async_op=False)
 
-    def _record_by_stand_in(
-        self, number: int, issued: int, run_stand_in: Callable[[], object]
-    ) -> tuple[Collective, ...]:
+    def _record_by_filler(self, number: int, issued: int, run_filler: Callable[[], object]) -> tuple[Collective, ...]:
         """Collective: complete a microbatch that has no record, and return its schedule."""
         if self._replicated and number:
             # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have such gradients, but this
             # rank has dropped its own. So it first makes new ones, in a pass that issues no collective.
             self._set_all_reduce(False)
-            self._run_stand_in(sys.maxsize, run_stand_in)
+            self._run_filler(sys.maxsize, run_filler)
         if number > self._number:
             self.begin_microbatch(number)
         self._current = []
         self._set_all_reduce(number == self._microbatches - 1)
-        self._run_stand_in(issued, run_stand_in)
+        self._run_filler(issued, run_filler)
         schedule = self._record.schedules[self._place(number)] = tuple(self._current)
         return schedule
 
-    def _run_stand_in(self, skips: int, run_stand_in: Callable[[], object]) -> None:
-        """Collective: run the stand-in, but do not issue its first `skips` collectives."""
+    def _run_filler(self, skips: int, run_filler: Callable[[], object]) -> None:
+        """Collective: run the filler, but do not issue its first `skips` collectives."""
         self._skips = skips
         try:
             with Listener(self._refuse):
-                run_stand_in()
+                run_filler()
         finally:
             self._skips = 0
         for root in self._owned:
-            fsdp.settle(root)
+            fsdp.end_pass_without_backward(root)
 
     def reset(self) -> None:
         """Return the models of this stage to their state between two steps, without gradients."""

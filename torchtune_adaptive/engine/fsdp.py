@@ -71,8 +71,8 @@ if missing := missing_names(_TOUCHED):
 
 def replace_collectives(
     root: FSDPModule,
-    gather_through: Callable[[AllGather], AllGather],
-    scatter_through: Callable[[ReduceScatter], ReduceScatter],
+    gather_through: Callable[[AllGather], Any],
+    scatter_through: Callable[[ReduceScatter], Any],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
     """Wrap the collectives of every module. Return a function that restores FSDP's, unless they were wrapped again.
@@ -117,7 +117,7 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
             "fully_shard was applied to parts of the model but not to the model itself, so its collectives are unknown "
             "(apply it to the model, too, or pass only the sharded part)"
         )
-    groups = groups_of(model) if isinstance(model, FSDPModule) else []
+    groups = groups_of(model)
     spans = [each.device_mesh.size() == world_size() for each in model.parameters() if isinstance(each, DTensor)]
     if not (any(spans) if exchanges_activations(model) else all(spans)):
         return "it is sharded over only some of the ranks"
@@ -143,14 +143,14 @@ def is_whole(model: nn.Module) -> bool:
 
 def gathers_from_all(model: nn.Module) -> bool:
     """Return True if all ranks take part in each collective of the model: one mesh of shards, no replicas."""
-    groups = groups_of(model) if isinstance(model, FSDPModule) else []
+    groups = groups_of(model)
     alone = all(group.mesh_info.mesh.size() == world_size() for group in groups)
-    return bool(groups) and alone and not has_replicas(cast(FSDPModule, model))
+    return bool(groups) and alone and not has_replicas(model)
 
 
 def exchanges_activations(model: nn.Module) -> bool:
     """Return True if a mesh of the parameters has other dimensions than FSDP2's shards and replicas."""
-    groups = groups_of(model) if isinstance(model, FSDPModule) else []
+    groups = groups_of(model)
     by_fsdp = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
     if any(isinstance(each, DTensor) and id(each) not in by_fsdp for each in model.parameters()):
         return True
@@ -173,13 +173,13 @@ def states_of(model: nn.Module) -> Iterator[object]:
 def _modules(root: Any) -> Iterator[FSDPModule]:
     """Yield one module for each FSDP state, since `fully_shard` can wrap several modules together."""
     seen = set()
-    for module in root.modules() if root is not None else ():
+    for module in root.modules():
         if isinstance(module, FSDPModule) and (state := id(module._get_fsdp_state())) not in seen:
             seen.add(state)
             yield module
 
 
-def groups_of(root: FSDPModule) -> list[FSDPParamGroup]:
+def groups_of(root: Any) -> list[FSDPParamGroup]:
     """Return the parameter groups of a model."""
     return [group for module in _modules(root) for group in _groups(module)]
 
@@ -189,7 +189,7 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return list(cast(Any, module._get_fsdp_state())._fsdp_param_groups)
 
 
-def has_replicas(root: FSDPModule) -> bool:
+def has_replicas(root: Any) -> bool:
     """Return True if gradients are all-reduced over replicas: a two-dimensional mesh, or `replicate()`."""
     return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))
 
@@ -257,7 +257,7 @@ def awaits_backward(root: FSDPModule) -> bool:
     return bool(root._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
-def settle(root: FSDPModule) -> None:
+def end_pass_without_backward(root: FSDPModule) -> None:
     """Return FSDP to idle after a forward without a backward.
 
     Unlike `reset`, it does not wait: parameters are freed in the order of the stream that used them.

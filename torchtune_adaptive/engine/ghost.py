@@ -368,38 +368,43 @@ class GhostMode(TorchDispatchMode):
         return result
 
     def _exchange(self, call: _Call, group: dist.ProcessGroup, *, skips: bool) -> Any:
-        """Collective, unless skipped: exchange integers, which determine sizes.
-
-        This rank sends the integers that it sent in the failed pass. If a forward is recomputed in the backward
-        (activation checkpointing), it sends the same integers again.
-        """
-        tensors = call.tensors
-        if self._issued is None:  # a pass that issues nothing: assume that peers send what this rank sends
-            *outputs, sent = tensors
-            if call.in_place:
-                with unset_fake_temporarily():
-                    for each in outputs:
-                        each.copy_(_repeated(sent, each.shape))
-                return None
-            shapes = call.run()
-            with unset_fake_temporarily():
-                return tree_map(lambda each: _repeated(sent, each.shape), shapes)
-        before = self._log[self._exchanged] if skips and self._exchanged < len(self._log) else None
+        """Collective, unless skipped: exchange integers, which determine sizes."""
+        if self._issued is None:
+            return self._receive_own(call)
+        logged = self._logged(call) if skips else None
         self._exchanged += 1
-        if skips and (before is None or [each.shape for each in before.tensors] != [each.shape for each in tensors]):
-            raise refusal(f"{call.func.namespace}::{call.name}{caller()} has sent integers that were not logged")
         with unset_fake_temporarily():
-            if before is not None:
-                _wait(before.result)
-            sent_before = before.tensors if before else self._sent.get(self._place, tensors)
-            for mine, sent in zip(tensors, sent_before, strict=True):
-                mine.copy_(sent)
-            if call.name not in _OVERWRITING:
-                self._sent.setdefault(self._place, [each.clone() for each in tensors])
-            self._place = (self._place[0], self._place[1] + 1)
-            if before is not None:
-                return None if call.in_place else tree_map(torch.clone, before.result)
-        return self._issue(call, group, tensors)
+            if logged is not None:
+                _wait(logged.result)
+            self._restore_sent(call, logged)
+            if logged is not None:
+                return None if call.in_place else tree_map(torch.clone, logged.result)
+        return self._issue(call, group, call.tensors)
+
+    def _receive_own(self, call: _Call) -> Any:
+        """Return what this rank would receive if its peers sent what it sends; for passes that issue nothing."""
+        *outputs, sent = call.tensors
+        shapes = None if call.in_place else call.run()
+        with unset_fake_temporarily():
+            for each in outputs if call.in_place else ():
+                each.copy_(_repeated(sent, each.shape))
+            return tree_map(lambda each: _repeated(sent, each.shape), shapes)
+
+    def _logged(self, call: _Call) -> Exchange:
+        """Return the exchange of the failed pass that this one repeats."""
+        logged = self._log[self._exchanged] if self._exchanged < len(self._log) else None
+        if logged is None or [each.shape for each in logged.tensors] != [each.shape for each in call.tensors]:
+            raise refusal(f"{call.func.namespace}::{call.name}{caller()} has sent integers that were not logged")
+        return logged
+
+    def _restore_sent(self, call: _Call, logged: Exchange | None) -> None:
+        """Replace integers by those sent before: in the failed pass, or in a forward that is now recomputed."""
+        before = logged.tensors if logged else self._sent.get(self._place, call.tensors)
+        for mine, sent in zip(call.tensors, before, strict=True):
+            mine.copy_(sent)
+        if call.name not in _OVERWRITING:
+            self._sent.setdefault(self._place, [each.clone() for each in call.tensors])
+        self._place = (self._place[0], self._place[1] + 1)
 
     def _compute(self, call: _Call) -> Any:
         """Run an operation that does not communicate."""

@@ -5,21 +5,19 @@ The governor is deterministic and does not communicate: all ranks pass it the sa
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypedDict
 
-from torchtune_adaptive.engine.limits import Limit, Microbatch
+from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.formatting import count_of, ranks_named
 
 RECOVERY = "recovery"
 THRASHING = "thrashing"
-TRIAL = "trial"
 GROWTH = "growth"
 EXHAUSTED = "exhausted"
-"""Kinds of change. RECOVERY lowers the limit. THRASHING lowers it on trial, and TRIAL keeps the faster one. GROWTH
-raises it by one size. EXHAUSTED leaves it: memory ran out at the smallest limit, so the run ends."""
+"""Kinds of change. RECOVERY and THRASHING lower the limit. GROWTH raises it by one size. EXHAUSTED leaves it: memory
+ran out at the smallest limit, so the run ends."""
 
 
 def in_step(step: int, stage: str = "") -> str:
@@ -56,10 +54,6 @@ class Change:
     """The budget of that rank."""
 
 
-TRIAL_STEPS = 4
-"""Steps whose speed decides between two limits, not counting the first step after a change."""
-
-
 class LimitState(TypedDict):
     """State of a governor in a checkpoint."""
 
@@ -68,17 +62,7 @@ class LimitState(TypedDict):
     failed_tries: int
     quiet_steps: int
     before_growth: int | None
-    tolerated: list[int]
     recoveries: int
-
-
-@dataclass
-class _Trial:
-    """A smaller limit, in use until its speed is measured."""
-
-    larger: Limit
-    rate_before: float
-    rates: list[float] = field(default_factory=list)
 
 
 class Governor:
@@ -99,10 +83,8 @@ class Governor:
         self._failed_tries = 0  # consecutive failed growth attempts; each doubles the wait
         self._quiet_steps = 0
         self._before_growth: int | None = None  # size to return to if probation fails
-        self._trial: _Trial | None = None
-        self._thrashing_rates: list[float] = []
-        self._thrashed_before = False
-        self._tolerated: set[int] = set()  # sizes kept in spite of allocator retries
+        self._thrashes_at_smallest = False  # logged once
+        self._retried_before = False  # whether the allocator flushed its cache in the previous step
         self._row_retried_in: int | None = None  # the last step that kept the limit because only single rows failed
 
     @property
@@ -112,7 +94,7 @@ class Governor:
     def allow(self, limit: Limit) -> None:
         """Set the allowed limit; a smaller current size in the same unit is kept."""
         if limit.unit != self._allowed.unit:
-            self._tolerated, self._failed_tries = set(), 0
+            self._failed_tries = 0
             self._change(None)
         self._allowed = limit
         self._use(self._size)
@@ -122,7 +104,7 @@ class Governor:
         self._row_retried_in = None
         self._change(None)
 
-    def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
+    def out_of_memory(self, failed: Mapping[int, MicrobatchSize], step: int) -> Change:
         """Lower the limit after these microbatches (by rank) ran out of memory; return EXHAUSTED at the smallest limit.
 
         A single row may fail because larger microbatches have fragmented the memory, or because of another process on
@@ -141,55 +123,29 @@ class Governor:
             return self._note(EXHAUSTED, step, what, before, failed)
         else:
             remark = self._step_down(after.size)
-            largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
-            change = f"microbatch {before.size_of(*largest)} -> {self.limit}"
+            largest = max(failed.values(), key=lambda microbatch: microbatch.padded_tokens)
+            change = f"microbatch {before.format_need(*largest)} -> {self.limit}"
         self.recoveries += 1
         return self._note(RECOVERY, step, f"{what}: {change}, step repeated{remark}", before, failed)
 
-    def completed(self, step: int, rate: float, retrying: Mapping[int, Microbatch]) -> Change | None:
+    def completed(self, step: int, retrying: Mapping[int, MicrobatchSize]) -> Change | None:
         """Record a completed step and change the limit if that is due.
 
-        `rate` is in target tokens per second. `retrying` maps the ranks whose allocator flushed its cache to their
-        largest microbatch.
+        `retrying` maps the ranks whose allocator flushed its cache to their largest microbatch.
         """
-        thrashing = bool(retrying) and self._thrashed_before
-        self._thrashed_before = bool(retrying)
+        thrashing = bool(retrying) and self._retried_before
+        self._retried_before = bool(retrying)
         self._quiet_steps = 0 if retrying else self._quiet_steps + 1
-        if self._trial is not None:
-            return self._judge(self._trial, step, rate)
-        if retrying:
-            self._thrashing_rates = [*self._thrashing_rates, rate][-TRIAL_STEPS:]
-        if thrashing and self.limit.size not in self._tolerated:
-            return self._try_smaller(step, retrying)
-        return self._grow_if_due(step)
-
-    def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
-        """Lower the limit on trial; the step is complete and not repeated."""
+        if not thrashing or self._thrashes_at_smallest:
+            return self._grow_if_due(step)
         what = f"the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
-        before, after, rates = self.limit, _shrunk(self.limit, retrying), self._thrashing_rates
+        before, after = self.limit, _shrunk(self.limit, retrying)
         if after is None:
-            self._tolerated.add(before.size)
+            self._thrashes_at_smallest = True
             what += f", and {before} is already the smallest limit: continuing"
             return self._note(THRASHING, step, what, before, retrying)
-        proven = self._before_growth is not None
         remark = self._step_down(after.size)
-        if not proven:
-            self._trial = _Trial(before, statistics.median(rates))
-            remark = ", on trial"
         return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
-
-    def _judge(self, trial: _Trial, step: int, rate: float) -> Change | None:
-        """Keep the faster of the two limits after enough steps."""
-        trial.rates.append(rate)
-        if len(trial.rates) <= TRIAL_STEPS:
-            return None
-        smaller, now = self.limit, statistics.median(trial.rates[1:])
-        faster = smaller if now >= trial.rate_before else trial.larger
-        if faster is trial.larger:
-            self._tolerated.add(faster.size)
-        self._change(faster.size)
-        speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
-        return self._note(TRIAL, step, f"{speeds}; keeping {self.limit}", smaller)
 
     def _grow_if_due(self, step: int) -> Change | None:
         due = self._regrow_after if self._before_growth is not None else self._wait
@@ -215,7 +171,6 @@ class Governor:
             "failed_tries": self._failed_tries,
             "quiet_steps": self._quiet_steps,
             "before_growth": self._before_growth,
-            "tolerated": sorted(self._tolerated),
             "recoveries": self.recoveries,
         }
 
@@ -229,7 +184,6 @@ class Governor:
         self._failed_tries = state["failed_tries"]
         self._quiet_steps = state["quiet_steps"]
         self._before_growth = state["before_growth"] if self._regrow_after else None
-        self._tolerated = set(state["tolerated"])
         self._use(state["size"])
 
     def _use(self, size: int | None) -> None:
@@ -241,9 +195,8 @@ class Governor:
         self._use(size)
         self._quiet_steps = 0
         self._before_growth = None
-        self._trial = None
-        self._thrashing_rates = []
-        self._thrashed_before = False
+        self._thrashes_at_smallest = False
+        self._retried_before = False
 
     def _step_down(self, size: int | None) -> str:
         """Switch to this size or, on probation, to the previous one if that is smaller; return a remark for the log."""
@@ -255,9 +208,9 @@ class Governor:
         return f"; {self._wait} steps until the next try"
 
     def _note(
-        self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, Microbatch] | None = None
+        self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, MicrobatchSize] | None = None
     ) -> Change:
-        largest = max(by.values(), key=lambda microbatch: microbatch.room_tokens) if by else None
+        largest = max(by.values(), key=lambda microbatch: microbatch.padded_tokens) if by else None
         return Change(
             kind=kind,
             step=step,
@@ -272,7 +225,7 @@ class Governor:
         )
 
 
-def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit | None:
+def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
     """Return a smaller limit, or None if there is none.
 
     It excludes the microbatch with the most rows, and all others of more than one row.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtune_adaptive.engine.limits import Surface, SurfaceLimit, covering, fit_surface
-from torchtune_adaptive.engine.search import Peak, Probe, Refuse, Room, phase_points
+from torchtune_adaptive.engine.search import Budget, NoRowFits, Peak, Probe, phase_points
 
 # The probes after the first: divisor of the longest length, share of the proven rows, held out or not.
 _PADDED = ((1, 1.0, False), (4, 1.0, False), (16, 1.0, False), (16, 0.25, False), (2, 0.5, True), (8, 0.9, True))
@@ -54,13 +54,21 @@ class Profile:
     """The largest error of the first fit at held-out probes, relative to their peaks."""
     limit_bytes: int
     """The bytes that surfaces may reach: the budget minus the error, or less if a probe was rejected."""
-    constant_tokens: int
-    """rows × length that fits at every length."""
 
     @property
     def limit(self) -> SurfaceLimit:
         """The limit for microbatches."""
         return SurfaceLimit(self.surfaces, self.limit_bytes)
+
+    @property
+    def constant_tokens(self) -> int:
+        """rows × length that fits at every measured length."""
+        fitting = [
+            point.length * surface.rows_within(self.limit_bytes, point.length)
+            for point in self.points
+            for surface in self.surfaces.values()
+        ]
+        return max(1, int(min(*fitting, 2**31)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class _Measurements:
     """The probes of a profile, equal on all ranks, and the choice of the next one."""
 
     measure: Callable[[int, int], Peak]
-    room: Room
+    budget: Budget
     lengths: SampleLengths
     most_rows: int
     points: list[Probe] = field(default_factory=list)
@@ -90,7 +98,7 @@ class _Measurements:
         return Probe(rows=rows, length=length, peak=self.measure(rows, length), held_out=held_out)
 
     def fits(self, probe: Probe) -> bool:
-        return probe.accepted(self.room.budget_bytes)
+        return probe.accepted(self.budget.total_bytes)
 
     def add_point(self, part: int, share: float, held_out: bool) -> None:
         """Measure this share of the proven rows at this part of the longest length, unless it is measured already."""
@@ -134,7 +142,7 @@ class _Measurements:
         profile = self.fit()
         proven_tokens = proven_rows * (min(longest, knee) if knee else longest)
         bound = Surface(0.0, bytes_per_token=profile.limit_bytes / proven_tokens, knee=knee)
-        return self._with_tokens(replace(profile, surfaces={**profile.surfaces, BEYOND: bound}))
+        return replace(profile, surfaces={**profile.surfaces, BEYOND: bound})
 
     def fit(self) -> Profile:
         """Fit the surfaces to all probes."""
@@ -145,7 +153,7 @@ class _Measurements:
         error = max((_miss(first_fit, probe) for probe in probes if probe.held_out and probe.peak.fits), default=0.0)
         # A fitted surface passes between the points, but a limit must be above all of them.
         surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(probes).items()}
-        budget_bytes = self.room.budget_bytes
+        budget_bytes = self.budget.total_bytes
         # The longest sample was measured and fits, even if the surfaces have a large error.
         alone_bytes = max(surface.bytes_at(1, self.lengths.longest) for surface in surfaces.values())
         limit = SurfaceLimit(surfaces, round(max(budget_bytes * (1 - error), min(alone_bytes, budget_bytes))))
@@ -153,16 +161,7 @@ class _Measurements:
             # Exclude every rejected microbatch, except single rows: samples that are too long are refused elsewhere.
             if point.rows > 1 and not self.fits(point) and limit.fits(point.rows, point.length):
                 limit = limit.after_oom(point.rows, point.length) or limit
-        return self._with_tokens(Profile(budget_bytes, probes, surfaces, error, limit.budget_bytes, constant_tokens=0))
-
-    def _with_tokens(self, profile: Profile) -> Profile:
-        """Set `constant_tokens`: the minimum over the measured lengths and the phases."""
-        fitting = [
-            point.length * surface.rows_within(profile.limit_bytes, point.length)
-            for point in self.points
-            for surface in profile.surfaces.values()
-        ]
-        return replace(profile, constant_tokens=max(1, int(min(*fitting, 2**31))))
+        return Profile(budget_bytes, probes, surfaces, error, limit.budget_bytes)
 
     def _extrapolated_rows(self, length: int) -> int:
         """Return the rows of this length that fit, extrapolated from probes of rows at least as long.
@@ -175,9 +174,12 @@ class _Measurements:
         if not self.lengths.padded:
             bounding = [point for point in bounding if point.length == length] or bounding
         proven = [
-            point.rows * self._counted(point.length) * self.room.free_bytes / (peak_bytes - self.room.resident_bytes)
+            point.rows
+            * self._counted(point.length)
+            * self.budget.free_bytes
+            / (peak_bytes - self.budget.resident_bytes)
             for point in bounding
-            if (peak_bytes := point.peak.peak_bytes or 0) > self.room.resident_bytes
+            if (peak_bytes := point.peak.peak_bytes or 0) > self.budget.resident_bytes
         ]
         return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / self._counted(length))))
 
@@ -221,17 +223,22 @@ class _Measurements:
 
 
 def measure_profile(
-    measure: Callable[[int, int], Peak], room: Room, lengths: SampleLengths, *, refuse: Refuse, most_rows: int
+    measure: Callable[[int, int], Peak],
+    budget: Budget,
+    lengths: SampleLengths,
+    *,
+    no_row_fits: NoRowFits,
+    most_rows: int,
 ) -> Profile:
     """Measure microbatches of up to the longest sample, and fit surfaces over rows and length.
 
     `measure` is called with the same rows and length on every rank and returns the same agreed Peak. If one row does
-    not fit, the error that `refuse` returns is raised.
+    not fit, the error that `no_row_fits` returns is raised.
     """
-    measurements = _Measurements(measure, room, lengths, most_rows)
+    measurements = _Measurements(measure, budget, lengths, most_rows)
     alone = measurements.probe(1, lengths.longest)
     if not measurements.fits(alone):
-        raise refuse()
+        raise no_row_fits()
     measurements.points.append(alone)
     for point in _PADDED if lengths.padded else _JOINED:
         measurements.add_point(*point)

@@ -17,30 +17,24 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, check_choice
 from torchtune_adaptive.formatting import count_of, format_bytes, is_whole
 
 MAX_ROWS = 4096
 """The default upper bound of a search, which ends it if memory does not grow with the rows."""
 
-ROUNDINGS = ("power_of_two", "none", "divisor")
+ROUNDINGS = ("power_of_two", "none")
 
 
-def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | None = None) -> Sequence[int]:
-    """Return the rows that may be chosen, ascending: all, powers of two, or divisors of the samples per step."""
-    for name, count in {"max_rows": max_rows, "samples_per_step": samples_per_step}.items():
-        if count is not None and not is_whole(count, at_least=1):
-            raise ConfigError(f"{name}: {count!r} is not allowed; pass a whole number, 1 or more, or omit it")
+def rungs_up_to(max_rows: int | None, round_to: str) -> Sequence[int]:
+    """Return the rows that may be chosen, ascending: powers of two, or all."""
+    check_choice("round_to", round_to, ROUNDINGS)
+    if max_rows is not None and not is_whole(max_rows, at_least=1):
+        raise ConfigError(f"max_rows: {max_rows!r} is not allowed; pass a whole number, 1 or more, or omit it")
     most = MAX_ROWS if max_rows is None else int(max_rows)
     if round_to == "none":
         return range(1, most + 1)
-    if round_to == "power_of_two":
-        return [1 << exponent for exponent in range(most.bit_length())]
-    if round_to == "divisor" and samples_per_step is not None:
-        return [rows for rows in range(1, min(most, samples_per_step) + 1) if samples_per_step % rows == 0]
-    raise ConfigError(
-        f"round_to: {round_to!r} is unknown, or samples_per_step is missing; allowed: {', '.join(ROUNDINGS)}"
-    )
+    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 Points: TypeAlias = Mapping[tuple[int, int], int]
@@ -144,7 +138,7 @@ _STEP_DOWN = 0.75
 """Factor on the growing part of the predicted need, after running out of memory."""
 
 
-class Microbatch(NamedTuple):
+class MicrobatchSize(NamedTuple):
     """The size of a microbatch."""
 
     rows: int
@@ -154,7 +148,7 @@ class Microbatch(NamedTuple):
     """Tokens of all rows, if they are not padded; by default, rows × length."""
 
     @property
-    def room_tokens(self) -> int:
+    def padded_tokens(self) -> int:
         """Tokens in memory, padding included."""
         return self.rows * self.length if self.tokens is None else self.tokens
 
@@ -162,8 +156,8 @@ class Microbatch(NamedTuple):
 class Limit(Protocol):
     """The largest microbatch that is allowed, given by a single number, `size`.
 
-    Methods take the fields of a `Microbatch`. The allowed rows never increase with the length. The methods defined here
-    are those of limits by rows or tokens; `SurfaceLimit` overrides them.
+    Methods take the fields of a `MicrobatchSize`. The allowed rows never increase with the length. The methods defined
+    here are those of limits by rows or tokens; `SurfaceLimit` overrides them.
     """
 
     unit: str
@@ -207,7 +201,7 @@ class Limit(Protocol):
         needed = max(2, int(self.need(rows, length, tokens)))
         return self.resized(1 << ((needed - 1).bit_length() - 1))
 
-    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
+    def format_need(self, rows: int, length: int, tokens: int | None = None) -> str:
         """Format a microbatch in the unit of the limit, without the unit: the 8 in `microbatch 8 -> 4 rows`."""
         return str(self.need(rows, length, tokens))
 
@@ -297,7 +291,7 @@ class SurfaceLimit(Limit):
 
         Its budget is the predicted need of the failed microbatch, with 3/4 of the part that grows with the microbatch.
         """
-        size = Microbatch(rows, length, tokens)
+        size = MicrobatchSize(rows, length, tokens)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
         failed_bytes = fullest.bytes_at(*size)
         stepped_down = fullest.fixed_bytes + _STEP_DOWN * (failed_bytes - fullest.fixed_bytes)
@@ -306,7 +300,7 @@ class SurfaceLimit(Limit):
         shrinks = self.fits(*size) and smaller.budget_bytes < self.budget_bytes and not smaller.fits(*size)
         return smaller if shrinks else None
 
-    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
+    def format_need(self, rows: int, length: int, tokens: int | None = None) -> str:
         """Format the predicted need."""
         return format_bytes(self.need(rows, length, tokens))
 

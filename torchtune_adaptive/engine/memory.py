@@ -7,7 +7,6 @@ search and recovery work, and can be tested, without a GPU.
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -307,10 +306,8 @@ def resident_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 class Reading(NamedTuple):
-    """Time and memory of a step so far."""
+    """Memory of a step so far."""
 
-    seconds: float
-    """Seconds since the last successful step; in the first step, since its start."""
     retries: int
     """Allocator retries since the last reading."""
     peak_bytes: int
@@ -319,30 +316,22 @@ class Reading(NamedTuple):
 
 
 class Gauge:
-    """Reads the clock and, if there is one, a memory source."""
+    """Reads a memory source, if there is one."""
 
     def __init__(self, memory: MemorySource | None, *, shared: bool) -> None:
         """`shared`: the step has other stages; do not count the allocator retries between two runs of this one."""
         self._memory, self._shared = memory, shared
         self._budget_bytes = 0 if memory is None else memory.budget_bytes  # slow on a GPU, so read once
         self._retries = 0 if memory is None else memory.retries
-        self._since: float | None = None
 
     def begin_step(self) -> None:
-        """Start the clock in the first step."""
+        """Forget the retries of other stages."""
         if self._shared and self._memory is not None:
             self._retries = self._memory.retries
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    def end_step(self) -> None:
-        """Restart the clock after a successful step."""
-        self._since = time.perf_counter()
 
     def read(self) -> Reading:
-        """Return time and memory, and reset the count of retries."""
-        seconds = 0.0 if self._since is None else time.perf_counter() - self._since
+        """Return the memory, and reset the count of retries."""
         if self._memory is None:
-            return Reading(seconds, 0, 0, 0)
+            return Reading(0, 0, 0)
         before, self._retries = self._retries, self._memory.retries
-        return Reading(seconds, self._retries - before, self._memory.peak_bytes, self._budget_bytes)
+        return Reading(self._retries - before, self._memory.peak_bytes, self._budget_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
-from torchtune_adaptive.engine.limits import Limit, Microbatch, most_that_fit
+from torchtune_adaptive.engine.limits import Limit, MicrobatchSize, most_that_fit
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
 """For each microbatch of a step, the indices of its samples."""
@@ -31,7 +31,7 @@ def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> P
     fullest = max(1, most_that_fit(lambda tokens: limit.fits(1, 1, tokens), total))
     microbatches = min(len(lengths), -(-total // fullest))  # the minimum: all are full
     while True:
-        plan = _dealt(lengths, microbatches)
+        plan = _filled_evenly(lengths, microbatches)
         if microbatches >= len(lengths) or _all_fit(plan, lengths, limit):
             return tuple(rows for rows in plan if rows)
         microbatches = min(len(lengths), microbatches + max(1, microbatches // 64))
@@ -47,8 +47,8 @@ def spread(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int, 
         plan = _even(plan, lengths, limit, microbatches)
     elif len(plan) == microbatches:
         return plan
-    elif _all_fit(dealt := _dealt(lengths, microbatches), lengths, limit):
-        return dealt
+    elif _all_fit(even := _filled_evenly(lengths, microbatches), lengths, limit):
+        return even
     return _split_largest(plan, microbatches, lengths, padded)
 
 
@@ -80,7 +80,7 @@ def _even(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -
     def starts_under(tokens: int) -> list[int]:
         return _starts(order, lengths, lambda length: min(limit.rows_at(length), tokens // length))
 
-    too_low, cap = 0, max((size_of(rows, lengths).room_tokens for rows in plan), default=0)
+    too_low, cap = 0, max((size_of(rows, lengths).padded_tokens for rows in plan), default=0)
     for _ in range(_HALVINGS):
         tokens = (too_low + cap) // 2
         starts = starts_under(tokens)
@@ -91,7 +91,7 @@ def _even(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -
     return plan
 
 
-def _dealt(lengths: Sequence[int], microbatches: int) -> Plan:
+def _filled_evenly(lengths: Sequence[int], microbatches: int) -> Plan:
     """Assign each sample, longest first, to the smallest microbatch so far; return the largest microbatch first."""
     parts: list[list[int]] = [[] for _ in range(microbatches)]
     emptiest = [(0, number) for number in range(microbatches)]
@@ -112,7 +112,7 @@ def _split_largest(plan: Plan, microbatches: int, lengths: Sequence[int], padded
     """Halve the largest microbatch until there are enough; if all have one row, add empty ones."""
 
     def keyed(rows: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        return -size_of(rows, lengths, padded=padded).room_tokens, rows
+        return -size_of(rows, lengths, padded=padded).padded_tokens, rows
 
     heap = [keyed(rows) for rows in plan]
     heapq.heapify(heap)
@@ -129,10 +129,10 @@ def _split_largest(plan: Plan, microbatches: int, lengths: Sequence[int], padded
     return (*(rows for _, rows in parts), *[()] * (microbatches - len(parts)))
 
 
-def size_of(rows: Sequence[int], lengths: Sequence[int], *, padded: bool = True) -> Microbatch:
+def size_of(rows: Sequence[int], lengths: Sequence[int], *, padded: bool = True) -> MicrobatchSize:
     """Return the size of a microbatch of these samples. An empty one counts as one row, the filler."""
     own = [lengths[index] for index in rows] or [1]
-    return Microbatch(len(own), max(own), None if padded else sum(own))
+    return MicrobatchSize(len(own), max(own), None if padded else sum(own))
 
 
 class Load(NamedTuple):
@@ -163,7 +163,7 @@ def load_of(
     """
     each = len(rows[0]) if rows and padded else 1
     sizes = [size_of(indices, lengths, padded=padded) for indices in plan if indices]
-    tokens = [each * size.room_tokens for size in sizes]
+    tokens = [each * size.padded_tokens for size in sizes]
     own = rows or [(length,) for length in lengths]
     if padded:
         costs = [each * size.rows * cost(size.length) for size in sizes]
@@ -172,7 +172,7 @@ def load_of(
     return Load(sum(map(sum, own)), sum(tokens), max(size.rows for size in sizes), max(tokens), sum(costs))
 
 
-def deal(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+def assign_to_ranks(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     """Return the rank of each sample: the most expensive first, each to the rank with the lowest total cost.
 
     All ranks get the same number of samples. The result only depends on the costs and their order.

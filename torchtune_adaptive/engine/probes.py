@@ -33,13 +33,13 @@ from torchtune_adaptive.engine.search import (
     NEED_RECOVERY,
     NEEDS_LESS,
     STRATEGIES,
+    Budget,
     Peak,
-    Room,
     SearchResult,
     one_row_error,
     search,
 )
-from torchtune_adaptive.engine.snapshot import leaving_no_trace
+from torchtune_adaptive.engine.snapshot import restoring_state
 from torchtune_adaptive.engine.step import Sample, StepRunner
 from torchtune_adaptive.errors import (
     ConfigError,
@@ -123,9 +123,9 @@ class TrainingStep(Generic[Sample]):
     sample: Sample
     """The worst case: a sample of the greatest length in which every token is a target."""
     cut: Callable[[Sample, int], Sample] | None = None
-    """Shortens the sample to a number of tokens. `profile_memory` requires it."""
+    """Shortens the sample to a number of tokens. Makes probes faster; `profile_memory` requires it."""
     shortest: int = 2
-    """The smallest number of tokens to which `profile_memory` shortens the sample."""
+    """The smallest number of tokens to which the sample is shortened."""
     knee: int = 0
     """The number of tokens from which on memory grows differently; 0 if it grows evenly."""
     update: Callable[[StepResult], object] | None
@@ -135,7 +135,7 @@ class TrainingStep(Generic[Sample]):
     boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
     """Modules whose outputs divide the step into phases, in the order of the forward. A key names the part that ends at
     the output: {"layers": final_norm, "head and loss": loss}. Without them a search may need more probes."""
-    beside: "Sequence[TrainingStep[Any]]" = ()
+    other_stages: "Sequence[TrainingStep[Any]]" = ()
     """Steps of other stages. They are not measured, but run once, so that their optimizer state is in memory."""
 
     @property
@@ -153,14 +153,14 @@ class TrainingStep(Generic[Sample]):
 
     @property
     def smallest(self) -> list[Sample]:
-        """The microbatch that needs least memory."""
-        return [self.runner.kind.stand_in(self.sample)]
+        """A small microbatch, if the sample can be cut."""
+        return [self.sample if self.cut is None else self.cut(self.sample, self.shortest)]
 
 
 class ProbeReport(NamedTuple):
     """Measurements of one rank in a probe."""
 
-    room: Room
+    budget: Budget
     retries: int
     seconds: float
     peaks: tuple[int, ...]
@@ -170,7 +170,7 @@ class ProbeReport(NamedTuple):
     @property
     def missing_bytes(self) -> int:
         """The memory that the rank needs above its budget; negative if it needs less."""
-        return max(self.peaks) - self.room.budget_bytes
+        return max(self.peaks) - self.budget.total_bytes
 
 
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
@@ -180,16 +180,16 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     tightest rank. So the result is within the budget of the tightest rank if and only if every rank is within its own
     budget. Like the need of each rank, it is a maximum of affine functions of the rows.
     """
-    tightest = min((report.room for report in reports), key=attrgetter("free_bytes"))
+    tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 
-    def in_tightest(peak_bytes: int, room: Room) -> int:
+    def in_tightest(peak_bytes: int, budget: Budget) -> int:
         # Rounded up, so that one byte above a budget stays above it.
-        above_resident = max(0, peak_bytes - room.resident_bytes)
-        return tightest.resident_bytes - (-above_resident * tightest.free_bytes // room.free_bytes)
+        above_resident = max(0, peak_bytes - budget.resident_bytes)
+        return tightest.resident_bytes - (-above_resident * tightest.free_bytes // budget.free_bytes)
 
     return Peak(
         phase_bytes={
-            phase: max(in_tightest(report.peaks[index], report.room) for report in reports)
+            phase: max(in_tightest(report.peaks[index], report.budget) for report in reports)
             for index, phase in enumerate(phases)
             if any(report.peaks[index] for report in reports)  # a stage may have no backward or no update
         },
@@ -212,18 +212,18 @@ class Prober:
         self._step, self._memory, self._progress = step, memory, progress
         self._phases, self._sample = phase_names(step.boundaries), step.sample
         self._agreement = Agreement(5 + len(self._phases))
-        self._room: Room | None = None
+        self._budget: Budget | None = None
         # Of the last probe, equal on all ranks:
         self._reports: list[ProbeReport] = []
         self._failed: int | None = None  # the first rank that ran out of memory
 
-    def warm_up(self) -> Room:
+    def warm_up(self) -> Budget:
         """Collective: run all stages once, so that optimizer state and communication buffers are in memory.
 
-        Return the room of the tightest rank. Raises OneRowDoesNotFitError if the shortest sample exceeds the budget: a
-        rank without memory for it could not complete the collectives of its peers either.
+        Return the budget of the tightest rank. Raises OneRowDoesNotFitError if the shortest sample exceeds the budget:
+        a rank without memory for it could not complete the collectives of its peers either.
         """
-        for other in self._step.beside:
+        for other in self._step.other_stages:
             with _explaining_errors(1):
                 _, failed = self._run(other, [other.smallest], limited=False)
             if failed:
@@ -231,14 +231,14 @@ class Prober:
                     f"rank {failed[0]} ran out of memory in the smallest microbatch of another stage", *NEEDS_LESS
                 )
         self._probe(1, [self._step.smallest])
-        self._room = self._reports[rank()].room
+        self._budget = self._reports[rank()].budget
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
                 raise ValueError("a training step allocated no memory: search inside `with meter:`")
             if all(report.missing_bytes <= 0 for report in self._reports):
-                return min((report.room for report in self._reports), key=attrgetter("free_bytes"))
+                return min((report.budget for report in self._reports), key=attrgetter("free_bytes"))
             self._probe(1, [self._step.smallest, [self._sample]])  # for the numbers in the error message
-        raise self.refuse()
+        raise self.no_row_fits()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
         """Collective: measure rows of this length, by default that of the sample.
@@ -268,19 +268,19 @@ class Prober:
             retries, fullness = self._memory.retries - retries_before, self._memory.fullness
             release()
             # The budget is read once, in the warm-up: the free memory of a GPU may change during a search.
-            if (room := self._room) is None:
+            if (budget := self._budget) is None:
                 self._memory.reset_peak()
-                room = Room(self._memory.budget_bytes, self._memory.peak_bytes)
+                budget = Budget(self._memory.budget_bytes, self._memory.peak_bytes)
             measured_peaks = tuple(peaks.get(phase, 0) for phase in self._phases)
-            self.exchange(ProbeReport(room, retries, perf_counter() - started, measured_peaks, fullness))
+            self.exchange(ProbeReport(budget, retries, perf_counter() - started, measured_peaks, fullness))
             if self._failed is None:
                 return
 
     def exchange(self, report: ProbeReport) -> None:
         """Collective: gather the reports of all ranks."""
-        table = self._agreement.gather([*report.room, report.retries, report.seconds, report.fullness, *report.peaks])
+        table = self._agreement.gather([*report.budget, report.retries, report.seconds, report.fullness, *report.peaks])
         self._reports = [
-            ProbeReport(Room(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)), fullness)
+            ProbeReport(Budget(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)), fullness)
             for budget, resident, retries, seconds, fullness, *peaks in table
         ]
 
@@ -305,7 +305,7 @@ class Prober:
             raise RunStopped("stopped during the search, before the first step")
         return meter.peaks, [*reports.failed]
 
-    def refuse(self) -> OneRowDoesNotFitError:
+    def no_row_fits(self) -> OneRowDoesNotFitError:
         """Return the error for the last probe, of one row that did not fit; equal on all ranks."""
         where, need_bytes, runner = self._failed, None, self._step.runner
         if where is None:
@@ -315,7 +315,7 @@ class Prober:
             *(without_backward(NEEDS_LESS) if runner.trains is False else NEEDS_LESS),
             length=runner.kind.length_of(self._sample),
             need_bytes=need_bytes,
-            budget_bytes=self._reports[where].room.budget_bytes,
+            budget_bytes=self._reports[where].budget.total_bytes,
             rank=where,
         )
 
@@ -341,17 +341,17 @@ def _explaining_errors(rows: int) -> Iterator[None]:
 @contextmanager
 def probing(
     step: TrainingStep[Any], memory: MemorySource | None, progress: OnProbe | None
-) -> Iterator[tuple[Prober, Room]]:
-    """Collective: warm up; yield the prober and the room; afterwards restore models, optimizers and generators."""
+) -> Iterator[tuple[Prober, Budget]]:
+    """Collective: warm up; yield the prober and the budget; afterwards restore models, optimizers and generators."""
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("there is no GPU whose memory is measured; pass memory, a MemoryMeter that is in force")
     memory = CudaMemory() if memory is None else memory
-    models = list({id(each.runner.model): each.runner.model for each in (step, *step.beside)}.values())
-    optimizers = [optimizer for each in (step, *step.beside) for optimizer in each.optimizers]
+    models = list({id(each.runner.model): each.runner.model for each in (step, *step.other_stages)}.values())
+    optimizers = [optimizer for each in (step, *step.other_stages) for optimizer in each.optimizers]
     for model in models:
         if isinstance(model, fsdp.FSDPModule):  # an evaluation may have left parameters gathered
             fsdp.prepare(model)
-    with leaving_no_trace(models, optimizers):
+    with restoring_state(models, optimizers):
         prober = Prober(step, memory, progress or (lambda *_: None))
         yield prober, prober.warm_up()
     # Resetting the peak sets it to the memory in use, so it must follow the release of the probes' optimizer state.
@@ -382,17 +382,17 @@ def find_max_batch_size(
     Raises OneRowDoesNotFitError on all ranks if one row does not fit.
     """
     check_choice("strategy", strategy, STRATEGIES)
-    rungs_up_to(max_rows, round_to, samples_per_step)
+    rungs_up_to(max_rows, round_to)
     if strategy in NEED_RECOVERY and not step.runner.recovers:
         raise ConfigError(
             f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
             Remedy.MEASURING_STRATEGY,
         )
-    with probing(step, memory, progress) as (prober, room):
+    with probing(step, memory, progress) as (prober, budget):
         search_rows = partial(
             search,
-            room=room,
-            refuse=prober.refuse,
+            budget=budget,
+            no_row_fits=prober.no_row_fits,
             strategy=strategy,
             round_to=round_to,
             max_rows=max_rows,
@@ -421,5 +421,5 @@ def profile_memory(
     Arguments and side effects are those of `find_max_batch_size`, but the step needs a `cut`.
     """
     lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
-    with probing(step, memory, progress) as (prober, room):
-        return measure_profile(prober.measure, room, lengths, refuse=prober.refuse, most_rows=most_rows)
+    with probing(step, memory, progress) as (prober, budget):
+        return measure_profile(prober.measure, budget, lengths, no_row_fits=prober.no_row_fits, most_rows=most_rows)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,6 @@ from torchtune_adaptive.errors import RanksPartedError, Remedy, UnrecoverableErr
 
 Value = TypeVar("Value")
 
-ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups whose messages are not counted. Microbatches do not use them, but dealing may at the same time."""
 LATE_S = 2.0
 """Seconds to wait for a late announcement. On a null device, synchronizing does not wait for gloo's peers."""
 SAME = "as before"
@@ -49,11 +47,9 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
     return dict(entry.split(":") for entry in config.split(",")).get(device_type)
 
 
-def gloo_group_aside() -> dist.ProcessGroup:
-    """Collective: create a group of all ranks for messages outside of microbatches."""
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    ASIDE.add(group)
-    return group
+def new_gloo_group() -> dist.ProcessGroup:
+    """Collective: create a group of all ranks that communicates tensors on the host."""
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
 
 @contextmanager
@@ -93,13 +89,13 @@ def _explanation(what: str, error: Exception) -> RanksPartedError:
 
 
 def message_counters() -> Iterator[tuple[dist.ProcessGroup, Callable[[], int]]]:
-    """Yield the process groups, except `ASIDE`, each with a function that returns its number of messages on this rank.
+    """Yield each process group with a function that returns its number of messages on this rank.
 
     The numbers are the groups' sequence numbers; a call reads one integer in C++. They include messages of autograd's
     threads and of compiled code, without any hook. NCCL does not count point-to-point messages; gloo does.
     """
     for group in dist.distributed_c10d._world.pg_map:
-        if group.size() == 1 or group in ASIDE:
+        if group.size() == 1:
             continue
         # a group has one backend for each type of device, or one for all
         for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
@@ -124,7 +120,7 @@ class Agreement:
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is not None and world not in _HOST_GROUPS:
             # shared, because a group opens a connection between every two ranks
-            _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else gloo_group_aside()
+            _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else new_gloo_group()
         self._group = None if world is None else _HOST_GROUPS[world]
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
@@ -190,7 +186,7 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def let_go() -> None:
+def let_gloo_threads_finish() -> None:
     """Give gloo's threads time to free their tensors, which requires the interpreter's lock.
 
     A thread that waits for the lock while the interpreter exits aborts the process. FSDP keeps the group, and thus
@@ -245,21 +241,17 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
     """Collective, if there are replicas: raise on all ranks if the replicas of any shard differ in a bit."""
-    replicated: dict[object, list[Tensor]] = {}  # by the ranks that hold them
+    replicated: dict[tuple[int, ...], list[Tensor]] = {}  # by the ranks that hold the same shards
     for parameter in (each for model in models for each in model.parameters()):
-        if not isinstance(parameter, DTensor):
-            replicated.setdefault("every rank", []).append(parameter)
         # parameters without replicas, such as most under tensor parallelism, are skipped
-        elif dims := _replicated_dims(parameter):
-            replicated.setdefault((parameter.device_mesh, dims), []).append(parameter)
+        if len(holders := _holders(parameter)) > 1:
+            replicated.setdefault(holders, []).append(parameter)
     if not replicated or world_size() == 1:
         return
-    row = [number for shards in replicated.values() for number in (_first_holder(shards[0]), checksum(shards))]
-    table = Agreement(len(row)).gather(row)
-    for column in range(0, len(row), 2):
-        for rank, sums in enumerate(table):
-            first = int(sums[column])
-            if sums[column + 1] != table[first][column + 1]:
+    checksums = from_all_ranks({holders: checksum(shards) for holders, shards in replicated.items()})
+    for rank, own in enumerate(checksums):
+        for holders, value in own.items():
+            if value != checksums[first := holders[0]].get(holders):
                 raise UnrecoverableError(
                     f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: "
                     "replicas get the same gradients, so they stay different; load the same weights on all ranks, or "
@@ -286,15 +278,16 @@ def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
     return tuple(dim for dim, each in enumerate(parameter.placements) if each.is_replicate() and size(dim) > 1)
 
 
-def _first_holder(parameter: Tensor) -> int:
-    """Return the lowest rank that holds the same shard as this one."""
+def _holders(parameter: Tensor) -> tuple[int, ...]:
+    """Return the ranks that hold the same shard as this one, ascending."""
     if not isinstance(parameter, DTensor):
-        return 0
+        return tuple(range(world_size()))
     mesh = parameter.device_mesh
     here = mesh.get_coordinate()
     assert here is not None, "this rank is in the mesh of its parameters"
     same = _replicated_dims(parameter)
-    return int(mesh.mesh[tuple(slice(None) if dim in same else at for dim, at in enumerate(here))].min())
+    holders = mesh.mesh[tuple(slice(None) if dim in same else at for dim, at in enumerate(here))]
+    return tuple(sorted(holders.flatten().tolist()))
 
 
 def checksum(parameters: Iterable[Tensor]) -> int:

@@ -11,12 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtune_adaptive.engine.limits import Microbatch
+from torchtune_adaptive.engine.limits import MicrobatchSize
 from torchtune_adaptive.engine.memory import Reading
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.formatting import format_apart
 
 
 class Totals(NamedTuple):
@@ -96,10 +95,10 @@ class StepResult:
 class AttemptReport(NamedTuple):
     """One rank's attempt at a step."""
 
-    microbatch: Microbatch = Microbatch(0, 0)
+    microbatch: MicrobatchSize = MicrobatchSize(0, 0)
     """The microbatch that ran out of memory, or the largest one if the allocator only retried."""
     load: Load = Load(0, 0, 0, 0, 0.0)
-    reading: Reading = Reading(0.0, 0, 0, 0)
+    reading: Reading = Reading(0, 0, 0)
     loss_sum: float = 0.0
     failed: int = 0
     """1 if a microbatch ran out of memory."""
@@ -126,11 +125,11 @@ class AttemptReport(NamedTuple):
         """Return the report that `to_row` turned into this row."""
         rows, length, joined, tokens, padded_tokens, most_rows, most_tokens = map(int, row[:7])
         return cls(
-            Microbatch(rows, length, joined or None),
+            MicrobatchSize(rows, length, joined or None),
             Load(tokens, padded_tokens, most_rows, most_tokens, row[7]),
-            Reading(row[8], *map(int, row[9:12])),
-            row[12],
-            *map(int, row[13:]),
+            Reading(*map(int, row[8:11])),
+            row[11],
+            *map(int, row[12:]),
         )
 
 
@@ -141,36 +140,20 @@ class AttemptReports(tuple[AttemptReport, ...]):
     """The reports of all ranks, in order of rank, equal on all ranks."""
 
     @property
-    def failed(self) -> dict[int, Microbatch]:
+    def failed(self) -> dict[int, MicrobatchSize]:
         """The microbatches that ran out of memory, by rank."""
         return {rank: report.microbatch for rank, report in enumerate(self) if report.failed}
 
     @property
-    def retrying(self) -> dict[int, Microbatch]:
+    def retrying(self) -> dict[int, MicrobatchSize]:
         """The largest microbatch of each rank whose allocator flushed its cache in this step."""
         return {rank: report.microbatch for rank, report in enumerate(self) if report.reading.retries}
 
     @property
-    def rate(self) -> float:
-        """Target tokens per second."""
-        return self.target_tokens / max(report.reading.seconds for report in self)
-
-    @property
     def fullest(self) -> Fullest | None:
         """Peak and budget of the rank that came closest to its budget, if memory is measured."""
-        measured = [Fullest(*report.reading[2:]) for report in self if report.reading.budget_bytes]
+        measured = [Fullest(*report.reading[1:]) for report in self if report.reading.budget_bytes]
         return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
-
-    @property
-    def shortage(self) -> str | None:
-        """Describe the failed rank with the smallest budget, if memory is measured."""
-        readings = {rank: report.reading for rank, report in enumerate(self) if report.failed}
-        measured = [(reading.budget_bytes, rank) for rank, reading in readings.items() if reading.budget_bytes]
-        if not measured:
-            return None
-        budget_bytes, rank = min(measured)
-        budget, peak = format_apart(budget_bytes, readings[rank].peak_bytes)
-        return f"rank {rank} peaked at {peak} of its budget of {budget}"
 
     @property
     def target_tokens(self) -> int:
@@ -210,7 +193,7 @@ class AttemptReports(tuple[AttemptReport, ...]):
             )
 
 
-def exchange(agreement: Agreement, report: AttemptReport) -> AttemptReports:
+def gather_reports(agreement: Agreement, report: AttemptReport) -> AttemptReports:
     """Collective: return the reports of all ranks."""
     return AttemptReports(map(AttemptReport.from_row, agreement.gather(report.to_row())))
 

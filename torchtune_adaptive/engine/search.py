@@ -41,17 +41,17 @@ class Peak:
         return max(self.phase_bytes.values()) if self.fits else None
 
 
-class Room(NamedTuple):
+class Budget(NamedTuple):
     """Memory that a rank has for its training steps."""
 
-    budget_bytes: int
+    total_bytes: int
     resident_bytes: int = 0
     """Memory used between steps: weights and optimizer state."""
 
     @property
     def free_bytes(self) -> int:
         """The budget without resident memory."""
-        return self.budget_bytes - self.resident_bytes
+        return self.total_bytes - self.resident_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Probe:
 
 NEEDS_LESS = (Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 
-Refuse: TypeAlias = Callable[[], OneRowDoesNotFitError]
+NoRowFits: TypeAlias = Callable[[], OneRowDoesNotFitError]
 """Returns the error for the last probe, of one row that does not fit."""
 
 
@@ -175,7 +175,7 @@ class History:
         return min((probe.rows for probe in self.rejected), default=self.rungs[-1] + 1)
 
     @property
-    def fit_rows(self) -> int:
+    def measured_rows(self) -> int:
         """The most accepted rows below `too_many`, or 0."""
         accepted = (probe.rows for probe in self.probes if probe.accepted(self.budget_bytes))
         return max((rows for rows in accepted if rows < self.too_many), default=0)
@@ -205,7 +205,7 @@ class History:
     def predicted_rows(self) -> float:
         """The most rows for which the lines of all phases stay within the usable bytes, up to `max_rows`."""
         lines = fit_lines(self.probes).values()
-        promised = min((line.rows_within(self.usable_bytes) for line in lines), default=self.fit_rows)
+        promised = min((line.rows_within(self.usable_bytes) for line in lines), default=self.measured_rows)
         return min(promised, self.max_rows)
 
     @property
@@ -216,7 +216,7 @@ class History:
     def is_close(self, goal: int) -> bool:
         """Return True if the rows that fit are close enough to the goal to stop."""
         share = _CLOSE_WITH_CACHE if self.caches and len(self.probes) >= 4 else _CLOSE
-        return self.rung_at_most(self.fit_rows) >= share * goal
+        return self.rung_at_most(self.measured_rows) >= share * goal
 
     def may_reach(self, rows: int) -> bool:
         """Return True unless the measurements rule out this many rows."""
@@ -243,7 +243,7 @@ Strategy = Callable[[History], int | None]
 
 def binary(history: History) -> int | None:
     """Double until a probe fails, then bisect. Exact if memory grows with the rows."""
-    low, high = history.fit_rows, history.too_many
+    low, high = history.measured_rows, history.too_many
     if not history.probes:
         return 1
     if not history.rejected:
@@ -255,7 +255,7 @@ def binary(history: History) -> int | None:
 
 def decrease(history: History) -> int | None:
     """Halve from the highest rung until a probe fits. The result may be half of the best one."""
-    if history.fit_rows:
+    if history.measured_rows:
         return None
     last_rejected = history.too_many
     halved = last_rejected // 2 if history.rejected else last_rejected
@@ -269,7 +269,7 @@ def linear(history: History) -> int | None:
     if len(history.probes) < 2:
         rows = len(history.probes) + 1
         return rows if rows <= history.rungs[-1] else None
-    low, predicted = history.fit_rows, history.predicted_rows
+    low, predicted = history.measured_rows, history.predicted_rows
     goal, above = history.rung_at_most(predicted), history.rung_above(low)
     if history.caches and above and len(history.probes) < 4 and above <= predicted + 1:
         goal = max(goal, above)  # the prediction may be one row too low; this risks one flush
@@ -289,7 +289,7 @@ def _reach(history: History) -> float:
     reach = min(_phase_reach(points, history) for points in phases)
     # While all phases are constant, lines do not show where one will grow.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
-    return reach if grows else min(reach, history.trusted_jump * history.fit_rows)
+    return reach if grows else min(reach, history.trusted_jump * history.measured_rows)
 
 
 def _phase_reach(points: Mapping[int, int], history: History) -> float:
@@ -316,7 +316,7 @@ def _narrow(history: History) -> int | None:
     Otherwise the prediction was probably nearly right. So step back a little, and twice as far after each failure, but
     not below the middle, where this becomes a bisection.
     """
-    low, high, last = history.fit_rows, history.too_many, history.probes[-1]
+    low, high, last = history.measured_rows, history.too_many, history.probes[-1]
     if history.is_close(history.rung_at_most(high - 1)):
         return None
     goal = history.rung_at_most(history.predicted_rows)
@@ -333,8 +333,6 @@ NEED_RECOVERY = ("binary", "decrease")
 """Strategies that rely on running out of memory."""
 STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "binary": binary, "decrease": decrease}
 
-_ROUNDED_TO = {"power_of_two": "a power of two", "divisor": "a divisor of the samples per step"}
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -347,7 +345,7 @@ class SearchResult:
     """All probes, in the order they were measured."""
     lines: Mapping[str, Surface]
     """The line of each phase; empty if fewer than two sizes were measured completely."""
-    fits_rows: float
+    unrounded_rows: float
     """Before rounding: where the lines reach the budget (linear), or the most rows that fit."""
     rows: int
     """The chosen rows of a microbatch."""
@@ -364,56 +362,56 @@ class SearchResult:
 
 def search(
     measure: Callable[[int], Peak],
-    room: Room,
+    budget: Budget,
     *,
-    refuse: Refuse,
+    no_row_fits: NoRowFits,
     strategy: str = "linear",
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
     least_rows: int = 0,
 ) -> SearchResult:
-    """Return the largest rows, rounded down, that `measure` accepts within the budget of `room`.
+    """Return the largest rows, rounded down, that `measure` accepts within the `budget`.
 
     `measure` is called with the same rows on every rank and returns the same agreed Peak. If one row does not fit,
-    the error that `refuse` returns is raised. The strategy `decrease` starts at `max_rows`. Rounded to a `divisor`, the
-    rows divide `samples_per_step`. The search ends early if the measurements rule out `least_rows`.
+    the error that `no_row_fits` returns is raised. The strategy `decrease` starts at `max_rows`. The
+    search ends early if the measurements rule out `least_rows`.
     """
     check_choice("strategy", strategy, STRATEGIES)
-    rungs = rungs_up_to(max_rows, round_to, samples_per_step)
+    rungs = rungs_up_to(max_rows, round_to)
     most = MAX_ROWS if max_rows is None else max_rows
-    history = History(room.budget_bytes, rungs, most, room.resident_bytes)
+    history = History(budget.total_bytes, rungs, most, budget.resident_bytes)
     while history.may_reach(least_rows) and (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows=rows, peak=measure(rows))
         history = replace(history, probes=(*history.probes, probe))
-        if rows == 1 and not probe.accepted(room.budget_bytes):
-            raise refuse()
+        if rows == 1 and not probe.accepted(budget.total_bytes):
+            raise no_row_fits()
     # Lines may promise more rows than were measured. Rows that were rejected bound them.
-    fits_rows = float(max(history.fit_rows, history.predicted_rows if strategy == "linear" else 0.0))
-    if history.rejected and fits_rows >= history.too_many:
-        fits_rows = float(history.fit_rows)
-    chosen = history.rung_at_most(history.fit_rows)
+    unrounded_rows = float(max(history.measured_rows, history.predicted_rows if strategy == "linear" else 0.0))
+    if history.rejected and unrounded_rows >= history.too_many:
+        unrounded_rows = float(history.measured_rows)
+    chosen = history.rung_at_most(history.measured_rows)
     return SearchResult(
         strategy=strategy,
         round_to=round_to,
         budget_bytes=history.budget_bytes,
         probes=history.probes,
         lines=fit_lines(history.probes),
-        fits_rows=fits_rows,
+        unrounded_rows=unrounded_rows,
         rows=chosen,
-        reason=_reason(history, fits_rows, chosen, round_to, samples_per_step),
+        reason=_reason(history, unrounded_rows, chosen, round_to, samples_per_step),
     )
 
 
-def _reason(history: History, fits_rows: float, rows: int, round_to: str, samples_per_step: int | None) -> str:
-    if history.rejected and fits_rows == rows:
+def _reason(history: History, unrounded_rows: float, rows: int, round_to: str, samples_per_step: int | None) -> str:
+    if history.rejected and unrounded_rows == rows:
         return f"{history.too_many} did not fit"
-    if not history.rejected and (fits_rows >= history.max_rows or fits_rows == rows == history.rungs[-1]):
+    if not history.rejected and (unrounded_rows >= history.max_rows or unrounded_rows == rows == history.rungs[-1]):
         known, highest = f"limited to {history.max_rows}", float(history.max_rows)
         if history.max_rows == samples_per_step:
             known = f"all {samples_per_step} samples of a step"
     else:
         # Truncated, not rounded: 8.97 must not read as if 9 fit.
-        known, highest = f"{floor(fits_rows * 10 + 1e-6) / 10:g} fit", fits_rows
-    rounded = rows + 1e-6 < highest and round_to in _ROUNDED_TO
-    return f"{known}, rounded down to {_ROUNDED_TO[round_to]}" if rounded else known
+        known, highest = f"{floor(unrounded_rows * 10 + 1e-6) / 10:g} fit", unrounded_rows
+    rounded = rows + 1e-6 < highest and round_to == "power_of_two"
+    return f"{known}, rounded down to a power of two" if rounded else known

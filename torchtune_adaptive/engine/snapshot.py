@@ -37,7 +37,7 @@ class RngState:
 
 
 @contextmanager
-def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Restore parameters, gradients, buffers, optimizer state and random generators at the end.
 
     Gradients are not copied, so the code inside must not accumulate into existing ones.

@@ -32,7 +32,7 @@ from torch import nn
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
-from torchtune_adaptive.engine.limits import Limit, Microbatch
+from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
 from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, spread
@@ -41,7 +41,7 @@ from torchtune_adaptive.engine.ranks import (
     EqualSteps,
     average_gradients,
     compare_replicas,
-    let_go,
+    let_gloo_threads_finish,
     rank,
     world_size,
 )
@@ -51,7 +51,7 @@ from torchtune_adaptive.engine.results import (
     AttemptReports,
     StepResult,
     Totals,
-    exchange,
+    gather_reports,
     result_of,
 )
 from torchtune_adaptive.engine.snapshot import RngState
@@ -63,7 +63,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.formatting import is_whole
+from torchtune_adaptive.formatting import format_apart, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +78,12 @@ class SampleKind(Generic[Sample]):
 
     length_of: Callable[[Sample], int]
     """Returns the number of tokens of a sample, for limits by length."""
-    stand_in: Callable[[Sample], Sample]
-    """Returns the smallest version of a sample that passes through the whole model, for example its first two tokens.
-    The drain runs it in place of a microbatch that has no record, such as the very first one."""
+    filler: Callable[[Sample], Sample]
+    """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank runs it
+    if the others have more microbatches, and a drain runs it in place of a microbatch that has no record."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
     """For samples of several rows, such as pairs of answers: returns the tokens of each row. `length_of` then returns
     those of the longest row. A RowLimit still counts samples, not rows."""
-    filler: Callable[[Sample], Sample] | None = None
-    """Returns a small sample without labels, for ranks with fewer samples than the others have microbatches."""
     padded: bool = True
     """True if rows are padded to the longest one. Otherwise samples are concatenated into one row, and a limit by
     length counts all tokens."""
@@ -94,11 +92,7 @@ class SampleKind(Generic[Sample]):
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
         """Return the lengths of samples, at least 1: an empty sample is padded to one token."""
-        lengths = [self.length_of(sample) for sample in samples]
-        try:
-            return [max(1, index(length)) for length in lengths]
-        except TypeError as error:
-            raise TypeError(f"SampleKind's length_of has to return integers, but returns {lengths[:3]}") from error
+        return [max(1, index(self.length_of(sample))) for sample in samples]
 
 
 class Recovery:
@@ -167,16 +161,11 @@ class Recovery:
         """Restore FSDP's own collectives. Call it last; the process should end afterwards."""
         self._closed = True
         self.ledger.close()
-        let_go()
+        let_gloo_threads_finish()
 
 
 def _has_gradients(model: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
-
-
-def _check_limit(limit: object) -> None:
-    if isinstance(limit, type) or not hasattr(limit, "by_length"):
-        raise TypeError(f"the limit of a StepRunner is {limit!r}; pass a RowLimit or a TokenLimit, such as RowLimit(8)")
 
 
 class _NextPlan(NamedTuple):
@@ -216,9 +205,6 @@ class StepRunner(Generic[Sample]):
         stage: str = "",
     ) -> None:
         """Collective, because of `Recovery`."""
-        _check_limit(limit)
-        if not isinstance(kind, SampleKind):
-            raise TypeError(f"the kind of a StepRunner is {kind!r}; pass SampleKind(length_of=..., stand_in=...)")
         self.model, self.kind, self.stage = model, kind, stage
         self.recovery = recovery or Recovery(model)
         self.recovery.add_stage(stage, model)
@@ -238,7 +224,7 @@ class StepRunner(Generic[Sample]):
         self._checks_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages = world_size() > 1 and self._is_whole
-        self.watch(None)
+        self.measure_memory(None)
 
     @property
     def limit(self) -> Limit:
@@ -255,7 +241,6 @@ class StepRunner(Generic[Sample]):
 
         If recovery has lowered the limit, and the unit stays the same, the smaller of both is used.
         """
-        _check_limit(limit)
         self._governor.allow(limit)
 
     def start_over(self) -> None:
@@ -266,7 +251,7 @@ class StepRunner(Generic[Sample]):
         self._governor.start_over()
         self._ledger.forget(self.stage)
 
-    def watch(self, memory: MemorySource | None) -> None:
+    def measure_memory(self, memory: MemorySource | None) -> None:
         """Measure memory from the next step on: for results, and to lower the limit if the allocator thrashes."""
         self._gauge = Gauge(memory, shared=bool(self.stage))
 
@@ -323,10 +308,9 @@ class StepRunner(Generic[Sample]):
             upcoming_plan = self._plan_upcoming(upcoming)
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
-                self._gauge.end_step()
                 self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
                 # without recovery, no other limit can be tried
-                if self.recovers and (change := self._governor.completed(step, reports.rate, reports.retrying)):
+                if self.recovers and (change := self._governor.completed(step, reports.retrying)):
                     self._announce(change, reports)
                 return self._complete(outcome, reports, plan, recoveries)
             del outcome  # frees the loss, if it is on the device
@@ -353,8 +337,6 @@ class StepRunner(Generic[Sample]):
 
     def _check(self, samples: Sequence[Sample]) -> None:
         self.recovery.prepare()
-        if not isinstance(samples, Sequence):
-            raise TypeError(f"samples is a {type(samples).__name__}: pass a list with an entry for each sample")
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got 0")
         if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
@@ -382,8 +364,8 @@ class StepRunner(Generic[Sample]):
         if self._checks_steps:
             self._equal_steps.announce("by length")
             self._equal_steps.check(waits=True)
-        most = exchange(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan))).upcoming_microbatches
-        return spread(plan, lengths, limit, most, padded=padded)
+        needs = gather_reports(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan)))
+        return spread(plan, lengths, limit, needs.upcoming_microbatches, padded=padded)
 
     def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
         """Plan the next step in the fewest microbatches; None if its samples are unknown, or under a limit by rows."""
@@ -408,7 +390,7 @@ class StepRunner(Generic[Sample]):
         """
         if self.trains is None:
             self._others_with_gradients = self.recovery.others_with_gradients(self.model)
-        microbatches = [[samples[index] for index in rows] or self._filler(samples) for rows in plan]
+        microbatches = [[samples[index] for index in rows] or [self.kind.filler(samples[0])] for rows in plan]
         totals: Totals | None = None
         try:
             self._ledger.begin_step(len(microbatches), self.recovery.owned_by(self.model), self.stage)
@@ -416,7 +398,7 @@ class StepRunner(Generic[Sample]):
                 target_tokens = totals.target_tokens if totals else 0
                 totals = self._run_microbatch(number, microbatch, totals)
                 if totals is None:
-                    self._drain(microbatches, samples[plan[number][0] if plan[number] else 0])
+                    self._drain(microbatches, samples[0])
                     return number
                 if number == 0:
                     self._equal_steps.check()
@@ -444,15 +426,6 @@ class StepRunner(Generic[Sample]):
         self._ledger.break_off_microbatch()
         return None
 
-    def _filler(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return a microbatch that communicates like any other, but contributes zero."""
-        if self.kind.filler is None:
-            raise ValueError(
-                f"rank {rank()} has fewer samples than its peers have microbatches; "
-                "give its SampleKind a `filler`: a stand-in without labels"
-            )
-        return [self.kind.filler(samples[0])]
-
     def _drain(self, microbatches: Sequence[Sequence[Sample]], sample: Sample) -> None:
         """Collective: issue the remaining collectives of this step, with almost no memory."""
         # A drain that runs out of memory has issued some collectives, and the next try continues from there. The run
@@ -467,7 +440,7 @@ class StepRunner(Generic[Sample]):
                         # copies, because a stage may store results in its samples
                         [partial(self._forward_backward, [*map(copy.copy, each)]) for each in microbatches],
                         # any sample will do: FSDP's collectives do not depend on it
-                        lambda: self._forward_backward([self.kind.stand_in(sample)]),
+                        lambda: self._forward_backward([self.kind.filler(sample)]),
                     )
                 return
             except Exception as error:
@@ -506,12 +479,12 @@ class StepRunner(Generic[Sample]):
     ) -> AttemptReports:
         """Collective: return the reports of all ranks, the same on every rank."""
         kind, reading, lengths = self.kind, self._gauge.read(), self.kind.lengths(samples)
-        sizes, trouble = [size_of(rows, lengths, padded=kind.padded) for rows in plan], Microbatch(0, 0)
+        sizes, trouble = [size_of(rows, lengths, padded=kind.padded) for rows in plan], MicrobatchSize(0, 0)
         totals = outcome if isinstance(outcome, Totals) else None
         if isinstance(outcome, int):
             trouble = sizes[outcome]
         elif reading.retries:
-            trouble = max(sizes, key=lambda size: size.room_tokens)
+            trouble = max(sizes, key=lambda size: size.padded_tokens)
         rows = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
         mine = AttemptReport(
             microbatch=trouble,
@@ -528,7 +501,7 @@ class StepRunner(Generic[Sample]):
             gradients=(self.trains is None or self._averages) and _has_gradients(self.model),
             step=self.current_step or 0,
         )
-        reports = exchange(self.recovery.agreement, mine)
+        reports = gather_reports(self.recovery.agreement, mine)
         reports.check_positions()
         foreign = max(report.foreign_messages for report in reports)
         if self.recovers and foreign:
@@ -564,10 +537,11 @@ class StepRunner(Generic[Sample]):
         return result_of(totals, reports, len(plan), recoveries)
 
     def _exhausted(self, change: Change, reports: AttemptReports) -> LimitExhaustedError:
-        """Return the error for a failure at the smallest limit, with the memory of the failed rank."""
+        """Return the error for a failure at the smallest limit, with the memory of the fullest rank."""
         fact, remedies = change.reason, [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS]
-        if (shortage := reports.shortage) is not None:
-            fact, remedies = f"{fact} ({shortage})", [*remedies, Remedy.LARGER_BUDGET]
+        if (fullest := reports.fullest) is not None:
+            peak, budget = format_apart(*fullest)
+            fact, remedies = f"{fact} (peak {peak} of a budget of {budget})", [*remedies, Remedy.LARGER_BUDGET]
         self._announce(replace(change, reason=fact), reports)
         return LimitExhaustedError(fact, *(without_backward(remedies) if self.trains is False else remedies))
 
@@ -622,10 +596,10 @@ class Stages(dict[str, StepRunner[Sample]]):
         """Collective: run all stages in order. Samples store the results of a stage for later ones."""
         return {stage: runner.run(samples, step=step, upcoming=upcoming) for stage, runner in self.items()}
 
-    def watch(self, memory: MemorySource | None) -> None:
+    def measure_memory(self, memory: MemorySource | None) -> None:
         """Measure memory in all stages."""
         for runner in self.values():
-            runner.watch(memory)
+            runner.measure_memory(memory)
 
     def use_limits(self, limits: Mapping[str, Limit]) -> None:
         """Allow these limits by stage."""

@@ -133,11 +133,11 @@ class Evaluator:
             self._while_open.callback(recovery.close)
             self._while_open.callback(self.close)
             memory = self._while_open.enter_context(enforced_memory_limit(trainer, models))
-        kind = SampleKind[int](length_of=lambda row: self._samples[row].length, stand_in=lambda row: row)
+        kind = SampleKind[int](length_of=lambda row: self._samples[row].length, filler=lambda row: row)
         limit = RowLimit(max(rows, trainer.args.eval_batch_size))
         self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=STAGE)
         self._runner.trains = False
-        self._runner.watch(memory)
+        self._runner.measure_memory(memory)
         if self._limit is not None:
             self._runner.load_state_dict(self._limit)
         return True

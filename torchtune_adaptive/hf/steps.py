@@ -108,7 +108,6 @@ class OptimizerSteps:
             kind=SampleKind(
                 length_of=attrgetter("length"),
                 row_lengths_of=attrgetter("row_lengths"),
-                stand_in=lambda _: self._filler,
                 filler=lambda _: self._filler,
                 padded=padded,
             ),
@@ -127,12 +126,12 @@ class OptimizerSteps:
         if adaptive.use_maximum_batch_size or budget == "auto":
             found, longest = self._search()
             self.runner.use_limit(
-                TokenLimit(int(found.fits_rows * longest) * rows_per_sample, rows_per_sample)
+                TokenLimit(int(found.unrounded_rows * longest) * rows_per_sample, rows_per_sample)
                 if budget == "auto"
                 else RowLimit(found.rows)
             )
             self._restore()
-        self.runner.watch(self.memory)
+        self.runner.measure_memory(self.memory)
         if state := trainer.state.stateful_callbacks.get(STATE):
             self.runner.load_state_dict(state)
 

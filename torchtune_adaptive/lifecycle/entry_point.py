@@ -23,7 +23,7 @@ from torchtune_adaptive.config.command_line import config_and_overrides, read_co
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
-from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
+from torchtune_adaptive.engine.ranks import from_all_ranks, let_gloo_threads_finish
 from torchtune_adaptive.errors import (
     AdaptiveError,
     RanksPartedError,
@@ -143,7 +143,8 @@ def explain_out_of_memory(recover_from_oom: bool) -> AbstractContextManager[None
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Run `work`; the first rank that fails reports the error, once.
 
-    At the end, the process group may still exist. `let_go` gives its threads time, since they could abort the exit.
+    At the end, the process group may still exist. `let_gloo_threads_finish` gives its threads time, since they could
+    abort the exit.
     """
     try:
         log_to_stderr()
@@ -162,7 +163,7 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
             sys.excepthook(type(error), error, error.__traceback__)
         _exit(1)
     finally:
-        let_go()
+        let_gloo_threads_finish()
 
 
 def _report(error: AdaptiveError, message: str) -> None:

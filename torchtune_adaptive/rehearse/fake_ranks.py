@@ -44,7 +44,6 @@ def _gather(agreement: Any, row: Sequence[float]) -> list[tuple[float, ...]]:
 
 ENGINE_REPLACEMENTS: dict[str, dict[str, Any]] = {
     "ranks": {"Agreement.gather": _gather, "compare_replicas": lambda _: None},
-    "results": {"AttemptReports.rate": property(lambda _: 1.0)},  # without timing, a trial keeps the smaller size
     "snapshot": {"copies_on_host": lambda _: []},  # values on the device have no meaning
 }
 """By module of this package's engine: functions whose results come from other ranks or from the device."""

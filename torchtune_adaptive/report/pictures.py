@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
-from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING
 from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number, read_timeline
@@ -31,8 +31,7 @@ MARKS = {
     RECOVERY: ("v", RED, "out of memory: step repeated"),
     EXHAUSTED: ("X", RED, "out of memory with one row"),
     GROWTH: ("^", GREEN, "larger microbatches tried"),
-    THRASHING: ("s", PINK, "allocator thrashing: smaller tried"),
-    TRIAL: ("D", SKY, "trial decided"),
+    THRASHING: ("s", PINK, "allocator thrashing: smaller limit"),
 }
 HALF_A_STEP = 0.5
 """Offset for events that happen between two steps."""

@@ -147,12 +147,12 @@ class Generate:
         """Return True if keeping parameters gathered takes memory that training does not need."""
         return self.keep_gathered and self._reshards
 
-    def stand_in(self, rollout: Rollout) -> Rollout:
-        """Return the smallest rollout that issues the same collectives.
+    def filler(self, rollout: Rollout) -> Rollout:
+        """Return a small rollout that issues the same collectives.
 
         If parameters stay gathered, one token suffices. A rank that cannot hold them must match its peers as well.
         """
-        least = rollout.stand_in()
+        least = rollout.filler()
         return replace(least, answer=least.answer[:1]) if self.keep_gathered else least
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:

@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.engine.snapshot import leaving_no_trace
+from torchtune_adaptive.engine.snapshot import restoring_state
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
@@ -103,7 +103,7 @@ class LimitFinder:
     def _as_in_training(self, memory: MemorySource) -> Iterator[None]:
         """Collective: keep the optimizer state in memory, as in training."""
         trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
-        with leaving_no_trace(trained, self._optimization.optimizers):
+        with restoring_state(trained, self._optimization.optimizers):
             # Without the memory limit, so that the error of the search shows how much memory is missing.
             with memory.unlimited():
                 give_gradients(trained)

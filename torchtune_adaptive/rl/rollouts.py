@@ -61,17 +61,13 @@ class Rollout:
         """Tokens of the prompt and of the padded answer."""
         return len(self.prompt) + len(self.answer)
 
-    def stand_in(self) -> Rollout:
-        """Return a minimal rollout that issues the same collectives.
+    def filler(self) -> Rollout:
+        """Return a minimal rollout that issues the same collectives, without any token that counts.
 
         It generates the same number of tokens. Its results are a copy, so that the sample keeps its values.
         """
         length, results = min(1, self.length), dict(self.results)
-        return replace(self, prompt=self.prompt[:1], length=length, results=results)
-
-    def filler(self) -> Rollout:
-        """Return a stand-in without any token that counts."""
-        return replace(self.stand_in(), fills=True)
+        return replace(self, prompt=self.prompt[:1], length=length, results=results, fills=True)
 
     def prompting(self, most_length: int) -> Rollout:
         """Return this rollout with its prompt cut so that prompt and all new tokens have this length."""

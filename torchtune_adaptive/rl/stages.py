@@ -73,8 +73,7 @@ class RolloutStages:
                     # the length of an answer is unknown before generating, so plan for the maximum
                     kind=SampleKind(
                         length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
-                        stand_in=self.generate.stand_in if name == GENERATE else Rollout.stand_in,
-                        filler=Rollout.filler,
+                        filler=self.generate.filler if name == GENERATE else Rollout.filler,
                     ),
                     stage=name,
                 )

@@ -228,11 +228,12 @@ def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
         optimizers=trainer.optimization.optimizers,
         boundaries=phase_boundaries(last.model, trainer.loss_fn),
         cut=trainer.data.kind.cut,
+        shortest=trainer.data.kind.length_at(2),
     )
     if runner is last:
         return training
     boundaries = phase_boundaries(runner.model, None)
-    return replace(training, runner=runner, update=None, optimizers=(), boundaries=boundaries, beside=(training,))
+    return replace(training, runner=runner, update=None, optimizers=(), boundaries=boundaries, other_stages=(training,))
 
 
 def search_rows(

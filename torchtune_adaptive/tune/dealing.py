@@ -24,8 +24,8 @@ from torchtune.modules import TransformerDecoder
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
-from torchtune_adaptive.engine.plans import deal
-from torchtune_adaptive.engine.ranks import explaining_failures, gloo_group_aside, world_size
+from torchtune_adaptive.engine.plans import assign_to_ranks
+from torchtune_adaptive.engine.ranks import explaining_failures, new_gloo_group, world_size
 from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
@@ -86,7 +86,7 @@ class Dealer:
         self._cost = cost
         self._asked_to_stop = asked_to_stop
         self._stopping = False  # agreed by all ranks
-        self._group = gloo_group_aside()
+        self._group = new_gloo_group()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
     def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
@@ -127,7 +127,7 @@ class Dealer:
             step.arrival.wait()
         self._stopping |= bool(step.sizes[:, -1, 0].any())
         sizes, *lengths = (column.tolist() for column in step.sizes[:, :-1].flatten(0, 1).unbind(1))
-        rank_of = deal([sum(map(self._cost, each)) for each in zip(*lengths, strict=True)], self._ranks)
+        rank_of = assign_to_ranks([sum(map(self._cost, each)) for each in zip(*lengths, strict=True)], self._ranks)
         count, mine = len(step.packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
         own = [*enumerate(rank_of[self._rank * count : (self._rank + 1) * count])]
         outgoing = [b"".join(step.packets[at] for at, rank in own if rank == to) for to in range(self._ranks)]
@@ -165,6 +165,6 @@ class FullestRank:
             everybodys = [self._dataset[index + rank] for rank in ranks for index in own]
             rank_of: Sequence[int] = [rank for rank in ranks for _ in own]
             if self._cost is not None:
-                rank_of = deal([sum(map(self._cost, lengths_of(each))) for each in everybodys], len(ranks))
+                rank_of = assign_to_ranks([sum(map(self._cost, lengths_of(each))) for each in everybodys], len(ranks))
             shares = [[each for each, of in zip(everybodys, rank_of, strict=True) if of == rank] for rank in ranks]
             yield max(shares, key=lambda share: sorted((max(lengths_of(each)) for each in share), reverse=True))

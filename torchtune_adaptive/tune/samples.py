@@ -68,7 +68,6 @@ class TokenKind:
         return SampleKind(
             length_of=self.length_of,
             row_lengths_of=self.lengths_of if self.rows > 1 else None,
-            stand_in=self.stand_in,
             filler=self.filler,
             padded=self.padded,
             cost_of=cost_of(model),
@@ -103,21 +102,16 @@ class TokenKind:
 
     def cut(self, sample: Sample, length: int) -> Sample:
         """Shorten a uniform sample to this length."""
-        return self._beginnings(sample, max(1, self.longest_at(length)))
-
-    def stand_in(self, sample: Sample) -> Sample:
-        """Return the first two tokens of each sequence, the fewest that pass through the model like the whole sample.
-
-        Samples with images are returned whole, since their masks connect every token with the images.
-        """
-        if "encoder_input" in sample:
-            return sample
-        short = self._beginnings(sample, 2)
-        return {**short, "seq_lens": torch.tensor([2])} if "seq_lens" in sample else short
+        tokens = max(1, self.longest_at(length))
+        short = self._beginnings(sample, tokens)
+        return {**short, "seq_lens": torch.tensor([tokens])} if "seq_lens" in sample else short
 
     def filler(self, sample: Sample) -> Sample:
-        """Return a stand-in without labels, which passes through the model but adds no loss."""
-        return self.without_labels(self.stand_in(sample))
+        """Return the first two tokens of each sequence without labels: the fewest that pass through the whole model.
+
+        Samples with images stay whole, since their masks connect every token with the images.
+        """
+        return self.without_labels(sample if "encoder_input" in sample else self.cut(sample, self.length_at(2)))
 
     def without_labels(self, sample: Sample) -> Sample:
         """Return the sample as a filler of the same length."""

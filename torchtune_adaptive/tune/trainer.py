@@ -163,9 +163,9 @@ class Trainer:
         free_setup_memory(self.run.devices.device)
         self._profiler.start()
         with self.memory_of_this_rank() as memory:
-            self.stages.watch(memory)
+            self.stages.measure_memory(memory)
             if self.validation is not None:
-                self.validation.stages.watch(memory)
+                self.validation.stages.measure_memory(memory)
             self.run.metrics.watch(memory)
             with closing(self._steps(called)) as steps:  # closes the progress bar before an error
                 yield steps

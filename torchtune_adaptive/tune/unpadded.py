@@ -21,7 +21,7 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune.modules.attention_utils import _sdpa_or_flex_attention
 
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.fsdp import settle
+from torchtune_adaptive.engine.fsdp import end_pass_without_backward
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 
 logger = logging.getLogger(__name__)
@@ -308,6 +308,6 @@ def _logits(model: nn.Module, device: torch.device, row: Sequence[Sequence[int]]
             logits = model(**batch)
     finally:
         if isinstance(model, FSDPModule):
-            settle(model)
+            end_pass_without_backward(model)
     of_row = logits[0] if isinstance(logits, Tensor) else torch.cat(list(logits), dim=1)[0]
     return list(of_row.float().split([len(tokens) for tokens in row]))

@@ -46,7 +46,7 @@ def forward_backward(samples):
     return Totals(loss.detach(), len(samples))
 
 
-kind = SampleKind(length_of=len, stand_in=lambda sample: sample)
+kind = SampleKind(length_of=len, filler=lambda sample: sample)
 runner = StepRunner(model, forward_backward, limit=RowLimit(2), kind=kind)
 runner.run([torch.ones(8)], step=1)
 keep_gloo_busy()

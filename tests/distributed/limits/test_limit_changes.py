@@ -18,7 +18,7 @@ def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]
     model, memory, events = build(ModelConfig(dropout=0.0)), FakeMemory(), []
     recovery = Recovery(model, regrow_after=3, on_change=lambda event: events.append((event.kind, event.ranks)))
     runner = runner_of(model, 4, recovery=recovery)
-    runner.watch(memory)
+    runner.measure_memory(memory)
     rows = []
     with CountCollectives() as counted:
         for step in range(14):
@@ -35,13 +35,12 @@ def test_thrashing_on_one_rank_changes_the_limit_of_all_without_extra_collective
     rows, agreements, events = healthy
     assert rows[:5] == [4, 4, 4, 4, 2]
     assert agreements == len(rows)
-    assert [kind for kind, _ in events][:2] == ["thrashing", "trial"]
-    assert events[0][1] == (1,)
+    assert events[0] == ("thrashing", (1,))
 
 
 def peak_of_the_fullest_rank() -> tuple[int, int]:
     runner = runner_of(build(ModelConfig()), 4)
-    runner.watch([FakeMemory(peak_bytes=700), FakeMemory(budget_bytes=500, peak_bytes=400)][dist.get_rank()])
+    runner.measure_memory([FakeMemory(peak_bytes=700), FakeMemory(budget_bytes=500, peak_bytes=400)][dist.get_rank()])
     memory = runner.run(samples_of(dist.get_rank(), 4), step=0).memory
     assert memory is not None
     return memory

@@ -153,7 +153,7 @@ def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks(strategy: str)
 
 def search_with_another_stage() -> SearchResult:
     with MemoryMeter() as meter:
-        step = replace(Trained(Shape()).step(), beside=(Trained(Shape(layers=1)).step(),))
+        step = replace(Trained(Shape()).step(), other_stages=(Trained(Shape(layers=1)).step(),))
         return search_within(step, meter, 500_000 + 100_000 * dist.get_rank(), strategy="binary")
 
 

@@ -18,7 +18,7 @@ from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
 
-KIND = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
+KIND = SampleKind(length_of=len, filler=lambda sample: sample[:2])
 SAMPLES = 6
 
 
@@ -90,10 +90,10 @@ def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, flo
 def test_whole_models_recover_the_mean_gradient_of_all_ranks(in_ddp: bool) -> None:
     parameters = len(list(TwoHeads().parameters()))
     for recoveries, error, collectives in run_on_ranks(2, step_of_a_whole_model, in_ddp, None):
-        assert (recoveries, collectives) == (0, 3 + parameters)
+        assert (recoveries, collectives) == (0, 4 + parameters)
         assert error < 1e-6
     for recoveries, error, collectives in run_on_ranks(3, step_of_a_whole_model, in_ddp, 15):
-        assert (recoveries, collectives) == (1, 4 + parameters)
+        assert (recoveries, collectives) == (1, 5 + parameters)
         assert error < 1e-6
 
 

@@ -93,7 +93,7 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
     every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
     with exit_on_silent_rank(SILENT_S * PATIENCE):
         recipe.setup()
-        watch, run = recipe.runner.watch, recipe.runner.run
+        watch, run = recipe.runner.measure_memory, recipe.runner.run
 
         def watch_too(memory: Any) -> None:
             meters.append(memory)
@@ -107,7 +107,7 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
                 readings.append(Reading(process_bytes(), len(gc.get_objects()), meters[-1].live_bytes))
             return result
 
-        recipe.runner.watch, recipe.runner.run = watch_too, run_and_read
+        recipe.runner.measure_memory, recipe.runner.run = watch_too, run_and_read
         recipe.train()
         recipe.cleanup()
     return readings

@@ -127,7 +127,7 @@ class Storm:
             runner.run = partial(self._run, name, runner.run)
             runner.recovery.on_attempt = self._on_attempt
         first = next(iter(stages.values()))
-        self._watch, first.watch = first.watch, self._watch_too
+        self._watch, first.measure_memory = first.measure_memory, self._watch_too
         self._open = ExitStack()
 
     def __enter__(self) -> Storm:

@@ -71,7 +71,7 @@ def test_state_of_another_stage_is_in_memory_during_a_search():
         measured_peaks(critic, meter, [1])
         budget = between(measured_peaks(policy, meter, SIZES)[0], 12)
         critic.optimizer.state.clear()
-        result = search_within(replace(policy.step(), beside=(critic.step(),)), meter, budget)
+        result = search_within(replace(policy.step(), other_stages=(critic.step(),)), meter, budget)
         alone = search_within(policy.step(), meter, budget)
     assert result.rows == 12 < alone.rows
 

@@ -11,12 +11,10 @@ from torchtune_adaptive.engine.governor import (
     GROWTH,
     RECOVERY,
     THRASHING,
-    TRIAL,
-    TRIAL_STEPS,
     Change,
     Governor,
 )
-from torchtune_adaptive.engine.limits import Limit, Microbatch, RowLimit, Surface, SurfaceLimit, TokenLimit
+from torchtune_adaptive.engine.limits import Limit, MicrobatchSize, RowLimit, Surface, SurfaceLimit, TokenLimit
 
 AFTER = 10
 """Steps without trouble before the limit grows."""
@@ -38,22 +36,22 @@ class Run:
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
 
-    def microbatch(self) -> Microbatch:
-        return Microbatch(max(1, self.governor.limit.rows_at(100)), 100)
+    def microbatch(self) -> MicrobatchSize:
+        return MicrobatchSize(max(1, self.governor.limit.rows_at(100)), 100)
 
-    def quiet(self, steps: int = 1, rate: float = 1000) -> None:
-        self._complete(steps, rate, {})
+    def quiet(self, steps: int = 1) -> None:
+        self._complete(steps, {})
 
-    def retries(self, steps: int = 1, rate: float = 1000, on: int = 3) -> None:
-        self._complete(steps, rate, {on: self.microbatch()})
+    def retries(self, steps: int = 1, on: int = 3) -> None:
+        self._complete(steps, {on: self.microbatch()})
 
     def out_of_memory(self, on: int = 3) -> None:
         self.events.append(self.governor.out_of_memory({on: self.microbatch()}, self.step))
 
-    def _complete(self, steps: int, rate: float, retrying: dict[int, Microbatch]) -> None:
+    def _complete(self, steps: int, retrying: dict[int, MicrobatchSize]) -> None:
         for _ in range(steps):
             self.step += 1
-            if (event := self.governor.completed(self.step, rate, retrying)) is not None:
+            if (event := self.governor.completed(self.step, retrying)) is not None:
                 self.events.append(event)
 
 
@@ -65,42 +63,22 @@ def test_retries_in_one_step_are_not_thrashing():
     assert (run.rows, run.events) == (8, [])
 
 
-def test_retries_in_two_consecutive_steps_start_a_trial_of_a_smaller_limit():
+def test_retries_in_two_consecutive_steps_lower_the_limit():
     run = Run()
     run.retries(on=0)
     run.retries()
-    run.retries(TRIAL_STEPS, rate=1000)  # no other trial begins
     assert (run.rows, run.kinds, run.events[0].ranks) == (4, [THRASHING], (3,))
-    line = "step 2: the allocator flushed its cache on rank 3 in two consecutive steps: 8 rows -> 4 rows, on trial"
+    line = "step 2: the allocator flushed its cache on rank 3 in two consecutive steps: 8 rows -> 4 rows"
     assert run.events[0].reason == line
+    run.quiet(AFTER)
+    assert run.rows == 8
 
 
-def test_faster_smaller_limit_is_kept():
-    """Neither the first step after the change nor a single slow step decides."""
-    run = Run()
-    run.retries(2, rate=800)
-    run.quiet(rate=1)
-    run.quiet(TRIAL_STEPS - 1, rate=1000)
-    run.quiet(rate=1)
-    assert (run.rows, run.kinds) == (4, [THRASHING, TRIAL])
-    line = "step 7: 4 rows: 1000 target tokens/s, 8 rows: 800; keeping 4 rows"
-    assert run.events[1].reason == line
-
-
-def test_slower_smaller_limit_is_reverted_and_retries_are_accepted():
+def test_limits_never_grow_with_regrow_after_0():
     run = Run(regrow_after=0)
-    run.retries(2, rate=800)
-    run.quiet(1 + TRIAL_STEPS, rate=700)
-    assert (run.rows, run.kinds) == (8, [THRASHING, TRIAL])
-    run.retries(50, rate=800)
-    assert (run.rows, len(run.events)) == (8, 2)
-
-
-def test_oom_ends_a_trial_and_limits_never_grow_with_regrow_after_0():
-    run = Run(regrow_after=0)
-    run.retries(2, rate=1000)
+    run.retries(2)
     run.out_of_memory()
-    run.quiet(50, rate=1)
+    run.quiet(50)
     assert (run.rows, run.kinds) == (2, [THRASHING, RECOVERY])
 
 
@@ -146,13 +124,13 @@ def test_failure_on_probation_reverts_growth_and_doubles_the_wait():
     assert run.events[-1].reason.endswith("step repeated; 80 steps until the next try")
 
 
-def test_thrashing_on_probation_reverts_growth_without_a_trial():
+def test_thrashing_on_probation_reverts_growth_and_doubles_the_wait():
     run = Run()
     run.out_of_memory()
     run.quiet(AFTER)
     run.retries(2)
     assert (run.rows, run.kinds) == (4, [RECOVERY, GROWTH, THRASHING])
-    run.quiet(2 * AFTER - 1, rate=1)
+    run.quiet(2 * AFTER - 1)
     assert run.rows == 4
     run.quiet()
     assert run.rows == 8
@@ -196,13 +174,13 @@ def test_every_kind_of_limit_grows_back_one_size_at_a_time(allowed: Limit):
 
 
 def quiet(steps: int) -> Callable[[Run], None]:
-    return partial(Run.quiet, steps=steps, rate=700)
+    return partial(Run.quiet, steps=steps)
 
 
 HISTORIES = {
     "trouble": (Run.out_of_memory, quiet(3)),
     "probation": (Run.out_of_memory, quiet(AFTER + 2)),
-    "tolerating": (partial(Run.retries, steps=2, rate=800), quiet(1 + TRIAL_STEPS)),
+    "thrashing": (partial(Run.retries, steps=2), quiet(3)),
     "waiting": (Run.out_of_memory, quiet(AFTER), Run.out_of_memory),
 }
 
@@ -239,7 +217,7 @@ def test_invalid_state_is_refused():
         Run().governor.restore({})
 
 
-ALONE = {1: Microbatch(1, 600)}
+ALONE = {1: MicrobatchSize(1, 600)}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +256,7 @@ def test_row_that_fails_alone_on_probation_reverts_growth():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_failure_of_several_rows_is_not_a_single_row_failure(order: tuple[int, int]):
-    sizes = (Microbatch(4, 20), *ALONE.values())
+    sizes = (MicrobatchSize(4, 20), *ALONE.values())
     governor = Governor(RowLimit(8), regrow_after=0)
     governor.out_of_memory({rank: sizes[rank] for rank in order}, step=1)
     assert governor.limit == RowLimit(2)
@@ -286,16 +264,16 @@ def test_failure_of_several_rows_is_not_a_single_row_failure(order: tuple[int, i
 
 def test_limit_in_another_unit_starts_over():
     governor = Governor(RowLimit(8), regrow_after=0)
-    governor.out_of_memory({0: Microbatch(8, 16)}, step=1)
+    governor.out_of_memory({0: MicrobatchSize(8, 16)}, step=1)
     governor.allow(TokenLimit(4096))
     assert governor.limit == TokenLimit(4096)
 
 
 def test_resumed_governor_waits_according_to_its_own_regrow_after():
     before = Governor(RowLimit(8), regrow_after=200)
-    before.out_of_memory({0: Microbatch(8, 16)}, step=1)
+    before.out_of_memory({0: MicrobatchSize(8, 16)}, step=1)
     resumed = Governor(RowLimit(8), regrow_after=1)
     resumed.restore(before.state())
-    change = resumed.completed(2, 1.0, {})
+    change = resumed.completed(2, {})
     assert change is not None
     assert change.kind == GROWTH

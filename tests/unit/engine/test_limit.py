@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torchtune_adaptive.engine.limits import (
     UNBOUNDED_ROWS,
     Limit,
-    Microbatch,
+    MicrobatchSize,
     RowLimit,
     Surface,
     SurfaceLimit,
@@ -83,7 +83,7 @@ def test_failed_microbatch_does_not_fit_the_smaller_limit(limit: Limit, rows: in
     rows = min(rows, limit.rows_at(length))
     if rows < 2:
         return
-    size = Microbatch(rows, length, None if joined is None else length + math.ceil(joined * (rows - 1) * length))
+    size = MicrobatchSize(rows, length, None if joined is None else length + math.ceil(joined * (rows - 1) * length))
     smaller = limit.after_oom(*size)
     assert smaller is not None
     assert not smaller.fits(*size)
@@ -104,7 +104,7 @@ def test_sample_that_failed_alone_is_retried_in_smaller_microbatches():
     assert limit == TokenLimit(512)
     assert limit.after_oom(1, 600) is None
     without_padding = TokenLimit(600)
-    assert without_padding.size_of(3, 400, 555) == "555"
+    assert without_padding.format_need(3, 400, 555) == "555"
     assert without_padding.after_oom(3, 400, 555) == TokenLimit(512)
 
 
@@ -115,9 +115,9 @@ def test_surface_shrinks_its_growing_part_only():
 
 def test_limits_are_printed_in_their_units():
     surface = SurfaceLimit({"layers": Surface(0, 0, 2**10)}, budget_bytes=2**21)
-    assert (RowLimit(8).size_of(8, 100), str(RowLimit(4))) == ("8", "4 rows")
-    assert (TokenLimit(8192).size_of(8, 1000), str(TokenLimit(4096))) == ("8000", "4096 tokens")
-    assert (surface.size_of(2, 1024), str(surface)) == ("2.0 MiB", "2.0 MiB (predicted)")
+    assert (RowLimit(8).format_need(8, 100), str(RowLimit(4))) == ("8", "4 rows")
+    assert (TokenLimit(8192).format_need(8, 1000), str(TokenLimit(4096))) == ("8000", "4096 tokens")
+    assert (surface.format_need(2, 1024), str(surface)) == ("2.0 MiB", "2.0 MiB (predicted)")
 
 
 @given(limits)

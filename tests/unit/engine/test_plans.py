@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
-from torchtune_adaptive.engine.plans import Load, Plan, deal, load_of, plan_step, size_of, spread
+from torchtune_adaptive.engine.plans import Load, Plan, assign_to_ranks, load_of, plan_step, size_of, spread
 
 LONGEST = 4096
 PADDED = pytest.mark.parametrize("padded", [True, False], ids=["padded", "joined"])
@@ -69,7 +69,7 @@ def test_every_sample_runs_once_within_the_limit_after_spreading(
 def test_spreading_enlarges_no_microbatch_and_puts_the_largest_first(padded: bool, lengths: list[int], limit: Limit):
     plan = plan_step(lengths, limit, padded=padded)
     sizes, before = (
-        [size_of(rows, lengths, padded=padded).room_tokens for rows in each if rows]
+        [size_of(rows, lengths, padded=padded).padded_tokens for rows in each if rows]
         for each in (spread(plan, lengths, limit, len(plan), padded=padded), plan)
     )
     assert sizes == sorted(sizes, reverse=True)
@@ -139,16 +139,16 @@ def loads(costs: list[float], rank_of: tuple[int, ...], ranks: int) -> list[floa
 @given(st.integers(1, 9), st.integers(1, 16), st.randoms())
 def test_every_rank_is_dealt_equally_many_samples_of_similar_cost(ranks: int, each: int, draw: random.Random):
     costs = [float(draw.randint(1, LONGEST)) for _ in range(ranks * each)]
-    rank_of = deal(costs, ranks)
+    rank_of = assign_to_ranks(costs, ranks)
     assert Counter(rank_of) == dict.fromkeys(range(ranks), each)
     # the largest load exceeds the mean by less than one sample
     assert max(loads(costs, rank_of, ranks)) <= sum(costs) / ranks + max(costs)
-    assert rank_of == deal(costs, ranks)
+    assert rank_of == assign_to_ranks(costs, ranks)
 
 
 def test_samples_that_cannot_be_dealt_equally_are_refused():
     with pytest.raises(ValueError, match="7 samples cannot be dealt equally to 2 ranks"):
-        deal([1.0] * 7, 2)
+        assign_to_ranks([1.0] * 7, 2)
 
 
 @pytest.mark.parametrize(("median", "spread_", "each"), [(51, 1.0, 64), (170, 0.6, 32), (512, 0.5, 16)])
@@ -159,7 +159,7 @@ def test_dealing_leaves_ranks_almost_balanced(median: int, spread_: float, each:
     worst = []
     for _ in range(max(1, 40 // ranks)):
         costs = [min(512.0, math.ceil(draw.lognormvariate(math.log(median), spread_))) for _ in range(ranks * each)]
-        dealt = loads(costs, deal(costs, ranks), ranks)
+        dealt = loads(costs, assign_to_ranks(costs, ranks), ranks)
         worst.append(max(dealt) / statistics.mean(dealt))
     assert statistics.mean(worst) <= 1.02
 
@@ -170,6 +170,6 @@ def test_dealing_to_512_ranks_takes_less_than_a_tenth_of_a_second():
     times = []
     for _ in range(5):
         began = time.process_time()
-        deal(costs, 512)
+        assign_to_ranks(costs, 512)
         times.append(time.process_time() - began)
     assert min(times) < 0.1  # 30 ms on an idle core

@@ -20,7 +20,7 @@ from torchtune_adaptive.engine.probes import (
     phase_names,
 )
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.search import Peak, Room
+from torchtune_adaptive.engine.search import Budget, Peak
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 
 
@@ -122,7 +122,7 @@ def test_progress_is_reported_after_each_probe():
 def report(
     budget: int, resident: int, *peaks: int, retries: int = 0, seconds: float = 1.0, fullness: float = 0.0
 ) -> ProbeReport:
-    return ProbeReport(Room(budget, resident), retries, seconds, peaks, fullness)
+    return ProbeReport(Budget(budget, resident), retries, seconds, peaks, fullness)
 
 
 def test_ranks_agree_on_the_largest_share_of_memory_per_phase():

@@ -102,7 +102,7 @@ class InBackward:
             self.model,
             forward_backward,
             limit=RowLimit(1),
-            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
+            kind=SampleKind(length_of=len, filler=lambda sample: sample[:2]),
             recovery=Recovery(self.model, enabled=False),
         )
         return TrainingStep(

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.simulated_memory import refuse_nothing
+from tests.simulated_memory import always_fits
 from torchtune_adaptive.engine.length_profile import MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, measure_profile
 from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Limit, Surface, covering, fit_surface
-from torchtune_adaptive.engine.search import Peak, Room, one_row_error
+from torchtune_adaptive.engine.search import Budget, Peak, one_row_error
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
@@ -45,16 +45,16 @@ class Device:
         need = {str(i): max(self.hidden_bytes, int(p.bytes_at(rows, length))) for i, p in enumerate(self.phases)}
         return Peak(need, fits=True)
 
-    def refuse(self) -> OneRowDoesNotFitError:
+    def no_row_fits(self) -> OneRowDoesNotFitError:
         need_bytes = self.need(1, 3000)
         return one_row_error(length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
     def profile(self, longest: int, most_rows: int = 4096, padded: bool = True, **grows: int) -> Profile:
         return measure_profile(
             self.measure,
-            Room(self.budget_bytes, self.resident_bytes),
+            Budget(self.budget_bytes, self.resident_bytes),
             SampleLengths(longest, padded=padded, **grows),
-            refuse=self.refuse,
+            no_row_fits=self.no_row_fits,
             most_rows=most_rows,
         )
 
@@ -160,7 +160,7 @@ def test_held_out_error_is_that_of_the_first_fit_and_stays_free() -> None:
         strange = 1.1 if length in (512, 2048) else 1.0  # the held-out lengths
         return Peak({"step": int(strange * (1e6 + 100 * rows * length))}, fits=True)
 
-    found = measure_profile(measure, Room(10_000_000), SampleLengths(4096), refuse=refuse_nothing, most_rows=4096)
+    found = measure_profile(measure, Budget(10_000_000), SampleLengths(4096), no_row_fits=always_fits, most_rows=4096)
     assert found.held_out_error == pytest.approx(0.1 / 1.1, rel=0.01)
     assert found.limit_bytes == pytest.approx(10_000_000 * (1 - found.held_out_error), abs=1)
 
@@ -169,7 +169,9 @@ def test_probe_with_allocator_retries_is_over_the_limit() -> None:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"step": 1000 * rows * length}, fits=True, retries=int(rows * length > 6000))
 
-    limit = measure_profile(measure, Room(10_000_000), SampleLengths(1024), refuse=refuse_nothing, most_rows=4096).limit
+    limit = measure_profile(
+        measure, Budget(10_000_000), SampleLengths(1024), no_row_fits=always_fits, most_rows=4096
+    ).limit
     assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
 
 

@@ -67,7 +67,7 @@ def test_token_budget_counts_both_rows_of_a_pair() -> None:
     assert not limit.fits(6, 10)
     assert limit.fits(7, 10, tokens=100)
     assert (PAIR.padded_rows, JOINED.padded_rows) == (2, 1)
-    assert limit.size_of(5, 10) == "100"
+    assert limit.format_need(5, 10) == "100"
     assert limit.after_oom(5, 10) == TokenLimit(64, rows_per_sample=2)
     lengths = [10, 9, 8, 4, 4, 3]
     assert all(2 * len(rows) * max(lengths[i] for i in rows) <= 100 for rows in plan_step(lengths, limit))
