@@ -57,10 +57,10 @@ def span(values: Iterable[float], digits: int = 0) -> str:
 
 def overhead(rows: list[Row]) -> tuple[str, str]:
     alike = [row for row in rows if row["stock"] == row["ours"]]
-    cells = [f"{row['ratio']:.2f} {_recipe(row)} on {_ranks(row['ranks'])}" for row in alike]
+    cells = [f"{row['ratio']:.2f} ({_recipe(row)}, {_ranks(row['ranks'])})" for row in alike]
     spread = f"{min(row['lowest'] for row in alike):.2f} to {max(row['highest'] for row in alike):.2f}"
-    what = "CPU time per step relative to torchtune's, same batch, no failures"
-    return what, f"{', '.join(cells)} (medians; single pairs {spread})"
+    what = "CPU time per step without errors, relative to torchtune's, same batch"
+    return what, f"{', '.join(cells)}; medians, single pairs {spread}"
 
 
 def startup(rows: list[Row]) -> tuple[str, str]:
@@ -74,12 +74,12 @@ def startup(rows: list[Row]) -> tuple[str, str]:
 
 def trainer(rows: list[Row]) -> tuple[str, str]:
     cells = [
-        f"{row['ratio']:.2f} {row['placement']}" + " accumulating" * (row["ranks"] > 1 and row["microbatches"] > 1)
+        f"{row['ratio']:.2f} ({row['placement']}{', accumulating' * (row['ranks'] > 1 and row['microbatches'] > 1)})"
         for row in rows
     ]
     spread = f"{min(row['lowest'] for row in rows):.2f} to {max(row['highest'] for row in rows):.2f}"
-    what = "CPU time per step relative to transformers' Trainer, same batch, no failures"
-    return what, f"{', '.join(cells)} (medians; single pairs {spread})"
+    what = "CPU time per step without errors, relative to transformers' Trainer, same batch"
+    return what, f"{', '.join(cells)}; medians, single pairs {spread}"
 
 
 def searches(rows: list[Row]) -> tuple[str, str]:
@@ -87,18 +87,18 @@ def searches(rows: list[Row]) -> tuple[str, str]:
     cells = [f"this package {span(row['probes'] for row in ours)} probes, {_search(ours)} ({_rounded(ours)})"]
     for name, theirs in zip(SEARCHES[1:], others, strict=True):
         cells.append(
-            f"{name.replace(',', '')} {span((row['ratio'] for row in theirs), 1)} × the time, {_search(theirs)}"
+            f"{name.replace(',', '')} {span((row['ratio'] for row in theirs), 1)} × as long, {_search(theirs)}"
         )
-    return f"finding a batch size, one process, {len(ours)} models", "; ".join(cells)
+    return f"finding the largest batch size, one process, {len(ours)} models", "; ".join(cells)
 
 
 def recovery(rows: list[Row]) -> tuple[str, str]:
     *recovered, restarted = rows
     lost = span((row["lost steps"] for row in recovered), 1)
     after = span((row["step after"] for row in recovered), 2)
-    restart = f"a restart costs {restarted['lost s']:.0f} s, or {restarted['lost steps']:.0f} steps of this small model"
-    cells = [f"{lost} step times", f"until the size regrows, steps are slower by a factor of {after}", restart]
-    return "cost of a recovery, 2 ranks", "; ".join(cells)
+    restart = f"a restart of the run takes {restarted['lost s']:.0f} s, or {restarted['lost steps']:.0f} such steps"
+    cells = [f"{lost} × the time of a step", f"until the microbatch grows back, steps take {after} × as long", restart]
+    return "time of a recovery, 2 ranks, small model", "; ".join(cells)
 
 
 def packing(rows: list[Row]) -> tuple[str, str]:
@@ -108,16 +108,19 @@ def packing(rows: list[Row]) -> tuple[str, str]:
     alone, packs = (
         ", ".join(f"{row[ratio]:.1f}" for row in shown) for ratio, shown in (("ratio", one), ("ratio to packs", many))
     )
-    what = f"target tokens per second of `token_budget: auto` relative to rows, same memory, {_ranks(most)}"
-    masked = "(on a CPU its attention uses a mask, so expect a different ratio on a GPU)"
-    return what, f"{', '.join(cells)} (1 rank: {alone}); relative to torchtune's `packed: True` {packs} × {masked}"
+    what = "target tokens per second of `token_budget: auto`, relative to a fixed number of rows in the same memory"
+    masked = "(on a CPU, `packed: True` computes masked attention in full, so expect a different ratio on a GPU)"
+    return (
+        f"{what}, {_ranks(most)}",
+        f"{', '.join(cells)} (1 rank: {alone}); relative to torchtune's `packed: True` {packs} × {masked}",
+    )
 
 
 def dealing(rows: list[Row]) -> tuple[str, str]:
     ranks = sorted({row["ranks"] for row in rows})
     dealt, stayed = (span((row[key] for row in rows), 2) for key in ("dealt", "stayed"))
     what = f"step time relative to a perfectly balanced step, simulated for {ranks[0]} to {ranks[-1]} ranks"
-    return what, f"{dealt} with samples dealt to the ranks, {stayed} without"
+    return what, f"{dealt} if samples are distributed over the ranks by cost, {stayed} otherwise"
 
 
 def saves(rows: list[Row]) -> tuple[str, str]:
@@ -129,7 +132,9 @@ def saves(rows: list[Row]) -> tuple[str, str]:
 def large_saves(rows: list[Row]) -> tuple[str, str]:
     stock, ours = rows
     cells = [f"{what} {ours[f'{key} s']:.1f} ({stock[f'{key} s']:.1f})" for what, key in LARGE.items()]
-    return f"the same for a checkpoint of {ours['GB']:.1f} GB, one run", ", ".join(cells)
+    return f"the same for one checkpoint of {ours['GB']:.1f} GB, and the time until a resumed run can train", ", ".join(
+        cells
+    )
 
 
 def stages(rows: list[Row]) -> tuple[str, str]:
@@ -155,7 +160,7 @@ def faults(rows: list[Row]) -> tuple[str, str]:
 
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Prefixes of the names of the searches; this package's is the first."""
-LARGE = {"pause": "pause", "resumed after": "resume"}
+LARGE = {"pause": "pause", "resuming": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
 LINES = (overhead, startup, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
 """Each function is named after its file of results and returns the cells of a line."""
@@ -187,15 +192,20 @@ def glance(folder: Path = RESULTS) -> str:
     probes, slower = span(row["probes"] for row in ours), span((row["ratio"] for row in theirs), 1)
     budgets = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows_of("packing", folder) if row["ranks"] > 1]
     recovered = (
-        f"{lost} step times (a restart: {again:.0f}); until the size regrows, steps are slower by a factor of {after}"
+        f"{lost} × the time of a step (a restart of the run: {again:.0f} ×); then, until the microbatch grows back, "
+        f"steps take {after} × as long"
     )
     lines = (
-        ("faults", "out of memory at single operations of a step", injected),
-        ("recovery", "cost of a recovery", recovered),
-        ("overhead", "cost without failures", f"{span(alike, 2)} × the CPU time of torchtune's step"),
-        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)}; {_rounded(ours)}"),
-        ("searches", "the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
-        ("packing", "speed-up by `token_budget: auto`, compared with a limit by rows", ", ".join(budgets)),
+        ("faults", "out-of-memory errors injected before single operations of a step", injected),
+        ("recovery", "time of a recovery", recovered),
+        ("overhead", "CPU time of a step without errors, relative to torchtune's", f"{span(alike, 2)} ×"),
+        (
+            "searches",
+            "finding the largest batch size",
+            f"{probes} probes, {_search(ours)} ({_rounded(ours)})",
+        ),
+        ("searches", "the same search by accelerate", f"{slower} × as long, {_search(theirs)}"),
+        ("packing", "speed-up by `token_budget: auto`, compared with a fixed number of rows", ", ".join(budgets)),
     )
     versions = [measured_with(name, folder).partition(" ")[0] for name, _, _ in lines]
     cores = machine_of("faults", folder)["cores"]
@@ -255,7 +265,7 @@ def gpu_token_budgets(rows: list[Row]) -> str:
 def gpu_searches(rows: list[Row]) -> str:
     found = [row for row in rows if row["search"] != "speed"]
     return ", ".join(
-        f"{row['search']}: {row['rows']} of {row['brute force']} rows, {row['probes']} probes, "
+        f"{row['search']}: finds {row['rows']} of {row['brute force']} rows that fit, {row['probes']} probes, "
         f"{row['flushes']} flushes, {row['seconds']:.0f} s"
         for row in found
     )
@@ -270,15 +280,15 @@ def gpu_fragmentation(rows: list[Row]) -> str:
 
 
 GPU_PARTS = {
-    gpu_recovery: "recovery on 1, 2 and 3 ranks that share the card; limits of the allocator",
+    gpu_recovery: "recovery on 1, 2 and 3 ranks that share the GPU, and memory limits that the allocator enforces",
     gpu_meshes: "recovery under tensor parallelism and FSDP2 (NCCL if there are several GPUs)",
     gpu_rehearsals: "steps whose allocated and reserved peaks equal the rehearsed ones, to the byte",
-    gpu_overhead: "step time relative to torchtune's or Trainer's, same batch, no failures (median, and single pairs)",
-    gpu_token_budgets: "target tokens per second of `token_budget: auto`, same memory limit, relative to",
-    gpu_unpadded: "unpadded samples compared with padded ones: gradients, memory, speed",
-    gpu_recipes: "recipes with little memory, compiled, offloading: losses compared with unlimited and stock runs",
-    gpu_searches: "search of a model with 1.2 billion parameters, compared with brute force",
-    gpu_fragmentation: "60 steps of mixed lengths with little memory: flushes of the allocator, decisions, speed",
+    gpu_overhead: "step time without errors, relative to torchtune's or Trainer's, same batch (median, range of pairs)",
+    gpu_token_budgets: "target tokens per second of `token_budget: auto`, relative to fixed rows and torchtune's packs",
+    gpu_unpadded: "gradients, memory and speed of unpadded samples, compared with padded ones",
+    gpu_recipes: "losses of recipes with little memory, compiled or offloading, compared with unlimited and stock runs",
+    gpu_searches: "search for the largest batch, 1.2 billion parameters, compared with trying every size",
+    gpu_fragmentation: "60 steps of mixed lengths with little memory: flushes of the allocator's cache, limits, speed",
 }
 """Measurements of `make gpu-day`; each function is named after its file of results."""
 
@@ -327,12 +337,12 @@ def _ranks(count: int) -> str:
 def _search(rows: list[Row]) -> str:
     errors = span(row["out of memory"] for row in rows)
     named = "out-of-memory error" if errors == "1" else "out-of-memory errors"
-    return f"{errors} {named}, {span(100 * row['rows'] / row['fits'] for row in rows)} % of the rows that fit"
+    return f"{errors} {named}, finds {span(100 * row['rows'] / row['fits'] for row in rows)} % of the rows that fit"
 
 
 def _rounded(rows: list[Row]) -> str:
     shares = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in rows)
-    return f"with the default rounding to a power of two, {shares} %"
+    return f"{shares} % after the default rounding down to a power of two"
 
 
 def main() -> None:
