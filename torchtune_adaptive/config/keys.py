@@ -184,14 +184,14 @@ class AdaptiveConfig:
     """how `use_maximum_batch_size` finds the limit. `linear`: measure a few sizes, extrapolate, verify. `binary`:
     double until a size fails, then bisect. `decrease`: halve until a size fits"""
     round_to: str = setting(one_of(*ROUNDINGS), "power_of_two")
-    """`power_of_two`: round the result of a search down. `none`: do not round"""
+    """`power_of_two`: round the result of a search down to a power of two. `none`: do not round"""
     max_batch_size: int | None = setting(count_up_to(2**20) | NULL, None)
     """upper bound, in rows, for a search or a batch increase. It cannot be combined with a token budget"""
     sequence_length: int | None = setting(count_up_to(MOST_TOKENS) | NULL, None)
     """length in tokens of the samples that a search measures with, at most `tokenizer.max_seq_len`. null:
     `tokenizer.max_seq_len`, or else the longest sample, for which the whole dataset is read"""
     accumulation: str = setting(one_of("rebalance", "fixed", "keep"), "rebalance")
-    """how a search changes the step. `rebalance`: keep the configured samples per step, unless one microbatch can hold
+    """how a search changes the samples per step. `rebalance`: keep the configured number, unless a microbatch can hold
     more. `fixed`: keep `gradient_accumulation_steps`, so that the step grows with the microbatch. `keep`: never change
     the samples per step"""
     lr_scaling: str = setting(one_of("none", "sqrt", "linear"), "none")

@@ -53,7 +53,7 @@ class PlanSettings:
     """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`), or several to compare, such
     as `4090,h100`. null: `adaptive.memory_limit`, or its smallest entry if it is a list"""
     price: Mapping[str, float] | None = setting(Rule(_are_prices, "a price per card: price.h100=2.49") | NULL, None)
-    """price of a card for an hour, such as `price.h100=2.49`; adds the cost of a million tokens to a table"""
+    """price of a card per hour, such as `price.h100=2.49`; adds the cost of a million tokens to the table"""
     memory_overhead: str | int | None = setting(TEXT | one_of(0) | NULL, None)
     """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`, or `1GiB` for one
     process"""
@@ -68,7 +68,7 @@ class PlanSettings:
     """output format. `json`: a list with an object for each setting. Each has the keys of a row of `tune-adaptive
     rehearse --gpu 4090,h100`, and more"""
     advise: bool | None = setting(keys.BOOL | NULL, None)
-    """rehearse other settings too. null: only if the config does not fit. `True`: always. `False`: never"""
+    """rehearse changes of the config that save memory. null: only if it does not fit. `True`: always. `False`: never"""
 
     @property
     def rank_counts(self) -> tuple[int, ...]:
