@@ -1,1 +1,1 @@
-"""Side-by-side measurements. Each prints a table and writes JSON under benchmarks/results/."""
+"""Measurements of this package next to others. Each prints a table and writes JSON to benchmarks/results/."""

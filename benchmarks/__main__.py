@@ -28,7 +28,7 @@ BENCHMARKS = (
     "scaling",
 )
 BY_NAME = ("learning", "plans", "growth", "large_saves", "ghost", "mesh_overhead")
-"""Run only by name: PPO learns, every config is forecast, batches grow, a save takes 20 GiB, ghost passes."""
+"""Benchmarks that run only if `--only` names them, because they take long or need 20 GiB of disk."""
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.only:
         began = time.perf_counter()
-        # Imported one by one: `searches` needs packages that the others do without.
+        # Imported one by one, because `searches` needs additional packages.
         result = import_module(f"benchmarks.{name}").run(options.pairs)
         written = save(name, result.rows, result.note)
         print(f"\n{name} ({time.perf_counter() - began:.0f} s, written to {written})\n{result}", flush=True)

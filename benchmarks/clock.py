@@ -39,13 +39,13 @@ class Clock:
 class FirstStep:
     """Metric logger that writes the CPU time of this process when the first step is logged, and ends the process.
 
-    It does not import this package or tests, because stock's processes use it too.
+    It imports neither this package nor tests, because processes of torchtune's recipes use it too.
     """
 
     def __init__(self, path: str) -> None:
         from torchtune import training
 
-        # Replace what fails without an accelerator in stock.
+        # Replace functions with which torchtune's recipe fails without an accelerator.
         training.get_memory_stats = lambda *_, **__: {}
         training.cleanup_before_training = training.log_memory_stats = lambda *_, **__: None
         self._path = Path(path)

@@ -1,4 +1,4 @@
-"""Measure the benefit and cost of dealing samples to ranks: simulated waits of up to 512 ranks, and a real exchange.
+"""Measure the benefit and cost of distributing samples over ranks: simulated waits of up to 512 ranks, a real exchange.
 
 Goal: a step takes at most 1.02 times its useful work at any number of ranks, and is planned in less than 30 ms at 512
 ranks of 64 samples. The work of a step is its tokens; ranks synchronize after each microbatch, so the duration of a
@@ -30,7 +30,7 @@ from torchtune_adaptive.tune.dealing import READ_AHEAD, Dealer
 RANKS = (2, 8, 64, 512)
 BUDGET = TokenLimit(8 * LONGEST)
 EXCHANGING = 2
-"""Ranks that really exchange what they have."""
+"""Number of ranks in the real exchange."""
 STEPS = 24
 """Steps of an exchange. Each has three turns (weigh, send, receive); the first and the last have fewer."""
 FIGURES = ("exchange ms", "host ms", "sent kB")

@@ -1,4 +1,4 @@
-"""Measurements that need a GPU, the most valuable first, for a few minutes on a GPU without a network.
+"""Run the measurements that need a GPU, the most important first. They need no network.
 
     python -m benchmarks.gpu_day [--only recovery rehearsals ...] [--into FOLDER]
 
@@ -43,12 +43,12 @@ LIMITS_S = {
     "unpadded": 150,
     "recipes": 240,
 }
-"""Time limit of every part, in order of value."""
+"""Time limit in seconds of each part, the most important first."""
 BY_NAME = ("meshes", "unpadded", "recipes")
 """Parts that run only if `--only` names them."""
 SHOWN_LINES, SHOWN_BYTES = 30, 2**18
 LEAKS = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind")
-"""Beginnings of lines that triton's bindings print at exit after an error, in greater number than `SHOWN_LINES`."""
+"""Prefixes of lines that triton's bindings print at exit after an error. There are more of them than `SHOWN_LINES`."""
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -144,7 +144,7 @@ def _open_while_this_process_lives() -> Iterator[int]:
 
 
 def end_with_gpu_day(pipe: int) -> None:
-    """Kill this part's processes when gpu_day dies; they would disturb the next measurement."""
+    """Kill this part's processes when gpu_day ends, because they would disturb the next measurement."""
 
     def wait() -> None:
         os.read(pipe, 1)

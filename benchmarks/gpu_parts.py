@@ -1,6 +1,6 @@
 """Measurements of `benchmarks.gpu_day`, one part per process: python -m benchmarks.gpu_parts PART FILE [PIPE]
 
-A part yields rows, which are written to FILE at once, so that a part that is stopped has some. On a null device
+Each row that a part yields is written to FILE at once, so that a part that is stopped keeps its rows. On a null device
 (`ON_NULL`) every part runs in full, but without kernels, so its times and losses are meaningless.
 """
 
@@ -50,13 +50,13 @@ from torchtune_adaptive.engine.oom import release
 
 TUNE_ADAPTIVE = Path(sys.executable).with_name("tune-adaptive")
 TURNS = "TORCHTUNE_ADAPTIVE_TURNS"
-"""A file that is locked by the process whose turn it is to use the card."""
+"""Environment variable with the path of a file. A process locks it while it uses the card."""
 CASE_S = 60 * (4 if ON_NULL else 1)
 """Time limit of a script that is compared with its rehearsal."""
 Row = dict[str, Any]
 
 SMALL = {"num_layers": 2, "embed_dim": 256, "intermediate_dim": 512, "vocab_size": 8192}
-"""For null devices: the demo writes its weights to disk."""
+"""Model sizes on null devices: small, because the demo writes its weights to disk."""
 MEDIUM = {"num_layers": 16, "num_heads": 16, "num_kv_heads": 8, "embed_dim": 1024, "intermediate_dim": 4096}
 WIDE = {"num_layers": 4, "num_heads": 32, "num_kv_heads": 8, "embed_dim": 2048, "intermediate_dim": 8192}
 
@@ -76,7 +76,7 @@ def in_turns(
 ) -> Iterator[tuple[int, Any]]:
     """Run every case, a function and its arguments, in its own process; yield position and result as they arrive.
 
-    Unless together, a process starts when the one before has ended, so that no import disturbs what is timed.
+    With `together=False`, a process starts after the previous one has ended, so that imports do not disturb timings.
     If cases fail, raise the first error after the results of the others.
     """
 
@@ -86,7 +86,7 @@ def in_turns(
     workers = 1 if not together else len(cases) if (os.cpu_count() or 1) >= 8 else 2
     with (
         tempfile.NamedTemporaryFile() as file,
-        mock.patch.dict(os.environ, {TURNS: file.name}),  # which the processes inherit
+        mock.patch.dict(os.environ, {TURNS: file.name}),  # the processes inherit it
         ThreadPoolExecutor(workers) as pool,
     ):
         running = {pool.submit(run, case): position for position, case in enumerate(cases)}
@@ -115,7 +115,7 @@ class Outcomes:
         self._path = path
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note the test's call, or a failed or skipped set-up."""
+        """Append the outcome of the test's call, or of a set-up that failed or was skipped."""
         if report.when == "call" or report.outcome != "passed":
             name, text = report.nodeid.rpartition("::")[2], str(report.longrepr or "")
             row = {"test": name, "outcome": report.outcome, "seconds": report.duration, "message": text[-300:]}
@@ -163,7 +163,7 @@ def rehearse(case: str, memory: str) -> tuple[tuple[str, str], list[float | None
 
 def outputs(*command: str) -> tuple[str, str]:
     """Return what a command printed; its standard error is shown, too."""
-    rehearsal = "rehearse" in command  # which brings its own null device
+    rehearsal = "rehearse" in command  # a rehearsal loads a null device of its own
     variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" or not rehearsal}
     try:
         ended = subprocess.run(
@@ -207,7 +207,7 @@ def printed(name: str, output: str) -> list[Any]:
 
 
 def step_overhead() -> Iterator[Row]:
-    """Compare the duration of steps with stock torchtune and transformers' Trainer, same batch, no failures."""
+    """Compare the duration of steps with stock torchtune and transformers' Trainer: same batch, no errors."""
     pairs = 2 if ON_NULL else 3
     recipes = [overhead.Case("full", 1, overhead.WHOLE, overhead.WHOLE), overhead.Case("lora", 1, "sharded", "sharded")]
     models = {"small": ("embed_dim", 256), "medium": ("embed_dim", 1024)}
@@ -319,7 +319,7 @@ def searches() -> Iterator[Row]:
 
 
 ROOM_GIB, ROWS_TOKENS = 10, 256
-"""Memory above what is resident, in which the search finds a size, and tokens of the longest sample."""
+"""Memory for the search in addition to that of the model, and tokens of the longest sample."""
 HEADROOMS = (math.inf, 1.1, 1.05, 1.02)
 """Limits, relative to the peak of allocated memory. Lengths are mixed, so the allocator reserves more than that."""
 
@@ -327,7 +327,7 @@ HEADROOMS = (math.inf, 1.1, 1.05, 1.02)
 def fragmentation() -> Iterator[Row]:
     """Train steps of mixed lengths, first without a limit, then with so little memory that the allocator flushes.
 
-    Rows show the flushes, what the governor decided, and the speed.
+    Rows show the flushes, the decisions of the governor, and the speed.
     """
     cases = [(train_mixed, headroom, 8 if ON_NULL else 60) for headroom in HEADROOMS]
     return (row for _, row in in_turns(cases, in_group=True))

@@ -1,4 +1,4 @@
-"""Samples and steps to a loss: a small batch, a large one, and one that doubles by epoch.
+"""Measure the samples and steps to a loss, with a small batch, a large one, and one that doubles by epoch.
 
     python -m benchmarks --only growth
 

@@ -64,7 +64,7 @@ def measure(side: str, folder: Path, rounds: int) -> dict[str, Any]:
         try:
             options = RESUMED[side]
             resume_s, _ = run_on_ranks(RANKS, start_and_save, side, folder, options, timeout_s=300, in_group=False)[0]
-        except RankFailed:  # each rank of stock's holds all of the optimizer's state, which the machine may not have
+        except RankFailed:  # in stock, each rank holds the whole optimizer state, which may not fit in memory
             resume_s = None
         measured.append((start_s, pause_s, resume_s))
         shutil.rmtree(folder)

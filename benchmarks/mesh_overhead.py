@@ -1,4 +1,4 @@
-"""Measure what recovery costs in healthy steps of a tensor-parallel model, where failed ranks use ghost passes.
+"""Measure what recovery costs in steps without errors, for a tensor-parallel model (failed ranks use ghost passes).
 
 Two runs alternate in one process group: with recovery, and with `Recovery(enabled=False)`. A figure is the CPU time of
 a long run minus that of a short one, per step, on rank 0. What happens once per run cancels out.

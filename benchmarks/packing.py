@@ -60,7 +60,7 @@ class Lengths:
 
 
 INSTRUCTIONS = Lengths("instructions", LONGEST // 10, 1.0, 64)
-"""As mixed instruction data: a few samples are whole dialogues."""
+"""Like mixed instruction data: a few samples are whole dialogues."""
 DIALOGUES = Lengths("dialogues", LONGEST // 3, 0.6, 32)
 DOCUMENTS = Lengths("documents", LONGEST, 0.5, 16)
 """Half of them are cut at the longest: there is little padding to save."""
@@ -282,7 +282,7 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def gain_of_all(figures: Mapping[str, Any]) -> float:
-    """The ratio to stock if no token were padding and no rank waited, and a token cost what it costs."""
+    """Return the speed relative to stock without padding and waiting, if the time per token stays the same."""
     return figures["stock balance"] / (1 - figures["stock padding"])
 
 

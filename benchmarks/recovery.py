@@ -63,10 +63,10 @@ class Cost(NamedTuple):
     """The cost of one out-of-memory error, in seconds."""
 
     step_s: float
-    """Undisturbed."""
+    """Duration of an undisturbed step."""
     lost_s: float
     step_after_s: float
-    """Undisturbed again, with the microbatches that fit."""
+    """Duration of the next undisturbed step, with smaller microbatches."""
 
 
 @dataclass

@@ -199,7 +199,7 @@ def config_of(shape: Shape, folder: Path) -> DictConfig:
     )
     for section in cfg.values():
         if OmegaConf.is_dict(section):
-            section.pop("sizes", None)  # those of weights that the demo makes
+            section.pop("sizes", None)  # the sizes of the demo's weights
     return cfg
 
 

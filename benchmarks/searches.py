@@ -49,14 +49,14 @@ CASES = [
 
 
 class Device(MemoryMeter):
-    """Memory that runs out in the words of PyTorch's allocator for CPUs, by which both peers recognise it."""
+    """Raises errors with the text of PyTorch's CPU allocator, by which accelerate and Lightning recognize them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except torch.OutOfMemoryError as error:
             reason = str(error)
-            forget_frames(error)  # they hold what an allocator would not have given
+            forget_frames(error)  # they hold tensors that a real allocator would not have allocated
         raise torch.OutOfMemoryError(f"DefaultCPUAllocator: can't allocate memory: {reason}")
 
 
@@ -120,7 +120,7 @@ def timed(case: Case, search: Search) -> tuple[Found, float]:
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """All contenders collect garbage after each trial; looking through whatever is imported would be most of it."""
+    """Exclude imported objects from garbage collection, which would spend most of its time on them after each trial."""
     gc.collect()
     gc.freeze()
     try:
@@ -133,7 +133,7 @@ def brute_force(case: Case) -> int:
     """Return the most rows whose training steps stay within the limit."""
     with Device() as device:
         trained = Trained(case.shape)
-        trained.train([1])  # from here on there is state of the optimizer
+        trained.train([1])  # creates the optimizer state
         for rows in range(1, MOST_ROWS + 1):
             device.reset_peak()
             trained.train([rows, rows])

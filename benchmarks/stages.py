@@ -44,7 +44,7 @@ class Shape:
 
     name: str
     kind: str
-    """As in running.OURS."""
+    """A key of `OURS` in tests/recipes/running.py."""
     width: int
     tokens: int
     """Tokens of each answer, prompt included."""

@@ -39,7 +39,7 @@ def one_more(history: History) -> int | None:
 
 
 def search(kind: str, folder: Path, name: str) -> float:
-    """Collective: what a run does before it would train; the seconds that the search took."""
+    """Collective: set up a run without training it; return the seconds of its search."""
     seconds = 0.0
     wanted = batch_size.search_rows
 

@@ -57,12 +57,12 @@ step = TrainingStep(
     sample=torch.zeros(LENGTH, dtype=torch.long),  # the longest possible sample
     update=update,
     optimizers=[optimizer],
-    boundaries={"layers": model[-2], "head": model[-1]},  # ends of phases; saves probes
+    boundaries={"layers": model[-2], "head": model[-1]},  # each ends a phase; with phases, a search needs fewer probes
 )
 # The meter simulates the memory of a GPU; rank 1 has less. On a GPU, omit the meter.
 with MemoryMeter(cap_bytes=30_000_000 if rank == 0 else 25_000_000) as meter:
     meter.count([*model.parameters(), *model.buffers()])
-    found = find_max_batch_size(step, memory=meter)  # equal on all ranks; changes no state
+    found = find_max_batch_size(step, memory=meter)  # the same on all ranks; the model stays unchanged
     if rank == 0:
         print(search_table(found, LENGTH))
     runner.use_limit(RowLimit(found.rows))

@@ -31,7 +31,7 @@ class CausalModel(nn.Module):
         super().__init__()
         config = AutoConfig.from_pretrained(folder)
         self.model = AutoModel.from_config(config, dtype=torch.get_default_dtype())
-        self.lm_head = None  # None: use the embedding's weights. After sharding, two parameters would not share them
+        self.lm_head = None  # None: use the embedding's weights, because two sharded parameters cannot share weights
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if checkpoint_layers:
@@ -76,7 +76,7 @@ class Checkpointer(FullModelHFCheckpointer):
         for path in self._checkpoint_dir.iterdir():
             if path.suffix in (".json", ".txt", ".jinja", ".model") and not path.name.endswith(".index.json"):
                 shutil.copy(path, folder)
-        # A clone drops the padding of a weight that the ranks cannot share equally; safetensors would refuse it.
+        # Weights that the ranks cannot share equally have padding, which safetensors rejects and a clone drops.
         weights = {name: value.clone() for name, value in state.pop("model").items()}
         save_torch_state_dict(weights, folder, filename_pattern="model{suffix}.safetensors", metadata={"format": "pt"})
         if intermediate_checkpoint:

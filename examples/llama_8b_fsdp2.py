@@ -58,7 +58,7 @@ for module in [*layers, model]:
 model.to_empty(device="cuda").train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
-for length in (1024, 4096, 2048, 3072, 4096):  # of the longest sample of a step
+for length in (1024, 4096, 2048, 3072, 4096):  # tokens of the longest sample in each step
     tokens = torch.randint(0, VOCABULARY, (rows, length + 1), device="cuda")
     logits = model(tokens[:, :-1]).float()
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()

@@ -37,7 +37,7 @@ runner = StepRunner(
     limit=RowLimit(16),  # maximum rows of a microbatch; it shrinks if a rank runs out of memory
     kind=SampleKind(length_of=len, filler=lambda sample: sample[:2]),
 )
-# A stand-in for the memory of a GPU: rank 1 has too little for 16 samples at once.
+# Simulates the memory of a GPU: rank 1 has too little for 16 samples at once.
 with MemoryMeter(cap_bytes=15_000_000 if rank == 1 else None):
     for step in range(1, 9):
         lengths = torch.randint(8, 64, (16,)).tolist()

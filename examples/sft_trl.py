@@ -18,7 +18,7 @@ from torchtune_adaptive.hf import AdaptiveArguments, adaptive
 
 (adaptive_arguments,) = HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses()
 set_seed(0)
-# A model, a tokenizer and data made on the spot: words that count up.
+# Generate a model, a tokenizer and data: words that count up.
 words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{n}": n + 3 for n in range(250)}, "<unk>"))
 words.pre_tokenizer = WhitespaceSplit()
 special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}

@@ -3,8 +3,8 @@
 torchrun --nproc_per_node 4 examples/torchtitan_models.py llama
 torchrun --nproc_per_node 2 examples/torchtitan_models.py moe
 
-Models, meshes, parallelize functions and activation checkpointing are torchtitan's (0.3.0), with small sizes. Only the
-training loop is not.
+Models, meshes, parallelize functions and activation checkpointing are torchtitan's (0.3.0), with small sizes. The
+training loop is not torchtitan's.
 """
 
 import sys
@@ -89,7 +89,7 @@ def build(kind, checkpointing=None):
         ac_config=checkpointing,
         dump_folder="",
     )
-    for module in model.modules():  # torchtitan asks for a scaled sum, which gloo does not have; NCCL does
+    for module in model.modules():  # torchtitan uses a scaled sum, which NCCL supports but gloo does not
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device="cpu")
@@ -112,7 +112,7 @@ def main(kind):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = build(kind, checkpointing=FullAC.Config() if kind == "llama" else None)  # see docs/torchtitan.md
+    model = build(kind, checkpointing=FullAC.Config() if kind == "llama" else None)  # experts: see docs/torchtitan.md
     shared_by = 2 if kind == "llama" else 1  # ranks of a tensor-parallel group train on the same samples
     draw = torch.Generator().manual_seed(rank // shared_by)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
@@ -122,7 +122,7 @@ def main(kind):
         limit=RowLimit(8),
         kind=SampleKind(length_of=len, filler=lambda sample: sample[:3]),
     )
-    # A stand-in for the memory of a GPU: the last rank has too little for 8 samples at once. Not for the mixture: it is
+    # Simulates the memory of a GPU: the last rank has too little for 8 samples at once. The mixture has no limit: it is
     # so small that completing the collectives of a failed pass needs as much memory as the pass.
     with MemoryMeter(cap_bytes=2_000_000 if rank == ranks - 1 and kind == "llama" else None):
         for step in range(1, 7):

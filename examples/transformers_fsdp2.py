@@ -83,11 +83,11 @@ step = TrainingStep(
     boundaries={
         "layers": model.model.norm,
         "head": model.lm_head,
-    },  # ends of phases; saves probes
+    },  # a phase ends with each of these modules; with them, a search needs fewer probes
 )
 # Simulates the memory of a GPU. On a GPU, omit it: find_max_batch_size measures the GPU by default.
 with memory_cap(20_000_000, [*model.parameters(), *model.buffers()]) as memory:
-    found = find_max_batch_size(step, memory=memory)  # equal on all ranks; changes no state
+    found = find_max_batch_size(step, memory=memory)  # the same on all ranks; the model stays unchanged
     if rank == 0:
         print(search_table(found, LENGTH))
 runner.use_limit(RowLimit(found.rows))
