@@ -84,10 +84,10 @@ def trainer(rows: list[Row]) -> tuple[str, str]:
 
 def searches(rows: list[Row]) -> tuple[str, str]:
     ours, *others = ([row for row in rows if row["search"].startswith(name)] for name in SEARCHES)
-    cells = [f"this package {span(row['probes'] for row in ours)} probes, {_search(ours)} ({_rounded(ours)})"]
+    cells = [f"this package: {span(row['probes'] for row in ours)} probes, {_search(ours)} ({_rounded(ours)})"]
     for name, theirs in zip(SEARCHES[1:], others, strict=True):
         cells.append(
-            f"{name.replace(',', '')} {span((row['ratio'] for row in theirs), 1)} × as long, {_search(theirs)}"
+            f"{name.replace(',', '')}: {span((row['ratio'] for row in theirs), 1)} × as long, {_search(theirs)}"
         )
     return f"finding the largest batch size, one process, {len(ours)} models", "; ".join(cells)
 
