@@ -241,7 +241,7 @@ class Settings:
     """compute `val_loss`, the loss on all of `dataset_val`, every N steps. `dataset_val` is a section like `dataset`.
     null: never"""
     batch_size_val: int | None = setting(COUNT | NULL, None)
-    """rows of a microbatch in validation. null: the limit that training has at that time"""
+    """rows of a microbatch in validation. null: as many as training uses at that time"""
     keep_best_checkpoint: bool = setting(BOOL, False)
     """save a checkpoint whenever `val_loss` is the lowest so far, and never remove the best one because of
     `keep_last_n_checkpoints`"""

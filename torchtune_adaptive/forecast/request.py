@@ -47,8 +47,8 @@ class PlanSettings:
     """Keys of `adaptive_plan`, which also takes the keys of the recipe."""
 
     world_size: int | tuple[int, ...] = setting(_one_or_several(65_536), 1)
-    """number of ranks, or several numbers to compare, such as `[1,2,4,8]`. The command starts no other process, so any
-    number works"""
+    """number of ranks, or several numbers to compare, such as `[1,2,4,8]`. Only one rank is rehearsed, so any number
+    works"""
     memory_limit: str | float | None = setting(TEXT | keys.NUMBER | NULL, None)
     """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`), or several to compare, such
     as `4090,h100`. null: `adaptive.memory_limit`, or its smallest entry if it is a list"""
