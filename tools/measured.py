@@ -265,7 +265,7 @@ def gpu_token_budgets(rows: list[Row]) -> str:
 def gpu_searches(rows: list[Row]) -> str:
     found = [row for row in rows if row["search"] != "speed"]
     return ", ".join(
-        f"{row['search']}: finds {row['rows']} of {row['brute force']} rows that fit, {row['probes']} probes, "
+        f"{row['search']}: finds {row['rows']} of the {row['brute force']} rows that fit, {row['probes']} probes, "
         f"{row['flushes']} flushes, {row['seconds']:.0f} s"
         for row in found
     )
@@ -337,7 +337,8 @@ def _ranks(count: int) -> str:
 def _search(rows: list[Row]) -> str:
     errors = span(row["out of memory"] for row in rows)
     named = "out-of-memory error" if errors == "1" else "out-of-memory errors"
-    return f"{errors} {named}, finds {span(100 * row['rows'] / row['fits'] for row in rows)} % of the rows that fit"
+    shares = span(100 * row["rows"] / row["fits"] for row in rows)
+    return f"{errors} {named}, finds {shares} % of the largest size that fits"
 
 
 def _rounded(rows: list[Row]) -> str:
