@@ -46,7 +46,7 @@ from tests.gpu.real_steps import (
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import find_max_batch_size
 from torchtune_adaptive.engine.governor import Change
-from torchtune_adaptive.engine.oom import release
+from torchtune_adaptive.engine.oom import release_memory
 
 TUNE_ADAPTIVE = Path(sys.executable).with_name("tune-adaptive")
 TURNS = "TORCHTUNE_ADAPTIVE_TURNS"
@@ -340,16 +340,16 @@ def train_mixed(headroom: float, steps: int) -> Row:
         step = build(demo("full", "cuda", "dtype=bf16", **sizes), torch.device("cuda", 0))
         with metered(step) as memory:
             step.train(1, ROWS_TOKENS)
-            release()
+            release_memory()
             limit(memory, live_bytes(memory) + ROOM_GIB * GIB)
             to_search = step.to_search(ROWS_TOKENS)
             rows = find_max_batch_size(to_search, memory=memory, round_to="none", max_rows=64).rows
             to_search.runner.close()
             limit(memory, math.inf)
-            release()
+            release_memory()
             memory.reset_peak()
             step.train(rows, ROWS_TOKENS)
-            release()
+            release_memory()
             limit(memory, headroom * memory.peak_bytes)
             memory.reset_peak()
             retries, changes = memory.retries, list[Change]()

@@ -23,7 +23,7 @@ from benchmarks.peers import Found, by_accelerate, by_lightning
 from benchmarks.results import Result, compared
 from tests.searched_model import HEAD_DOMINATED, Shape, Trained
 from torchtune_adaptive import MemoryMeter, find_max_batch_size
-from torchtune_adaptive.engine.oom import forget_frames
+from torchtune_adaptive.engine.oom import clear_frames
 
 MOST_ROWS = 128
 """The default first batch size of accelerate."""
@@ -56,7 +56,7 @@ class Device(MemoryMeter):
             return super().__torch_dispatch__(func, types, args, kwargs)
         except torch.OutOfMemoryError as error:
             reason = str(error)
-            forget_frames(error)  # they hold tensors that a real allocator would not have allocated
+            clear_frames(error)  # they hold tensors that a real allocator would not have allocated
         raise torch.OutOfMemoryError(f"DefaultCPUAllocator: can't allocate memory: {reason}")
 
 

@@ -112,7 +112,7 @@ def _collect(results: dict[int, Connection], processes: list[BaseProcess], timeo
             returned[rank] = value
         # on a busy machine, the error of a rank that lost its peer can arrive together with the error of that peer
         if failed:
-            rank = min(failed, key=lambda rank: "RanksPartedError" in failed[rank])
+            rank = min(failed, key=lambda rank: "CollectiveFailedError" in failed[rank])
             raise RankFailed(f"rank {rank} raised:\n{failed[rank]}")
     return [returned[rank] for rank in sorted(returned)]
 

@@ -37,9 +37,9 @@ class Device:
         reserved_bytes = 0 if self.cached is None else self.cached(rows) * max(self.peaks(rows).values())
         return reserved_bytes * 0.95 / self.budget_bytes
 
-    def brute_force(self, rungs: Any = range(1, MAX_ROWS + 1)) -> int:
+    def brute_force(self, candidates: Any = range(1, MAX_ROWS + 1)) -> int:
         best = 0
-        for rows in rungs:
+        for rows in candidates:
             if not self.fits(rows):
                 break
             best = rows

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
     from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter
     from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
-    from torchtune_adaptive.engine.ranks import make_replicas_alike
+    from torchtune_adaptive.engine.ranks import synchronize_replicas
     from torchtune_adaptive.engine.results import StepResult, Totals
     from torchtune_adaptive.engine.search import SearchResult
     from torchtune_adaptive.engine.step import Recovery, SampleKind, Stages, StepRunner
@@ -45,10 +45,10 @@ __all__ = [
     "TrainingStep",
     "UnrecoverableError",
     "find_max_batch_size",
-    "make_replicas_alike",
     "profile_memory",
     "profile_table",
     "search_table",
+    "synchronize_replicas",
 ]
 
 _HOMES = (

@@ -114,7 +114,7 @@ class UnrecoverableError(AdaptiveError):
     """The ranks cannot continue together; the message names the cause and the remedy."""
 
 
-class RanksPartedError(UnrecoverableError):
+class CollectiveFailedError(UnrecoverableError):
     """A collective failed because a peer or the connection to it is gone; a restarted run can resume."""
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, MemorySource, wraps_tensors
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
-from torchtune_adaptive.engine.step import KindOfPass, StepRunner
+from torchtune_adaptive.engine.step import PassKind, StepRunner
 from torchtune_adaptive.formatting import MemorySize
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _At(NamedTuple):
     """A step, and the kind of pass in it, in which faults are injected."""
 
     step: int
-    inside: KindOfPass
+    inside: PassKind
 
 
 class FaultInjector:
@@ -77,14 +77,14 @@ class FaultInjector:
         return self
 
     def __enter__(self) -> FaultInjector:
-        self._open.enter_context(self._runner.wrapping(self._around))
+        self._open.enter_context(self._runner.wrapping_passes(self._around))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
     @contextmanager
-    def _around(self, inside: KindOfPass) -> Iterator[None]:
+    def _around(self, inside: PassKind) -> Iterator[None]:
         step = self._runner.current_step  # None in a probe
         # A dispatch mode changes how autograd accumulates gradients, so it is only used in passes with a fault.
         if step is None or not self._due[at := _At(step, inside)]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.gpu.real_steps import GIB, use
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
-from torchtune_adaptive.engine.oom import release
+from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.formatting import parse_size
 
 
@@ -23,7 +23,7 @@ def limit_of_a_gpu(name: str) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(GIB // 2, dtype=torch.uint8, device=name)
     del held
-    release()
+    release_memory()
     memory.reset_peak()
     assert memory.peak_bytes == 0
 

@@ -27,8 +27,8 @@ from tests.gpu.real_steps import (
 )
 from tests.ranks import run_on_ranks
 from tests.unit.tune.models import furthest
-from torchtune_adaptive.engine.oom import release
-from torchtune_adaptive.engine.step import KindOfPass
+from torchtune_adaptive.engine.oom import release_memory
+from torchtune_adaptive.engine.step import PassKind
 from torchtune_adaptive.tune.samples import Sample
 
 OnHost: TypeAlias = dict[str, torch.Tensor]
@@ -78,7 +78,7 @@ class Watched:
         self.runner = step.runner(ROWS)
 
     @contextmanager
-    def _noting(self, inside: KindOfPass) -> Iterator[None]:
+    def _noting(self, inside: PassKind) -> Iterator[None]:
         if inside == "microbatch":
             self.live_bytes.append(live_bytes(self._memory))
         try:
@@ -89,7 +89,7 @@ class Watched:
 
     def run(self, samples: Sequence[Sample]) -> int:
         self.failed_at, self.live_bytes = [], []
-        with self.runner.wrapping(self._noting):
+        with self.runner.wrapping_passes(self._noting):
             return self.runner.run(samples, step=1).recoveries
 
 
@@ -114,7 +114,7 @@ def recover(name: str, failing: tuple[int, ...], first_pass: bool) -> Recoveries
             if not first_pass:  # otherwise it has no record of a microbatch's collectives
                 watched.run(samples)
                 step.model.zero_grad()
-            release()
+            release_memory()
             if fails:
                 limit(memory, live_bytes(memory) + share * need[ROWS] + (1 - share) * need[2])
             recoveries = watched.run(samples)
@@ -136,7 +136,7 @@ def need_bytes(step: RealStep, memory: Memory, samples: Sequence[Sample], rows: 
     """Collective: return the memory needed on top of the state between steps and an earlier microbatch's gradients."""
     undisturbed(step, samples[:rows], rows)
     step.model.zero_grad()
-    release()
+    release_memory()
     before = live_bytes(memory)
     memory.reset_peak()
     undisturbed(step, samples[: 2 * rows], rows)

@@ -28,7 +28,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import plain_tensors
-from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
+from torchtune_adaptive.engine.oom import clear_frames, is_oom, release_memory
 from torchtune_adaptive.engine.probes import find_max_batch_size
 from torchtune_adaptive.engine.search import SearchResult
 
@@ -85,7 +85,7 @@ def search_and_judge(name: str) -> Judged:
     step = build(config(name), device)
     with metered(step) as memory:
         step.train(1, tokens)  # allocate permanent memory, including optimizer state
-        release()
+        release_memory()
         before = None if ON_NULL else state_of(step)
         limit(memory, live_bytes(memory) + ROOM_BYTES[name])
         search_step = step.to_search(tokens)
@@ -114,13 +114,13 @@ def brute_force(step: RealStep, memory: Memory, found: SearchResult, tokens: int
 
 def measure(step: RealStep, memory: Memory, rows: int, tokens: int) -> Measured:
     """Collective: measure this step after any earlier one."""
-    release()
+    release_memory()
     memory.reset_peak()
     retries = memory.retries
     fits = trains(step, rows, tokens)
     if not fits:
         step.model.zero_grad()
-        release()
+        release_memory()
     return Measured(memory.peak_bytes if fits else None, memory.retries - retries)
 
 
@@ -131,7 +131,7 @@ def trains(step: RealStep, rows: int, tokens: int) -> bool:
     except Exception as error:
         if not is_oom(error):
             raise
-        forget_frames(error)
+        clear_frames(error)
     return False
 
 
@@ -141,7 +141,7 @@ def speeds_around(step: RealStep, memory: Memory, rows: int, tokens: int) -> tup
     samples = samples_of(0, 4 * chosen, tokens)
     speeds, retries = {}, {}
     for size in sorted({max(1, chosen // 4), max(1, chosen // 2), chosen, 2 * chosen}):
-        release()
+        release_memory()
         runner, times, retries_before = step.runner(size), [], memory.retries
         for number in range(REPEATS + 1):  # the first warms up
             step.synchronize()
@@ -174,7 +174,7 @@ def search_together(name: str) -> SearchResult:
     step = build(demo("full", name, **SIZES[name]), use(name))
     with metered(step) as memory:
         step.train(1, TOKENS[name])
-        release()
+        release_memory()
         last = dist.get_rank() == dist.get_world_size() - 1
         limit(memory, live_bytes(memory) + (0.5 if last else 1) * ROOM_TOGETHER_BYTES[name])
         return find_max_batch_size(step.to_search(TOKENS[name]), memory=memory, strategy="binary", round_to="none")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.recipes.ppo.rollouts import NEW, ppo_config
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.engine.step import KindOfPass, StepRunner
+from torchtune_adaptive.engine.step import PassKind, StepRunner
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import set_memory, used_memory
 from torchtune_adaptive.rl.rollouts import worst_rollout
@@ -56,7 +56,7 @@ class Scarcity(FaultInjector):
         set_memory(CARD)
 
     @contextmanager
-    def _around(self, inside: KindOfPass) -> Iterator[None]:
+    def _around(self, inside: PassKind) -> Iterator[None]:
         if inside == "microbatch":
             self.live_bytes.append(settled(min(self.live_bytes, default=None)))
         try:

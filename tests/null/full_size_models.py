@@ -15,7 +15,7 @@ from tests.gpu.real_steps import RealStep, build, use, worst
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine.memory import CudaMemory
-from torchtune_adaptive.engine.oom import release
+from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.engine.probes import find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.null_cuda import set_memory
@@ -78,7 +78,7 @@ class Drift(NamedTuple):
 def drift(layers: int, rows: int, steps: int, expandable: bool) -> Drift:
     with at_size(layers, expandable) as step:
         train(step, [worst(TOKENS)])
-        release()
+        release_memory()
         torch.cuda.reset_peak_memory_stats()
         train(step, [worst(TOKENS)] * rows)
         probe = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -104,7 +104,7 @@ def searched(layers: int, memory: int, steps: int, expandable: bool) -> Searched
         found = find_max_batch_size(step.to_search(TOKENS), round_to="none", whole_step_rows=1, max_rows=512)
         flushes = {}
         for rows in (found.rows, found.rows * 5 // 4):
-            release()
+            release_memory()
             before = CudaMemory().retries
             try:
                 train(step, [worst(TOKENS)] * rows)
@@ -136,7 +136,7 @@ def budgeted(layers: int, memory: int, steps: int, expandable: bool) -> Budgeted
         searched.runner.close()
         runner = step.runner(1)
         runner.use_limit(found.limit)
-        release()
+        release_memory()
         torch.cuda.reset_peak_memory_stats()
         flushes = run(step, runner, mixed(512, steps))
         reserved = torch.cuda.max_memory_reserved()

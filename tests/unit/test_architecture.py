@@ -244,7 +244,7 @@ def test_no_two_types_share_a_name() -> None:
     for path in FILES:
         for name, variable in types_named_in(path):
             places.setdefault(name, set()).add("type variables" if variable else str(path.relative_to(ROOT)))
-    assert {"StepRunner", "AroundPass", "Totals", "Value"} < set(places)
+    assert {"StepRunner", "ContextForPass", "Totals", "Value"} < set(places)
     twins = {name: sorted(found) for name, found in places.items() if len(found) > 1}
     # an opaque type in the library, a dict in tune/
     assert twins.pop("Sample") == ["torchtune_adaptive/tune/samples.py", "type variables"]

@@ -87,7 +87,7 @@ def test_probes_do_not_fail():
 
 def test_wrappers_of_passes_stay_active_inside_and_after():
     runner, seen = runner_of(), []
-    with runner.wrapping(lambda inside: seen.append(inside) or memory_cap(None)):
+    with runner.wrapping_passes(lambda inside: seen.append(inside) or memory_cap(None)):
         with FaultInjector(runner).fail_at(rank=0, step=0):
             runner.run(SAMPLES, step=0)
         assert seen == ["microbatch", "drain", "microbatch", "microbatch"]

@@ -89,11 +89,11 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
             )
         else:
             problem = f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.in_a_line(error)}"
-    problems, asked_to_stop = zip(*from_all_ranks((problem, THIS_RUN.asked_to_stop())), strict=True)
+    problems, stop_requested = zip(*from_all_ranks((problem, THIS_RUN.stop_requested())), strict=True)
     first = next(filter(None, problems), None)
     if first is not None:
         raise CheckpointError(first)
-    if any(asked_to_stop):
+    if any(stop_requested):
         raise RunStopped("stopped during setup, before the first step")
     return cast(Value, result)
 

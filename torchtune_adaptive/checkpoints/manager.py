@@ -40,7 +40,7 @@ from torchtune_adaptive.checkpoints.store import Checkpointer, Files, Manifest, 
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, is_oom
+from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
@@ -79,7 +79,7 @@ class CheckpointManager:
         # only on rank 0, which writes the manifest; after `build`, where the demo's checkpointer creates its files
         self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
         self._random_state_in = start.files.folder if start.files else None
-        self._asked_to_stop = False
+        self._stop_requested = False
         THIS_RUN.newest = start.files.folder if start.files else None
         if settings.enable_async_checkpointing:
             log_rank_0("enable_async_checkpointing has no effect: training waits for each save")
@@ -119,11 +119,11 @@ class CheckpointManager:
         if reason is not None:
             log_rank_0(f"random draws (dropout) restart from the seed: {reason}")
 
-    def is_due(self, progress: Progress, asked_to_stop: bool) -> bool:
+    def is_due(self, progress: Progress, stop_requested: bool) -> bool:
         """Return True if a checkpoint is due within an epoch; every epoch ends with one anyway."""
         every, sizes = self._settings.save_every_n_steps, progress.current_epoch
         within = sizes is not None and progress.steps_in_epoch < sizes.steps
-        return within and (asked_to_stop or (every is not None and progress.step % every == 0))
+        return within and (stop_requested or (every is not None and progress.step % every == 0))
 
     def save(
         self, progress: Progress, model: nn.Module, optimizer: AnyOptimizer, loader_state: Mapping[str, object]
@@ -138,7 +138,7 @@ class CheckpointManager:
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
                 f"run with a lower optimizer.lr or a clip_grad_norm{', from its weights' * bool(THIS_RUN.newest)}"
             )
-        with fatal_where_memory_runs_out(partial(out_of_memory_in, name)):
+        with fatal_on_oom(partial(out_of_memory_in, name)):
             optimizer_state = gather_optimizer_state(model, optimizer, self._device)
             weights = gather_weights(self._contents.sharded(model), self._device)
         failure, lost = None, False
@@ -149,7 +149,7 @@ class CheckpointManager:
                 self._write(progress, whole, list(random_states))
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
                 failure, lost = self._failure(name, error)
-        failure, lost, self._asked_to_stop = from_rank_0((failure, lost, THIS_RUN.asked_to_stop()))
+        failure, lost, self._stop_requested = from_rank_0((failure, lost, THIS_RUN.stop_requested()))
         if lost:  # earlier checkpoints have moved, or belong to another run
             THIS_RUN.newest = THIS_RUN.record_directory = None
         if failure is not None:
@@ -202,9 +202,9 @@ class CheckpointManager:
         cause = describe_failure(error, directory)
         return f"checkpoint {name} could not be saved to {directory}: {cause}; {_last_good()}; {_once_fixed()}", False
 
-    def stop_if_asked(self, progress: Progress, asked_to_stop: bool) -> None:
+    def stop_if_asked(self, progress: Progress, stop_requested: bool) -> None:
         """Raise RunStopped after a save if the ranks have agreed to stop before the end."""
-        if (asked_to_stop or self._asked_to_stop) and not progress.finished:
+        if (stop_requested or self._stop_requested) and not progress.finished:
             raise RunStopped(f"stopped after step {progress.step}")
 
     def close(self) -> None:

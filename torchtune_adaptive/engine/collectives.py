@@ -1,8 +1,8 @@
-"""Completes the collectives of a rank that ran out of memory, so that its peers finish the step.
+"""Issues the remaining collectives of a rank that ran out of memory, so that its peers can finish the step.
 
-A rank that stops in the middle of a step leaves its peers waiting in a collective. The ledger therefore counts FSDP2's
-collectives and records those of the first microbatch. After a failure it issues the remaining ones with zeros. It
-cannot complete other communication inside a microbatch, but it detects it.
+If a rank stops in the middle of a step, its peers wait in a collective until they time out. The ledger therefore counts
+FSDP2's collectives and records those of the first microbatch. After a failure, it issues the remaining ones with zeros.
+It cannot do this for communication outside FSDP2, which it only detects.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from torchtune_adaptive.formatting import count_of
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, with everything that a rank without data needs to issue it."""
+    """A collective of FSDP, with everything that is needed to issue it again with zeros."""
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
     numel: int
-    """Elements of the unsharded tensor; for an all-reduce, of the shard."""
+    """Number of elements of the unsharded tensor; for an all-reduce, of the shard."""
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
     op: Any = field(compare=False)
-    """The reduction. Not compared: equal ones may be different objects, and dtype and group determine it."""
+    """The reduction. Not compared, because equal reductions may be different objects. The dtype and the group determine
+    which one it is."""
     comm: Any = field(compare=False)
-    """FSDP's object that issues it. Not compared: peers do not depend on it."""
+    """FSDP's object that issues the collective. Not compared, because peers do not depend on it."""
 
 
 class CountedComm:
-    """Wraps FSDP's all-gather or reduce-scatter, and issues it through a ledger."""
+    """Wraps FSDP's all-gather or reduce-scatter, so that a ledger issues and counts it."""
 
     def __init__(
         self, ledger: CollectiveLedger, kind: Literal["all-gather", "reduce-scatter"], comm: AllGather | ReduceScatter
     ) -> None:
         if isinstance(cast(object, comm), CountedComm):
             raise ValueError(
-                "this model has a Recovery already: pass it to all runners of the model, or close it first"
+                "this model already has a Recovery: pass that one to all runners of the model, or close it first"
             )
         self._ledger, self._kind, self._comm = ledger, kind, comm
 
@@ -60,7 +61,7 @@ class CountedComm:
         return self._comm.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, *, async_op: bool = False, **arguments: Any) -> dist.Work | None:
-        """Collective: issue FSDP's own. FSDP passes keyword arguments."""
+        """Collective: issue FSDP's collective through the ledger. FSDP passes keyword arguments only."""
         unsharded = arguments["output_tensor" if self._kind == "all-gather" else "input_tensor"]
         group, op = arguments["group"], arguments.get("op")
         collective = Collective(self._kind, unsharded.numel(), unsharded.dtype, unsharded.device, group, op, self._comm)
@@ -68,11 +69,11 @@ class CountedComm:
 
 
 class CountedReplicas:
-    """Wraps the process group of a shard's replicas, and counts its all-reduces.
+    """Wraps the process group over which FSDP all-reduces gradients of replicas, and counts the all-reduces.
 
-    FSDP has setters for its other two collectives, but not for this one: it calls `dist.all_reduce`. That function only
-    compares, hashes and calls the group, so this object can replace the group. torch's functions and other models stay
-    unchanged.
+    FSDP has setters for its all-gather and its reduce-scatter. The all-reduce has none: FSDP calls `dist.all_reduce`.
+    That function only compares, hashes and calls the group, so this object can replace the group. Other models and
+    torch's own functions are not changed.
     """
 
     def __init__(self, ledger: CollectiveLedger, group: dist.ProcessGroup, comm: ReduceScatter) -> None:
@@ -103,12 +104,13 @@ class CountedReplicas:
 class PlaceInStep(Enum):
     """Place of a microbatch in its step. If there are replicas, the collectives of a microbatch depend on its place.
 
-    Only the last microbatch of a step all-reduces gradients over replicas. A module that runs several times in a
-    microbatch (for example, a head applied in chunks) issues more collectives if earlier microbatches left gradients.
+    Only the last microbatch of a step all-reduces gradients over replicas. The first one differs from the others if a
+    module runs several times in a microbatch, for example a head that is applied in chunks: such a module issues more
+    collectives if there are gradients of earlier microbatches.
     """
 
     ONLY = auto()
-    """The only microbatch of a step, or any microbatch without replicas."""
+    """The only microbatch of a step; without replicas, every microbatch."""
     FIRST = auto()
     MIDDLE = auto()
     LAST = auto()
@@ -116,39 +118,39 @@ class PlaceInStep(Enum):
 
 @dataclass
 class CollectiveRecord:
-    """The collectives that the microbatches of a stage were seen to issue."""
+    """The collectives that the microbatches of a stage have issued so far."""
 
     trained: tuple[bool, ...]
-    """For each parameter, whether it was trained when the record began."""
+    """For each parameter, True if it was trained when the record began."""
     schedules: dict[PlaceInStep, tuple[Collective, ...]] = field(default_factory=dict)
-    """Equal on all ranks."""
-    varies: bool = False
-    """True if a microbatch differed from its schedule."""
-    unsteady: str | None = None
-    """The setting that makes microbatches issue different collectives."""
-    foreign: int = 0
-    """The number of messages of a microbatch that are not FSDP's."""
-    names: tuple[str, ...] = ()
-    """The operations that sent them."""
-    listened: bool = False
-    """True if a microbatch has run under a listener that finds these operations."""
+    """The collectives of a complete microbatch, in order. Equal on all ranks."""
+    differed: bool = False
+    """True if a microbatch did not issue the collectives of its schedule."""
+    varying_setting: str | None = None
+    """The setting of FSDP that makes microbatches issue different collectives, if there is one."""
+    non_fsdp_messages: int = 0
+    """The most messages that a microbatch has sent outside FSDP."""
+    non_fsdp_operations: tuple[str, ...] = ()
+    """The operations that sent these messages."""
+    searched_operations: bool = False
+    """True if a microbatch has run under a Listener, which finds these operations."""
 
 
 _MOST_NAMES = 3
 
 
-def describe_foreign(messages: int, names: tuple[str, ...]) -> str:
-    """Name the operations that communicate, or count their messages if another thread or rank called them."""
-    if not names:
+def _describe(messages: int, operations: tuple[str, ...]) -> str:
+    """Name the operations, or count the messages if the operations are unknown: another thread or rank called them."""
+    if not operations:
         return f"{count_of(messages, 'message')} per microbatch"
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    more = f" and {len(operations) - _MOST_NAMES} more" if len(operations) > _MOST_NAMES else ""
+    return ", ".join(operations[:_MOST_NAMES]) + more
 
 
-def _refusal(foreign: str) -> RecoveryUnsupportedError:
+def _non_fsdp_error(description: str) -> RecoveryUnsupportedError:
     return RecoveryUnsupportedError(
-        f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({foreign}): a failed rank cannot "
-        "take part, so its peers would hang; communicate after the step, for example in the update",
+        f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({description}): a failed rank "
+        "cannot take part, so its peers would hang; communicate after the step, for example in the update",
         Remedy.SMALLER_LIMIT,
     )
 
@@ -158,39 +160,39 @@ class CollectiveLedger:
 
     `position` is the number of collectives that this rank has issued in this step. All ranks end a step at the same
     position. The stages of a step share a ledger, which keeps one record per stage. A stage owns its model and all
-    frozen models: only these are prepared and reset for it, so the gradients of other stages stay as they are.
+    frozen models. Only these are prepared and reset for it, so gradients in the models of other stages remain.
     """
 
-    def __init__(self, *roots: object, watches: bool = True, exchanges_activations: bool = False) -> None:
-        """Count the collectives of models that FSDP2 shards; whole models do not communicate.
+    def __init__(self, *roots: object, counts: bool = True, exchanges_activations: bool = False) -> None:
+        """Count the collectives of those models in `roots` that FSDP2 shards; whole models do not communicate.
 
-        Without `watches`, the ledger counts nothing. It then only tells FSDP to all-reduce over replicas once per step,
-        and reshards after a forward without a backward. If ranks exchange activations, ghost passes replace records.
+        If `counts` is False, recovery is off. The ledger then only makes FSDP all-reduce over replicas once per step,
+        and reshard after a forward without a backward. If ranks exchange activations, ghost passes replace records.
         """
         self.position = 0
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
         modules = [root for root in roots if isinstance(root, nn.Module)]
-        several = watches and world_size() > 1
+        several = counts and world_size() > 1
         exchanges = exchanges_activations or any(map(fsdp.exchanges_activations, modules))
         self._ghosts = GhostPasses(modules) if several and exchanges else None
-        self._watches = several and self._ghosts is None
-        self._groups_of = {root: fsdp.groups_of(root) if self._watches else [] for root in self._roots}
+        self._counts = several and self._ghosts is None
+        self._groups_of = {root: fsdp.groups_of(root) if self._counts else [] for root in self._roots}
         self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
         self._records: dict[str, CollectiveRecord] = {}  # by stage
         self._message_counters: list[Callable[[], int]] = []
-        # of the current step and stage:
+        # State of the current step and stage:
         self._record = CollectiveRecord(trained=())
         self._owned = self._roots
         self._groups: list[Any] = []
         self._replicated: list[FSDPModule] = []
         self._microbatches = 0
-        # of the current microbatch:
+        # State of the current microbatch:
         self._number = -1
         self._current: list[Collective] = []
-        self._fsdp_messages = 0  # messages of these collectives, as the process groups count them
-        self._messages_before = 0
-        self._skips = 0  # collectives that the filler must not issue, because this rank has issued them
-        self._issuing = False
+        self._fsdp_messages = 0  # messages of these collectives, counted by the process groups
+        self._messages_before = 0  # messages counted when the microbatch began
+        self._to_skip = 0  # collectives that the filler must not issue, because this rank has issued them
+        self._issuing = False  # while a collective of FSDP is issued, so that a Listener ignores it
         self._restore = [
             fsdp.replace_collectives(
                 root,
@@ -199,34 +201,34 @@ class CollectiveLedger:
                 partial(CountedReplicas, self),
             )
             for root in self._roots
-            if self._watches
+            if self._counts
         ]
 
     def close(self) -> None:
         """Restore FSDP's own collectives."""
         for restore in self._restore:
             restore()
-        self._watches = False
+        self._counts = False
         if self._ghosts:
             self._ghosts.close()
         self.abandon()
 
     def abandon(self) -> None:
-        """Clean up after an aborted step, so that a later backward does not add to its gradients."""
+        """Drop the gradients of an aborted step, so that a later backward does not add to them."""
         for root in self._roots:
             fsdp.abandon(root)
 
     def forget(self, stage: str) -> None:
-        """Start a new record. Call it on all ranks if the collectives of a stage change from its next step on."""
+        """Drop the record of a stage. Call it on all ranks if its collectives change from its next step on."""
         self._records.pop(stage, None)
         if self._ghosts:
             self._ghosts.forget(stage)
 
     def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
-        """Start counting for a step of a stage that owns these models."""
+        """Begin a step of a stage that owns these models: prepare FSDP, and count collectives from 0."""
         self.position = 0
         self._stage, self._microbatches, self._number = stage, microbatches, -1
-        if self._watches:
+        if self._counts:
             self._message_counters = [counter for _, counter in message_counters()]
         self._owned = [root for root in self._roots if root in models]
         self._groups = [group for root in self._owned for group in self._groups_of[root]]
@@ -234,13 +236,14 @@ class CollectiveLedger:
         for root in self._owned:
             fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
-        if record is None or record.trained != trained:  # gradients of frozen weights are not communicated
+        # FSDP does not communicate gradients of frozen weights, so freezing some changes the collectives
+        if record is None or record.trained != trained:
             record = self._records[stage] = CollectiveRecord(trained)
         self._record = record
-        fsdp.check_scattered(self._groups)
+        fsdp.check_gradients_reduced(self._groups)
 
     def begin_microbatch(self, number: int) -> None:
-        """Start a microbatch of the step, numbered from 0."""
+        """Begin a microbatch of the step. Microbatches are numbered from 0."""
         self._current, self._fsdp_messages, self._number = [], 0, number
         self._set_all_reduce(number == self._microbatches - 1)
         self._messages_before = self._messages()
@@ -248,26 +251,27 @@ class CollectiveLedger:
             self._ghosts.begin_microbatch()
 
     def end_microbatch(self) -> None:
-        """Record the collectives of a microbatch, or compare them with the record."""
+        """End a complete microbatch: compare its collectives with the record, or make them the record."""
         for root in self._owned:
             fsdp.end_pass_without_backward(root)
         if self._ghosts:
             self._ghosts.end_microbatch()
         self._compare(complete=True)
-        self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
+        self._record.varying_setting = self._record.varying_setting or fsdp.varying_setting(self._groups)
         is_last = self._number == self._microbatches - 1
-        if self._record.unsteady and is_last:
-            fsdp.check_scattered(self._groups)
-        # FSDP all-reduces only gradients that the last microbatch produced
-        if is_last and (left_over := [name for root in self._replicated for name in fsdp.partially_summed(root)]):
+        if self._record.varying_setting and is_last:
+            fsdp.check_gradients_reduced(self._groups)
+        # In the last microbatch, FSDP all-reduces only parameters to which it adds a gradient.
+        waiting = [name for root in self._replicated for name in fsdp.modules_awaiting_all_reduce(root)]
+        if is_last and waiting:
             raise UnrecoverableError(
-                f"{', '.join(left_over)}: an earlier microbatch of this step produced gradients, but the last one, "
+                f"{', '.join(waiting)}: an earlier microbatch of this step produced gradients, but the last one, "
                 "which sums gradients over replicas, did not; use the same parameters in every microbatch, or shard "
                 "without replicas"
             )
 
-    def break_off_microbatch(self) -> None:
-        """Compare the collectives up to the out-of-memory error with the record."""
+    def end_failed_microbatch(self) -> None:
+        """End a microbatch that ran out of memory: compare its collectives up to the error with the record."""
         self._compare(complete=False)
 
     def _compare(self, *, complete: bool) -> None:
@@ -276,10 +280,11 @@ class CollectiveLedger:
         if complete:
             record.schedules[place] = schedule
         if issued != (schedule if complete else schedule[: len(issued)]):
-            record.varies = True
+            record.differed = True
             return
-        # the maximum, because a failed microbatch may not have sent its foreign messages yet
-        record.foreign = max(record.foreign, self._messages() - self._messages_before - self._fsdp_messages)
+        # the maximum, because a microbatch may have failed before it sent such messages
+        sent = self._messages() - self._messages_before - self._fsdp_messages
+        record.non_fsdp_messages = max(record.non_fsdp_messages, sent)
 
     def _place(self, number: int) -> PlaceInStep:
         if not self._replicated or self._microbatches == 1:
@@ -289,58 +294,62 @@ class CollectiveLedger:
         return PlaceInStep.LAST if number == self._microbatches - 1 else PlaceInStep.MIDDLE
 
     @property
-    def foreign_messages(self) -> int:
-        """The number of messages of a microbatch that are not FSDP's; 0 until a listener has looked for their names."""
-        return self._record.foreign if self._record.listened else 0
+    def non_fsdp_messages(self) -> int:
+        """The most messages of a microbatch outside FSDP; 0 until a Listener has looked for their operations."""
+        return self._record.non_fsdp_messages if self._record.searched_operations else 0
 
     def refuse_recovery(self, messages: int) -> str:
-        """Make out-of-memory errors of this stage fatal. Return the reason and the remedy."""
-        self._record.foreign = messages
+        """Make out-of-memory errors of this stage fatal, because of these messages. Return the reason and a remedy."""
+        self._record.non_fsdp_messages = messages
+        description = _describe(messages, self._record.non_fsdp_operations)
         return (
-            f"microbatches communicate outside FSDP ({describe_foreign(messages, self._record.names)}), and a rank "
-            "that is out of memory cannot take part (communicate after the step, for example in the update)"
+            f"microbatches communicate outside FSDP ({description}), and a rank that is out of memory cannot take part "
+            "(communicate after the step, for example in the update)"
         )
 
     def listening(self) -> AbstractContextManager[object]:
-        """Return a context for a microbatch. The first one after foreign messages were counted finds their names."""
-        if not self._record.foreign or self._record.listened:
+        """Return a context for a microbatch. Once, after messages outside FSDP were counted, it finds their operations.
+
+        A Listener makes compiled code run eagerly, so all other microbatches run without one.
+        """
+        if not self._record.non_fsdp_messages or self._record.searched_operations:
             return nullcontext()
-        self._record.listened = True
-        return Listener(self._note)
+        self._record.searched_operations = True
+        return Listener(self._add_operation)
 
-    def _note(self, name: str) -> None:
-        if not self._issuing and name not in self._record.names:
-            self._record.names += (name,)
+    def _add_operation(self, name: str) -> None:
+        if not self._issuing and name not in self._record.non_fsdp_operations:
+            self._record.non_fsdp_operations += (name,)
 
-    def _refuse(self, name: str) -> None:
+    def _refuse_operation(self, name: str) -> None:
         if not self._issuing:
-            raise _refusal(name)
+            raise _non_fsdp_error(name)
 
     def _messages(self) -> int:
         return sum(counter() for counter in self._message_counters)
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: run `call`, and count it as soon as peers can match it."""
-        if not self._watches:  # closed, but a ledger that was created later may still call the collectives of this one
+        if not self._counts:  # this ledger is closed, but a newer one may have wrapped its collectives
             return call(async_op=async_op)
         self._current.append(collective)
-        if self._skips > 0:
-            self._skips -= 1
+        if self._to_skip > 0:
+            self._to_skip -= 1
             return None
-        # On gloo, wait() allocates, so memory may run out after peers have matched the collective: issue it
+        # On gloo, wait() allocates, so memory may run out after peers have matched the collective. Therefore issue it
         # asynchronously, count it, then wait. On NCCL, wait() does not allocate, and an asynchronous call would use
-        # another stream than a synchronous one, so the call stays as FSDP made it.
+        # another stream, so the call stays as FSDP made it.
         on_gloo = backend_for(collective.device.type, collective.group) == "gloo"
         wait_here = not async_op and on_gloo
         messages, position = self._messages(), self.position
 
-        def is_lost() -> bool:
-            # gloo counts an all-gather, then allocates its copies. If that fails, it cannot be issued again.
+        def already_matched() -> bool:
+            # gloo counts an all-gather and then allocates its copies. If that fails, it cannot be issued again.
             return on_gloo and self.position == position and self._messages() != messages
 
         self._issuing = True
         try:
-            with explaining_failures("an FSDP collective", is_lost):
+            with explaining_failures("an FSDP collective", already_matched):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
                 self._fsdp_messages += self._messages() - messages
@@ -354,31 +363,32 @@ class CollectiveLedger:
 
     @property
     def progress(self) -> int:
-        """A number that grows with every collective of this rank."""
+        """A number that grows with every collective that this rank issues."""
         return messages().total() if self._ghosts else self.position
 
     def drain(self, passes: Sequence[Callable[[], object]], run_filler: Callable[[], object]) -> None:
-        """Collective: issue the remaining collectives of this step, so that every peer finishes it.
+        """Collective: issue the remaining collectives of this step, so that every peer can finish it.
 
-        `passes` run the microbatches of the step; ghost passes repeat the unfinished ones. `run_filler` is a forward
-        and backward of any size, for microbatches without a record.
+        `passes` run the microbatches of the step: ghost passes repeat the unfinished ones. `run_filler` runs forward
+        and backward on a filler. It is called for microbatches without a record.
         """
         if self._ghosts:
             self._drain_by_ghost_passes(self._ghosts, passes)
-        if not self._watches:
+        if not self._counts:
             return
-        if (unsteady := self._record.unsteady or fsdp.why_unsteady(self._groups)) or self._record.varies:
+        if (setting := self._record.varying_setting or fsdp.varying_setting(self._groups)) or self._record.differed:
             raise RecoveryUnsupportedError(
                 "out of memory, and microbatches issue different collectives"
-                f"{f' ({unsteady})' if unsteady else ''}, so the remaining ones of this step cannot be completed",
+                f"{f' ({setting})' if setting else ''}, so the remaining ones of this step are unknown",
                 Remedy.SMALLER_LIMIT,
             )
-        if self._record.foreign:
-            raise _refusal(describe_foreign(self._record.foreign, self._record.names))
+        if self._record.non_fsdp_messages:
+            raise _non_fsdp_error(_describe(self._record.non_fsdp_messages, self._record.non_fsdp_operations))
         if not self._groups:  # whole models
             return
-        # The position determines which collective peers expect next. Zeros suffice: all ranks discard their gradients.
-        begins_at = 0
+        # Walk through the collectives of the whole step, and issue those after `position`. Zeros suffice, because all
+        # ranks discard their gradients.
+        begins_at = 0  # the position at which the microbatch begins
         for number in range(self._microbatches):
             issued = max(0, self.position - begins_at)
             schedule = self._record.schedules.get(self._place(number))
@@ -390,12 +400,12 @@ class CollectiveLedger:
             begins_at += len(schedule)
 
     def _drain_by_ghost_passes(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
-        """Collective: complete this microbatch and the later ones."""
+        """Collective: complete the current microbatch and all later ones."""
         ghosts.check(passes[self._number], self._owned, self._stage)
         with ghosts.ghost_mode(self._owned) as ghost:
             if self._replicated and self._number:
                 self._set_all_reduce(False)
-                ghost.run(passes[self._number])  # see _record_by_filler
+                ghost.run(passes[self._number])  # makes gradients, as in _record_by_filler
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
@@ -409,7 +419,7 @@ class CollectiveLedger:
             root.set_requires_all_reduce(wanted)
 
     def _issue_zeros(self, collective: Collective) -> None:
-        """Collective: issue it with zeros."""
+        """Collective: issue this collective with zeros as its input."""
         group, comm = collective.group, collective.comm
         # allocated by FSDP's object, because symmetric memory accepts only its own buffers
         tensor = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
@@ -426,10 +436,13 @@ class CollectiveLedger:
         self.issue(collective, call, async_op=False)
 
     def _record_by_filler(self, number: int, issued: int, run_filler: Callable[[], object]) -> tuple[Collective, ...]:
-        """Collective: complete a microbatch that has no record, and return its schedule."""
+        """Collective: complete a microbatch that has no record, by running the filler. Return its schedule.
+
+        `issued` is the number of its collectives that this rank has already issued.
+        """
         if self._replicated and number:
             # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have such gradients, but this
-            # rank has dropped its own. So it first makes new ones, in a pass that issues no collective.
+            # rank has dropped its own. It therefore creates some, in a pass that issues no collective.
             self._set_all_reduce(False)
             self._run_filler(sys.maxsize, run_filler)
         if number > self._number:
@@ -440,19 +453,19 @@ class CollectiveLedger:
         schedule = self._record.schedules[self._place(number)] = tuple(self._current)
         return schedule
 
-    def _run_filler(self, skips: int, run_filler: Callable[[], object]) -> None:
-        """Collective: run the filler, but do not issue its first `skips` collectives."""
-        self._skips = skips
+    def _run_filler(self, to_skip: int, run_filler: Callable[[], object]) -> None:
+        """Collective: run the filler, but do not issue its first `to_skip` collectives."""
+        self._to_skip = to_skip
         try:
-            with Listener(self._refuse):
+            with Listener(self._refuse_operation):
                 run_filler()
         finally:
-            self._skips = 0
+            self._to_skip = 0
         for root in self._owned:
             fsdp.end_pass_without_backward(root)
 
     def reset(self) -> None:
-        """Return the models of this stage to their state between two steps, without gradients."""
+        """Reset the models of this stage to their state between two steps, and drop their gradients."""
         for root in self._owned:
             fsdp.reset(root)
         if self._ghosts:

@@ -1,7 +1,7 @@
-"""FSDP2's private state: check whether a step can be repeated, and reset FSDP2 to its state between two steps.
+"""Access to FSDP2's private state: decides whether a step can be repeated, and resets FSDP2 between attempts.
 
-No other module uses private names of FSDP2. `_TOUCHED` lists them. If the installed torch lacks one, importing this
-module fails, instead of the first recovery.
+No other module uses private names of FSDP2. `_TOUCHED` lists them. If the installed torch lacks one, the import of this
+module fails. Otherwise the error would appear only in the first recovery.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TOUCHED: dict[Any, str] = {
     AllGather.__call__: "async_op group input_tensor output_tensor",
     ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
 }
-"""Attributes by class, parameters by function."""
+"""The private names in use: attributes by class, parameters by function."""
 
 
 def missing_names(touched: dict[Any, str]) -> list[str]:
@@ -57,7 +57,7 @@ def missing_names(touched: dict[Any, str]) -> list[str]:
 
 
 def _names_of(owner: Any) -> set[str]:
-    """Return the attributes of a class, also those that only its methods assign, or the parameters of a function."""
+    """Return the parameters of a function, or the attributes of a class, including those that its methods assign."""
     if not isinstance(owner, type):
         return set(inspect.signature(owner).parameters)
     members = [inspect.unwrap(getattr(each, "fget", None) or each) for each in vars(owner).values() if callable(each)]
@@ -75,9 +75,10 @@ def replace_collectives(
     scatter_through: Callable[[ReduceScatter], Any],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
-    """Wrap the collectives of every module. Return a function that restores FSDP's, unless they were wrapped again.
+    """Replace FSDP's collectives in every module by what these functions return. Return a function that undoes it.
 
-    FSDP2 has no setter for the all-reduce over replicas, so the process group in the module's mesh is replaced.
+    The returned function restores only collectives that were not replaced again in the meantime. FSDP2 has no setter
+    for the all-reduce over replicas, so the process group in the module's mesh is replaced instead.
     """
     replacements: list[tuple[Any, str, object, object]] = []
     meshes = set()
@@ -103,7 +104,7 @@ def replace_collectives(
 
 
 def why_recovery_is_off(model: nn.Module) -> str | None:
-    """Return the reason why a step of this model cannot be repeated after an out-of-memory error, if there is one."""
+    """Return why a step of this model cannot be repeated after an out-of-memory error; None if it can."""
     if hooks := why_hooks_forbid_it(model):
         return hooks
     if world_size() == 1:
@@ -123,11 +124,11 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
         return "it is sharded over only some of the ranks"
     if any(group._all_reduce_hook is not None for group in groups):
         return "it has an all-reduce hook, whose collectives are unknown"
-    return why_unsteady(groups)
+    return varying_setting(groups)
 
 
 def why_hooks_forbid_it(model: nn.Module) -> str | None:
-    """Return the reason why gradient hooks prevent a repetition, if they do."""
+    """Return why gradient hooks prevent the repetition of a step; None if there are no such hooks."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         return (
             "hooks use gradients during backward (for example, an optimizer in the backward), and would use them twice"
@@ -144,12 +145,15 @@ def is_whole(model: nn.Module) -> bool:
 def gathers_from_all(model: nn.Module) -> bool:
     """Return True if all ranks take part in each collective of the model: one mesh of shards, no replicas."""
     groups = groups_of(model)
-    alone = all(group.mesh_info.mesh.size() == world_size() for group in groups)
-    return bool(groups) and alone and not has_replicas(model)
+    over_all_ranks = all(group.mesh_info.mesh.size() == world_size() for group in groups)
+    return bool(groups) and over_all_ranks and not has_replicas(model)
 
 
 def exchanges_activations(model: nn.Module) -> bool:
-    """Return True if a mesh of the parameters has other dimensions than FSDP2's shards and replicas."""
+    """Return True if a parameter has a mesh dimension that is neither FSDP2's shards nor its replicas.
+
+    Examples are tensor and expert parallelism.
+    """
     groups = groups_of(model)
     by_fsdp = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
     if any(isinstance(each, DTensor) and id(each) not in by_fsdp for each in model.parameters()):
@@ -162,7 +166,7 @@ def exchanges_activations(model: nn.Module) -> bool:
 
 
 def states_of(model: nn.Module) -> Iterator[object]:
-    """Yield the objects of FSDP2 whose attributes a pass changes."""
+    """Yield the FSDP2 objects of a model whose attributes change in a forward or backward."""
     for module in _modules(model):
         state = module._get_fsdp_state()
         yield from (state, state._comm_ctx)
@@ -185,7 +189,7 @@ def groups_of(root: Any) -> list[FSDPParamGroup]:
 
 
 def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """Return the parameter groups of one module, one for each mesh."""
+    """Return the parameter groups of one module. It has one group for each mesh of its parameters."""
     return list(cast(Any, module._get_fsdp_state())._fsdp_param_groups)
 
 
@@ -194,13 +198,13 @@ def has_replicas(root: Any) -> bool:
     return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))
 
 
-def partially_summed(root: FSDPModule) -> list[str]:
-    """Return the modules with gradients that were reduce-scattered but not all-reduced over replicas yet."""
+def modules_awaiting_all_reduce(root: FSDPModule) -> list[str]:
+    """Return the names of modules whose gradients were reduce-scattered, but not yet all-reduced over replicas."""
     return [group._module_fqn or "the model" for group in groups_of(root) if group._partial_reduce_output is not None]
 
 
 def abandon(root: FSDPModule) -> None:
-    """Drop unreduced gradients of an aborted step. Does not wait for communication, since peers may have exited."""
+    """Drop unreduced gradients of an aborted step, without waiting for collectives: peers may have exited."""
     root.set_requires_all_reduce(True)
     for group in groups_of(root):
         group._partial_reduce_output = None
@@ -208,27 +212,27 @@ def abandon(root: FSDPModule) -> None:
             _drop_unsharded_gradient(parameter)
 
 
-def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
-    """Raise ValueError if gradients are not reduce-scattered, as after `set_requires_gradient_sync(False)`."""
+def check_gradients_reduced(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raise ValueError if there are gradients that were not reduce-scattered."""
     for parameter in (each for group in groups for each in group.fsdp_params):
         unsharded = getattr(parameter, "_unsharded_param", None)
         if parameter.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
             raise ValueError(
-                "gradients were not reduce-scattered (set_requires_gradient_sync(False)), so this step lacks them and "
-                "the next one would add them: do not call set_requires_gradient_sync"
+                "gradients were not reduce-scattered (set_requires_gradient_sync(False)), so they are missing in this "
+                "step and would be added to the next one: do not call set_requires_gradient_sync"
             )
 
 
 def _drop_unsharded_gradient(parameter: FSDPParam) -> None:
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
-    # since torch 2.15 a property that reads this gradient
+    # since torch 2.15, this attribute is a property that returns the gradient dropped above
     if not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property):
         cast(Any, parameter).unsharded_accumulated_grad = None
 
 
-def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
-    """Return the setting that makes microbatches issue different collectives, if there is one."""
+def varying_setting(groups: Iterable[FSDPParamGroup]) -> str | None:
+    """Return the setting of FSDP that makes microbatches issue different collectives; None if there is none."""
     for group in groups:
         if (group.reduce_grads and group.reshard_after_backward) or not any(trainable([group])):
             continue
@@ -239,28 +243,28 @@ def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def trainable(groups: Iterable[FSDPParamGroup]) -> tuple[bool, ...]:
-    """Return for each parameter whether it is trained. Gradients of frozen ones are not communicated."""
+    """Return for each parameter whether it is trained. FSDP does not communicate gradients of frozen ones."""
     return tuple(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
 
 
 def prepare(root: FSDPModule) -> None:
-    """Prepare a step: run FSDP's lazy initialization, and reset the state that other passes left."""
-    # not inside a microbatch: it cannot be repeated if it fails halfway
+    """Prepare a step: run FSDP's lazy initialization, and reset what an evaluation or an aborted pass has left."""
+    # before the first microbatch, because it cannot be repeated if it runs out of memory halfway
     root._get_fsdp_state()._lazy_init()
-    idle = not awaits_backward(root) and not partially_summed(root)
-    if not (idle and all(group.is_sharded for group in groups_of(root))):  # for example, after an evaluation
+    idle = not awaits_backward(root) and not modules_awaiting_all_reduce(root)
+    if not (idle and all(group.is_sharded for group in groups_of(root))):
         reset(root)
 
 
 def awaits_backward(root: FSDPModule) -> bool:
-    """Return True after a forward without its backward. Cheap enough to call after every microbatch."""
+    """Return True after a forward whose backward has not run. Costs little, so it is called in every microbatch."""
     return bool(root._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
 def end_pass_without_backward(root: FSDPModule) -> None:
-    """Return FSDP to idle after a forward without a backward.
+    """Reshard after a forward without a backward, and clear the order that FSDP keeps for the backward.
 
-    Unlike `reset`, it does not wait: parameters are freed in the order of the stream that used them.
+    Unlike `reset`, this does not wait for the GPU: parameters are freed in stream order.
     """
     if not awaits_backward(root):
         return
@@ -276,18 +280,18 @@ def reset(root: FSDPModule) -> None:
     root.reset_iter_state()
     # It is False if the step ended before its last microbatch. A backward outside of steps needs True.
     root.set_requires_all_reduce(True)
-    # `reset_iter_state` keeps the following, which the next pass would use:
+    # `reset_iter_state` does not clear the following, which the next pass would use:
     for group in groups_of(root):
         for parameter in group.fsdp_params:
-            # even if the group is marked as sharded: some of its parameters may be allocated
+            # for each parameter, because some may be allocated although their group is marked as sharded
             parameter.to_sharded()
             _drop_unsharded_gradient(parameter)
-            # the gradient may still be on its way to the host
+            # the copy of the gradient to the host may not be complete
             if parameter.grad_offload_event is not None:
                 parameter.grad_offload_event.synchronize()
                 parameter.grad_offload_event = None
-            # a tensor subclass with its own all-gather (for example, NF4) keeps data between its two parts
+            # tensor subclasses with their own all-gather, such as NF4, keep data between its start and its end
             if hasattr(parameter, "_extensions_data"):
                 parameter._extensions_data.clear()
-        # not `group._to_sharded()`, which does nothing for a group that is marked as sharded
+        # `group._to_sharded()` would do nothing for a group that is marked as sharded
         group._sharded_state = ShardedState.SHARDED

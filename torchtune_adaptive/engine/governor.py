@@ -1,6 +1,6 @@
-"""Adjust the microbatch limit during a run: lower it after OOM errors or allocator thrashing, raise it again later.
+"""Adjusts the microbatch limit during a run: lowers it after OOM errors or allocator retries, raises it again later.
 
-The governor is deterministic and does not communicate: all ranks pass it the same facts and get the same limit.
+The governor does not communicate: it gets the same reports on all ranks, and so computes the same limit on all ranks.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ RECOVERY = "recovery"
 THRASHING = "thrashing"
 GROWTH = "growth"
 EXHAUSTED = "exhausted"
-"""Kinds of change. RECOVERY and THRASHING lower the limit. GROWTH raises it by one size. EXHAUSTED leaves it: memory
-ran out at the smallest limit, so the run ends."""
+"""Kinds of change. RECOVERY lowers the limit after an out-of-memory error, THRASHING after allocator retries. GROWTH
+raises it by one size. EXHAUSTED means that memory ran out at the smallest limit, so the run ends."""
 
 
 def in_step(step: int, stage: str = "") -> str:
-    """Return the beginning of a log line: `step 3, policy`."""
+    """Return the beginning of a log line, such as `step 3` or, with a stage, `step 3, policy`."""
     return f"step {step}, {stage}" if stage else f"step {step}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A decision about the limit, identical on all ranks."""
+    """A change of the limit. Equal on all ranks, except for `lost_seconds`."""
 
     kind: str
     step: int
-    """The step during or after which it happened."""
+    """The step in which, or after which, the limit changes."""
     stage: str | None = None
-    """The stage, if steps have several."""
+    """The stage, if a step has several."""
     reason: str
     """The log line."""
     unit: str
+    """The unit of `before` and `after`."""
     before: int
-    """Size of the limit in `unit`."""
     after: int
     ranks: tuple[int, ...] | None = None
-    """The ranks that caused it."""
+    """The ranks that ran out of memory or whose allocator retried; None for GROWTH."""
     rows: int | None = None
-    """Rows of the largest microbatch that caused it."""
+    """Rows of the largest microbatch on these ranks."""
     length: int | None = None
-    """Tokens of the longest sample in it."""
+    """Tokens of the longest sample in that microbatch."""
     lost_seconds: float | None = None
     """Duration of the failed attempt on this rank."""
     peak_bytes: int | None = None
@@ -55,7 +55,7 @@ class Change:
 
 
 class LimitState(TypedDict):
-    """State of a governor in a checkpoint."""
+    """The state of a governor, for a checkpoint."""
 
     unit: str
     size: int | None
@@ -66,11 +66,11 @@ class LimitState(TypedDict):
 
 
 class Governor:
-    """Holds the current limit, which never exceeds the allowed one.
+    """Holds the current limit, which never exceeds `allowed`.
 
-    After `regrow_after` steps without OOM or allocator retries, the limit grows by one size. The larger limit is on
-    probation for another `regrow_after` steps. If it fails, the previous limit returns, and the wait until the next try
-    doubles. With `regrow_after=0` the limit never grows.
+    After `regrow_after` steps without OOM errors or allocator retries, the limit grows by one size. The larger limit is
+    on probation for another `regrow_after` steps. If it fails, the previous limit returns, and the wait until the next
+    growth doubles. With `regrow_after=0`, the limit never grows.
     """
 
     def __init__(self, allowed: Limit, *, regrow_after: int, stage: str = "") -> None:
@@ -78,90 +78,91 @@ class Governor:
         self.recoveries = 0
         self._stage = stage
         self._allowed = allowed
-        self._size: int | None = None  # None: as allowed
+        self._size: int | None = None  # None while the limit is the allowed one
         self._regrow_after = regrow_after
-        self._failed_tries = 0  # consecutive failed growth attempts; each doubles the wait
-        self._quiet_steps = 0
-        self._before_growth: int | None = None  # size to return to if probation fails
-        self._thrashes_at_smallest = False  # logged once
-        self._retried_before = False  # whether the allocator flushed its cache in the previous step
-        self._row_retried_in: int | None = None  # the last step that kept the limit because only single rows failed
+        self._failed_tries = 0  # consecutive failed growths; each doubles the wait
+        self._quiet_steps = 0  # consecutive steps without OOM errors or allocator retries
+        self._size_before_growth: int | None = None  # size to return to if probation fails
+        self._thrashes_at_smallest = False  # set so that this is logged only once
+        self._flushed_last_step = False  # whether the allocator flushed its cache in the previous step
+        self._single_row_retry_step: int | None = None  # the last step repeated under the same limit
 
     @property
-    def _wait(self) -> int:
+    def _regrow_wait(self) -> int:
         return self._regrow_after << self._failed_tries
 
     def allow(self, limit: Limit) -> None:
-        """Set the allowed limit; a smaller current size in the same unit is kept."""
+        """Set the allowed limit. If the current limit is smaller and has the same unit, it stays."""
         if limit.unit != self._allowed.unit:
             self._failed_tries = 0
-            self._change(None)
+            self._switch_to(None)
         self._allowed = limit
-        self._use(self._size)
+        self._set_size(self._size)
 
     def start_over(self) -> None:
         """Return to the allowed limit, for example because microbatches need less memory from now on."""
-        self._row_retried_in = None
-        self._change(None)
+        self._single_row_retry_step = None
+        self._switch_to(None)
 
     def out_of_memory(self, failed: Mapping[int, MicrobatchSize], step: int) -> Change:
-        """Lower the limit after these microbatches (by rank) ran out of memory; return EXHAUSTED at the smallest limit.
+        """Lower the limit after microbatches ran out of memory. `failed` maps ranks to their failed microbatch.
 
-        A single row may fail because larger microbatches have fragmented the memory, or because of another process on
-        the device. So the first time in a step that only single rows fail, the limit stays. On probation, the previous
-        limit returns.
+        Returns a change of kind EXHAUSTED at the smallest limit. A single row may fail because larger microbatches have
+        fragmented the memory, or because of another process on the device. Therefore the limit stays the first time in
+        a step that only single rows fail. On probation, the previous limit returns.
         """
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
-        what = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
-        if self._row_retried_in != step and all(microbatch.rows == 1 for microbatch in failed.values()):
-            self._row_retried_in = step
-            remark = self._step_down(self._size)  # keeps the current size, unless on probation
-            change = f"a single row failed and is tried once more, in microbatches of at most {self.limit}"
+        event = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
+        if self._single_row_retry_step != step and all(microbatch.rows == 1 for microbatch in failed.values()):
+            self._single_row_retry_step = step
+            next_growth = self._step_down(self._size)  # keeps the current size, unless on probation
+            reaction = f"a single row failed and is tried once more, in microbatches of at most {self.limit}"
         elif after is None:
-            what += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
-            return self._note(EXHAUSTED, step, what, before, failed)
+            event += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
+            return self._make_change(EXHAUSTED, step, event, before, failed)
         else:
-            remark = self._step_down(after.size)
+            next_growth = self._step_down(after.size)
             largest = max(failed.values(), key=lambda microbatch: microbatch.padded_tokens)
-            change = f"microbatch {before.format_need(*largest)} -> {self.limit}"
+            reaction = f"microbatch {before.format_need(*largest)} -> {self.limit}"
         self.recoveries += 1
-        return self._note(RECOVERY, step, f"{what}: {change}, step repeated{remark}", before, failed)
+        return self._make_change(RECOVERY, step, f"{event}: {reaction}, step repeated{next_growth}", before, failed)
 
-    def completed(self, step: int, retrying: Mapping[int, MicrobatchSize]) -> Change | None:
-        """Record a completed step and change the limit if that is due.
+    def completed(self, step: int, flushed_cache: Mapping[int, MicrobatchSize]) -> Change | None:
+        """Record a completed step, and lower or raise the limit if that is due; return None if it is not.
 
-        `retrying` maps the ranks whose allocator flushed its cache to their largest microbatch.
+        `flushed_cache` maps each rank whose allocator flushed its cache in this step to its largest microbatch.
         """
-        thrashing = bool(retrying) and self._retried_before
-        self._retried_before = bool(retrying)
-        self._quiet_steps = 0 if retrying else self._quiet_steps + 1
+        thrashing = bool(flushed_cache) and self._flushed_last_step
+        self._flushed_last_step = bool(flushed_cache)
+        self._quiet_steps = 0 if flushed_cache else self._quiet_steps + 1
         if not thrashing or self._thrashes_at_smallest:
             return self._grow_if_due(step)
-        what = f"the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
-        before, after = self.limit, _shrunk(self.limit, retrying)
+        event = f"the allocator flushed its cache on {ranks_named(flushed_cache)} in two consecutive steps"
+        before, after = self.limit, _shrunk(self.limit, flushed_cache)
         if after is None:
             self._thrashes_at_smallest = True
-            what += f", and {before} is already the smallest limit: continuing"
-            return self._note(THRASHING, step, what, before, retrying)
-        remark = self._step_down(after.size)
-        return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
+            event += f", and {before} is already the smallest limit: continuing"
+            return self._make_change(THRASHING, step, event, before, flushed_cache)
+        next_growth = self._step_down(after.size)
+        reason = f"{event}: {before} -> {self.limit}{next_growth}"
+        return self._make_change(THRASHING, step, reason, before, flushed_cache)
 
     def _grow_if_due(self, step: int) -> Change | None:
-        due = self._regrow_after if self._before_growth is not None else self._wait
+        due = self._regrow_after if self._size_before_growth is not None else self._regrow_wait
         if not self._regrow_after or self._quiet_steps < due:
             return None
-        if self._before_growth is not None:  # probation passed
-            self._before_growth, self._failed_tries = None, 0
+        if self._size_before_growth is not None:  # probation passed
+            self._size_before_growth, self._failed_tries = None, 0
         before, quiet = self.limit, self._quiet_steps
         self._quiet_steps = 0
         if before.size >= self._allowed.size:
-            self._use(None)
+            self._set_size(None)
             return None
-        self._change(min(before.next_size, self._allowed.size))
-        self._before_growth = before.size
-        reason = f"{count_of(quiet, 'step')} without trouble: {before} -> {self.limit}, on probation"
-        return self._note(GROWTH, step, reason, before)
+        self._switch_to(min(before.next_size, self._allowed.size))
+        self._size_before_growth = before.size
+        reason = f"{count_of(quiet, 'step')} without memory problems: {before} -> {self.limit}, on probation"
+        return self._make_change(GROWTH, step, reason, before)
 
     def state(self) -> LimitState:
         """Return the state for a checkpoint."""
@@ -170,12 +171,12 @@ class Governor:
             "size": self._size,
             "failed_tries": self._failed_tries,
             "quiet_steps": self._quiet_steps,
-            "before_growth": self._before_growth,
+            "before_growth": self._size_before_growth,
             "recoveries": self.recoveries,
         }
 
     def restore(self, state: LimitState) -> None:
-        """Restore a saved state; if the unit of the limit has changed, only the number of recoveries is restored."""
+        """Restore a saved state. If the limit has another unit now, restore only the number of recoveries."""
         if missing := LimitState.__annotations__.keys() - state.keys():
             raise ValueError(f"not the state of a limit: missing {', '.join(sorted(missing))}")
         self.recoveries = state["recoveries"]
@@ -183,34 +184,37 @@ class Governor:
             return
         self._failed_tries = state["failed_tries"]
         self._quiet_steps = state["quiet_steps"]
-        self._before_growth = state["before_growth"] if self._regrow_after else None
-        self._use(state["size"])
+        self._size_before_growth = state["before_growth"] if self._regrow_after else None
+        self._set_size(state["size"])
 
-    def _use(self, size: int | None) -> None:
+    def _set_size(self, size: int | None) -> None:
         self._size = size
         self.limit = self._allowed if size is None or size >= self._allowed.size else self._allowed.resized(size)
 
-    def _change(self, size: int | None) -> None:
-        """Switch to another size and forget what was observed under the previous one."""
-        self._use(size)
+    def _switch_to(self, size: int | None) -> None:
+        """Change the size of the limit, and reset everything that was observed under the previous size."""
+        self._set_size(size)
         self._quiet_steps = 0
-        self._before_growth = None
+        self._size_before_growth = None
         self._thrashes_at_smallest = False
-        self._retried_before = False
+        self._flushed_last_step = False
 
     def _step_down(self, size: int | None) -> str:
-        """Switch to this size or, on probation, to the previous one if that is smaller; return a remark for the log."""
-        if self._before_growth is None:
-            self._change(size)
+        """Change to this size or, on probation, to the previous one if that is smaller.
+
+        Returns the end of the log line: on probation, the steps until the next growth.
+        """
+        if self._size_before_growth is None:
+            self._switch_to(size)
             return ""
         self._failed_tries += 1
-        self._change(self._before_growth if size is None else min(size, self._before_growth))
-        return f"; {self._wait} steps until the next try"
+        self._switch_to(self._size_before_growth if size is None else min(size, self._size_before_growth))
+        return f"; {self._regrow_wait} steps until the next try"
 
-    def _note(
-        self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, MicrobatchSize] | None = None
+    def _make_change(
+        self, kind: str, step: int, reason: str, before: Limit, causes: Mapping[int, MicrobatchSize] | None = None
     ) -> Change:
-        largest = max(by.values(), key=lambda microbatch: microbatch.padded_tokens) if by else None
+        largest = max(causes.values(), key=lambda microbatch: microbatch.padded_tokens) if causes else None
         return Change(
             kind=kind,
             step=step,
@@ -219,16 +223,16 @@ class Governor:
             unit=before.unit,
             before=before.size,
             after=self.limit.size,
-            ranks=tuple(by) if by else None,
+            ranks=tuple(causes) if causes else None,
             rows=largest.rows if largest else None,
             length=largest.length if largest else None,
         )
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
-    """Return a smaller limit, or None if there is none.
+    """Return a limit that excludes the microbatch with the most rows and all others of several rows.
 
-    It excludes the microbatch with the most rows, and all others of more than one row.
+    Returns None if there is no such limit.
     """
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):

@@ -1,15 +1,15 @@
-"""Measure how the memory of a microbatch depends on its rows and their length.
+"""Measures how the memory of a microbatch depends on its rows and their length.
 
-1. Measure the longest sample alone. If it fits, every shorter one does.
-2. Measure ever shorter lengths, with all rows that earlier probes prove to fit, and fit a surface to each phase.
-3. Two of these probes are held out: they measure the error of the fit, and that share of the budget stays free.
-4. If the surfaces allow far more rows than were measured, measure that too. A constant part, such as a gathered layer,
-   can hide how memory grows with the rows. Running out of memory here costs one probe, not a training step.
+1. Measure the longest sample alone. If it fits, every shorter sample fits alone.
+2. Measure shorter and shorter samples, with as many rows as earlier probes prove to fit. Fit a surface to each phase.
+3. Two of these probes are held out of the first fit and measure its error. That share of the budget stays free.
+4. If the surfaces allow far more rows than were measured, measure more rows. This is necessary because a constant part,
+   such as a gathered layer, can hide how memory grows. An out-of-memory error here costs a probe, not a training step.
 
-If memory grows differently from some length on, as in rollouts beyond the longest answer, the surfaces have a knee
-there. Without padding, samples are concatenated, and each sample may need memory in addition to that of its tokens. So
-many very short samples are measured, too. A quarter of them goes first, since probes of longer samples do not prove
-that they fit.
+If tokens beyond some length need a different amount of memory, for example in rollouts longer than the longest answer,
+the surfaces have a knee at that length. If samples are concatenated instead of padded, each sample may need memory in
+addition to that of its tokens. Therefore many very short samples are measured, too. Probes of longer samples do not
+prove that these fit, so a quarter of that number is measured first.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torchtune_adaptive.engine.limits import Surface, SurfaceLimit, covering, fit_surface
+from torchtune_adaptive.engine.limits import Surface, SurfaceLimit, fit_surface, raised_above
 from torchtune_adaptive.engine.search import Budget, NoRowFits, Peak, Probe, phase_points
 
-# The probes after the first: divisor of the longest length, share of the proven rows, held out or not.
+# The probes after the first one: divisor of the longest length, share of the proven rows, whether it is held out.
 _PADDED = ((1, 1.0, False), (4, 1.0, False), (16, 1.0, False), (16, 0.25, False), (2, 0.5, True), (8, 0.9, True))
-_JOINED = ((1, 1.0, False), (4, 0.8, False), (64, 0.25, False), (64, 1.0, False), (2, 0.5, True), (8, 0.8, True))
+_CONCATENATED = ((1, 1.0, False), (4, 0.8, False), (64, 0.25, False), (64, 1.0, False), (2, 0.5, True), (8, 0.8, True))
 MOST_POINTS = 1 + len(_PADDED)
 MOST_CHECKS = 6
-"""Maximum number of checks of sizes that the surfaces allow. `restricted_profile` may add one."""
+"""Maximum number of checks. A check is a probe with more rows than are proven to fit. `restricted_profile` may add
+one."""
 
-_FAR, _NEAR = 1.3, 1.1
-"""Surfaces are trusted up to _FAR times the rows that are proven to fit; after a surprise, up to _NEAR times."""
+_TRUSTED, _TRUSTED_AFTER_SURPRISE = 1.3, 1.1
+"""Surfaces are trusted up to this multiple of the rows that are proven to fit."""
 _SURPRISE = 0.02
 """A check is a surprise if its peak differs from the prediction by more than this share."""
-_LEAP = 8
-"""A check has at most this many times the rows that are proven to fit."""
+_LARGEST_JUMP = 8
+"""A check has at most this multiple of the rows that are proven to fit."""
 _FILL = 0.95
-"""Share of the proven size that a probe uses."""
+"""Share of a predicted number of rows that a probe uses, as a safety margin."""
 _LEAST_LENGTH = 2
 BEYOND = "beyond what was measured"
-"""Name of the surface that restricts the limit to measured sizes after a surprise."""
+"""Name of the surface that restricts the limit to sizes that are proven to fit, if checks failed or were surprises."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,22 @@ class Profile:
 
     budget_bytes: int
     points: tuple[Probe, ...]
-    """All probes, in the order they were measured."""
+    """All probes: first those that are always measured, then the checks."""
     surfaces: Mapping[str, Surface]
-    """The surface of each phase, at or above every measurement."""
+    """The surface of each phase. No measurement is above it."""
     held_out_error: float
-    """The largest error of the first fit at held-out probes, relative to their peaks."""
+    """The largest error of the first fit at a held-out probe, relative to the measured peak."""
     limit_bytes: int
-    """The bytes that surfaces may reach: the budget minus the error, or less if a probe was rejected."""
+    """The bytes that surfaces may predict: the budget minus the error, or less if a probe was rejected."""
 
     @property
     def limit(self) -> SurfaceLimit:
-        """The limit for microbatches."""
+        """The limit of a microbatch, by predicted bytes."""
         return SurfaceLimit(self.surfaces, self.limit_bytes)
 
     @property
     def constant_tokens(self) -> int:
-        """rows × length that fits at every measured length."""
+        """The largest rows × length that fits at every measured length, for a limit by tokens."""
         fitting = [
             point.length * surface.rows_within(self.limit_bytes, point.length)
             for point in self.points
@@ -73,19 +74,19 @@ class Profile:
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Lengths of the samples to measure."""
+    """The lengths of samples that a profile must cover."""
 
     longest: int
     shortest: int = _LEAST_LENGTH
     knee: int = 0
-    """The length at which memory starts to grow differently; 0 if it grows evenly."""
+    """The length beyond which tokens need a different amount of memory; 0 if there is none."""
     padded: bool = True
-    """True if rows are padded to the longest."""
+    """True if rows are padded to the longest; False if samples are concatenated."""
 
 
 @dataclass
 class _Measurements:
-    """The probes of a profile, equal on all ranks, and the choice of the next one."""
+    """The probes of a profile so far, equal on all ranks; chooses the next one and fits the surfaces."""
 
     measure: Callable[[int, int], Peak]
     budget: Budget
@@ -101,79 +102,80 @@ class _Measurements:
         return probe.accepted(self.budget.total_bytes)
 
     def add_point(self, part: int, share: float, held_out: bool) -> None:
-        """Measure this share of the proven rows at this part of the longest length, unless it is measured already."""
+        """Measure `share` of the extrapolated rows with 1/`part` of the longest length, unless that is measured."""
         length = max(self.lengths.shortest, self.lengths.longest // part)
-        # With a knee, little may be proven, but a second row is needed to separate fixed from growing memory.
+        # With a knee, fewer rows may be proven, but the fit needs a second row to separate fixed from growing memory.
         least = min(2, self.most_rows) if self.lengths.knee and part > 1 and share == 1 else 1
         rows = max(least, int(share * self._extrapolated_rows(length)))
         if self.measured(rows, length) is None:
             self.points.append(self.probe(rows, length, held_out))
 
     def checked_profile(self) -> Profile | None:
-        """Measure larger sizes that the surfaces allow; return None if a check failed or was a surprise."""
-        profile, trusted = self.fit(), _FAR
+        """Check sizes that the surfaces allow. Return None if a check failed or was a surprise."""
+        profile, trusted = self.fit(), _TRUSTED
         while (size := self._next_check(profile.limit, trusted)) is not None:
             if len(self.checks) == MOST_CHECKS:
                 return None
             check = self.probe(*size)
-            if not self.fits(check) or _miss(profile.surfaces, check) > _SURPRISE:
-                trusted = _NEAR
+            if not self.fits(check) or _relative_error(profile.surfaces, check) > _SURPRISE:
+                trusted = _TRUSTED_AFTER_SURPRISE
             self.checks.append(check)
             profile = self.fit()
-        return profile if trusted == _FAR else None
+        return profile if trusted == _TRUSTED else None
 
     def restricted_profile(self) -> Profile:
-        """Return a profile that allows, at every length, the number of tokens that was proven for the longest rows.
+        """Return a profile that allows, at every length, as many tokens as are proven to fit in the longest rows.
 
-        The same number of tokens needs no more memory in shorter rows. With a knee, this may be wrong, because tokens
-        before the knee may need more memory. Then short rows with this number of tokens are measured. If they fail,
-        the number is that of the tokens before the knee.
+        The same number of tokens needs no more memory in shorter rows, unless there is a knee: tokens before it may
+        need more memory than those beyond. If there is one, short rows with this number of tokens are measured. If they
+        do not fit, only the tokens before the knee count.
         """
         longest, knee = self.lengths.longest, self.lengths.knee
         proven_rows = int(self._proven_rows(longest))
         if knee:
             length = max(self.lengths.shortest, longest // 4)
             rows = min(self.most_rows, proven_rows * longest // length)
-            short = self.measured(rows, length)
-            if short is None:
-                short = self.probe(rows, length)
-                self.checks.append(short)
-            knee = 0 if self.fits(short) else knee
+            short_rows = self.measured(rows, length)
+            if short_rows is None:
+                short_rows = self.probe(rows, length)
+                self.checks.append(short_rows)
+            knee = 0 if self.fits(short_rows) else knee
         profile = self.fit()
         proven_tokens = proven_rows * (min(longest, knee) if knee else longest)
         bound = Surface(0.0, bytes_per_token=profile.limit_bytes / proven_tokens, knee=knee)
         return replace(profile, surfaces={**profile.surfaces, BEYOND: bound})
 
     def fit(self) -> Profile:
-        """Fit the surfaces to all probes."""
+        """Fit the surfaces to all probes, measure their error at held-out probes, and choose the limit."""
         probes, knee = (*self.points, *self.checks), self.lengths.knee
-        first_fit = {
-            name: fit_surface(at, knee) for name, at in phase_points([p for p in probes if not p.held_out]).items()
-        }
-        error = max((_miss(first_fit, probe) for probe in probes if probe.held_out and probe.peak.fits), default=0.0)
-        # A fitted surface passes between the points, but a limit must be above all of them.
-        surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(probes).items()}
+        fitted = [probe for probe in probes if not probe.held_out]
+        first_fit = {name: fit_surface(points, knee) for name, points in phase_points(fitted).items()}
+        error = max(
+            (_relative_error(first_fit, probe) for probe in probes if probe.held_out and probe.peak.fits), default=0.0
+        )
+        # a fitted surface passes between the points, but a limit must not be below any of them
+        surfaces = {name: raised_above(fit_surface(at, knee), at) for name, at in phase_points(probes).items()}
         budget_bytes = self.budget.total_bytes
-        # The longest sample was measured and fits, even if the surfaces have a large error.
-        alone_bytes = max(surface.bytes_at(1, self.lengths.longest) for surface in surfaces.values())
-        limit = SurfaceLimit(surfaces, round(max(budget_bytes * (1 - error), min(alone_bytes, budget_bytes))))
+        # always allow the longest sample alone, because it was measured and fits
+        longest_bytes = max(surface.bytes_at(1, self.lengths.longest) for surface in surfaces.values())
+        limit = SurfaceLimit(surfaces, round(max(budget_bytes * (1 - error), min(longest_bytes, budget_bytes))))
         for point in self.points:
-            # Exclude every rejected microbatch, except single rows: samples that are too long are refused elsewhere.
+            # exclude every rejected microbatch of several rows; single rows that are too long raise an error elsewhere
             if point.rows > 1 and not self.fits(point) and limit.fits(point.rows, point.length):
                 limit = limit.after_oom(point.rows, point.length) or limit
         return Profile(budget_bytes, probes, surfaces, error, limit.budget_bytes)
 
     def _extrapolated_rows(self, length: int) -> int:
-        """Return the rows of this length that fit, extrapolated from probes of rows at least as long.
+        """Return how many rows of this length fit, extrapolated from probes of rows that are at least as long.
 
-        Shorter rows need no more memory per token than longer ones, and the fixed part does not grow. So the bytes per
-        token of a probe, without resident memory, are an upper bound. A token beyond a knee may need less memory than
-        one before it, so only tokens before the knee count.
+        A shorter row needs no more memory per token than a longer one. The non-resident bytes per token of a probe are
+        therefore an upper bound. A token beyond a knee may need less memory than one before it, so only tokens before
+        the knee count.
         """
         bounding = [point for point in self.points if point.length >= length]
         if not self.lengths.padded:
             bounding = [point for point in bounding if point.length == length] or bounding
-        proven = [
+        proven_tokens = [
             point.rows
             * self._counted(point.length)
             * self.budget.free_bytes
@@ -181,14 +183,14 @@ class _Measurements:
             for point in bounding
             if (peak_bytes := point.peak.peak_bytes or 0) > self.budget.resident_bytes
         ]
-        return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / self._counted(length))))
+        return max(1, min(self.most_rows, int(_FILL * max(proven_tokens, default=0.0) / self._counted(length))))
 
     def _counted(self, length: int) -> int:
-        """Return the tokens of a row that count in comparisons of lengths."""
+        """Return how many tokens of a row of this length count: all, or only those before the knee if there is one."""
         return min(length, self.lengths.knee) if self.lengths.knee > self.lengths.shortest else length
 
     def _next_check(self, limit: SurfaceLimit, trusted: float) -> tuple[int, int] | None:
-        """Return rows and length of the next check, if the limit allows more than `trusted` times the proven rows."""
+        """Return rows and length of the next check, or None if the limit never exceeds `trusted` × proven rows."""
         for part in (1, 2, 4):
             length = max(self.lengths.longest // part, self.lengths.shortest)
             if (rows := self._rows_to_check(length, limit, trusted)) is not None:
@@ -199,18 +201,16 @@ class _Measurements:
         proven, allowed = self._proven_rows(length), min(self.most_rows, limit.rows_at(length))
         if allowed <= trusted * proven:
             return None
-        rows = min(allowed if allowed == self.most_rows else max(2, _FILL * allowed), _LEAP * proven)
-        refused = min(
-            (check.rows for check in self.checks if not self.fits(check) and check.length <= length), default=math.inf
-        )
-        if rows >= refused:
-            rows = math.sqrt(proven * refused)
+        rows = min(allowed if allowed == self.most_rows else max(2, _FILL * allowed), _LARGEST_JUMP * proven)
+        failed = [check.rows for check in self.checks if not self.fits(check) and check.length <= length]
+        if rows >= (fewest_failed := min(failed, default=math.inf)):
+            rows = math.sqrt(proven * fewest_failed)  # between both
         return int(rows) if int(rows) > proven else None
 
     def _proven_rows(self, length: int) -> float:
         """Return the most rows of this length that an accepted probe proves to fit.
 
-        A probe of longer rows proves that shorter rows with as many counted tokens fit (see `_counted`).
+        A probe proves that shorter rows fit, too, if they have no more tokens that count (see `_counted`).
         """
         probes = [probe for probe in (*self.points, *self.checks) if probe.length >= length and self.fits(probe)]
         most = max((probe.rows * self._counted(probe.length) for probe in probes), default=self._counted(length))
@@ -230,23 +230,23 @@ def measure_profile(
     no_row_fits: NoRowFits,
     most_rows: int,
 ) -> Profile:
-    """Measure microbatches of up to the longest sample, and fit surfaces over rows and length.
+    """Measure microbatches with rows of all lengths, and fit surfaces over rows and length.
 
-    `measure` is called with the same rows and length on every rank and returns the same agreed Peak. If one row does
-    not fit, the error that `no_row_fits` returns is raised.
+    `measure` is called with the same rows and length on every rank and returns the same Peak. If a single row of the
+    longest length does not fit, the error that `no_row_fits` returns is raised.
     """
     measurements = _Measurements(measure, budget, lengths, most_rows)
-    alone = measurements.probe(1, lengths.longest)
-    if not measurements.fits(alone):
+    longest_alone = measurements.probe(1, lengths.longest)
+    if not measurements.fits(longest_alone):
         raise no_row_fits()
-    measurements.points.append(alone)
-    for point in _PADDED if lengths.padded else _JOINED:
+    measurements.points.append(longest_alone)
+    for point in _PADDED if lengths.padded else _CONCATENATED:
         measurements.add_point(*point)
     return measurements.checked_profile() or measurements.restricted_profile()
 
 
-def _miss(surfaces: Mapping[str, Surface], point: Probe) -> float:
-    """Return the error of the predicted peak, relative to the measured one."""
+def _relative_error(surfaces: Mapping[str, Surface], point: Probe) -> float:
+    """Return the error of the predicted peak, as a share of the measured peak."""
     predicted = max(surface.bytes_at(point.rows, point.length) for surface in surfaces.values())
     measured = point.peak.peak_bytes or predicted
     return abs(predicted - measured) / measured

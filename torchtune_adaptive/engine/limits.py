@@ -1,9 +1,9 @@
-"""Limits on the size of a microbatch. They are immutable: a smaller or larger limit is a new object.
+"""Limits on the size of a microbatch: by rows, by tokens or by predicted bytes. They are immutable.
 
-A limit by bytes predicts the memory of each phase of a step by a formula, its surface: a fixed part, plus bytes per
-row, per token and, if attention stores a matrix, per pair of tokens in a row. The formula is linear in the rows. So the
-most rows of a length are the budget without the fixed part, divided by the bytes of one row. If tokens need a different
-amount of memory from some length on, the surface has a knee at that length.
+A limit by bytes predicts the peak memory of each phase of a step by a formula, called its surface. A surface is a fixed
+part plus bytes per row, per token and, if attention stores a matrix, per pair of tokens in a row. It is linear in the
+rows. The most rows of a given length are therefore the budget minus the fixed part, divided by the bytes of one row. If
+tokens beyond some length need a different amount of memory, the surface has a *knee* at that length.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torchtune_adaptive.errors import ConfigError, check_choice
 from torchtune_adaptive.formatting import count_of, format_bytes, is_whole
 
 MAX_ROWS = 4096
-"""The default upper bound of a search, which ends it if memory does not grow with the rows."""
+"""The default upper bound of a search. Without a bound, it would not end if memory does not grow with the rows."""
 
 ROUNDINGS = ("power_of_two", "none")
 
 
-def rungs_up_to(max_rows: int | None, round_to: str) -> Sequence[int]:
-    """Return the rows that may be chosen, ascending: powers of two, or all."""
+def candidate_rows(max_rows: int | None, round_to: str) -> Sequence[int]:
+    """Return the numbers of rows that a search may choose, ascending: powers of two, or all up to `max_rows`."""
     check_choice("round_to", round_to, ROUNDINGS)
     if max_rows is not None and not is_whole(max_rows, at_least=1):
         raise ConfigError(f"max_rows: {max_rows!r} is not allowed; pass a whole number, 1 or more, or omit it")
@@ -38,25 +38,25 @@ def rungs_up_to(max_rows: int | None, round_to: str) -> Sequence[int]:
 
 
 Points: TypeAlias = Mapping[tuple[int, int], int]
-"""Measured bytes by rows and length."""
+"""Maps (rows, length) to measured bytes."""
 
-_BENT = 0.01
-"""A pair term is added if a surface without it is off at any point by more than this share of the range of the measured
-bytes. (The range does not include resident memory, compared with which any error would seem small.)"""
+_PAIR_TERM_THRESHOLD = 0.01
+"""A surface gets a pair term if, without it, its error at some point exceeds this share of the range of the measured
+bytes. The range, maximum minus minimum, does not contain resident memory, which would make any error seem small."""
 
 _HALF_A_BYTE = 0.5
-"""Tolerance for rounding errors of a prediction. Needs are whole bytes, so half a byte never admits a larger one."""
+"""Tolerance for rounding errors of a prediction. Memory is a whole number of bytes, so this admits no larger size."""
 
 _FIXED, _ROW, _TOKEN, _PAIR, _LATE = range(5)
-"""Terms of a surface, in field order."""
+"""Terms of a surface, in the order of its fields."""
 
 
 @dataclass(frozen=True)
 class Surface:
-    """Predicted bytes: fixed + rows × (per row + per token × length + per pair × length²).
+    """Predicts bytes: fixed + rows × (per row + per token × length + per pair × length²).
 
-    It is linear in the rows. If all rows have one length, only the first two terms are used, and methods need no
-    length. Tokens beyond the knee have their own coefficient.
+    If all rows have the same length, only the first two terms are used, and methods need no length. Tokens beyond the
+    knee have a coefficient of their own, `bytes_per_late_token`.
     """
 
     fixed_bytes: float
@@ -65,18 +65,21 @@ class Surface:
     bytes_per_pair: float = 0.0
     bytes_per_late_token: float = 0.0
     knee: int = 0
-    """Tokens of a row before the knee; 0 if there is no knee."""
+    """The length at which the knee is; 0 if there is no knee."""
 
     def bytes_at(self, rows: float, length: float = 0.0, tokens: float | None = None) -> float:
-        """Return the predicted bytes. Without padding, `tokens` are those of all rows, and `length` is the longest."""
+        """Return the predicted bytes of rows of this length.
+
+        If rows are not padded, `tokens` is their total number of tokens, and `length` is that of the longest row.
+        """
         if tokens is None:
             return self.fixed_bytes + rows * self._bytes_of_a_row(length)
-        # an upper bound: each token is paired with at most `length` tokens
+        # an upper bound, because each token is paired with at most `length` tokens
         per_token = self.bytes_per_token + length * self.bytes_per_pair
         return self.fixed_bytes + rows * self.bytes_per_row + tokens * per_token
 
     def rows_within(self, budget_bytes: float, length: float = 0.0) -> float:
-        """Return the rows at which the phase reaches the budget; infinite if it does not grow."""
+        """Return the number of rows at which the prediction reaches the budget; infinite if it does not grow."""
         free_bytes = budget_bytes + _HALF_A_BYTE - self.fixed_bytes
         each_bytes = self._bytes_of_a_row(length)
         if each_bytes == 0:
@@ -90,27 +93,31 @@ class Surface:
 
 
 def fit_surface(points: Points, knee: int = 0) -> Surface:
-    """Return the surface with the smallest relative errors; it has a pair term only if the points require one."""
+    """Fit a surface to measurements; add a pair term only if the points require one."""
 
-    def farthest_off(surface: Surface) -> float:
+    def largest_error(surface: Surface) -> float:
         return max(abs(surface.bytes_at(*at) - measured) for at, measured in points.items())
 
     terms = [_FIXED, _ROW, _TOKEN, *([_LATE] if knee else [])]
-    plain = _fit(points, terms, knee)
-    grown_bytes = max(points.values()) - min(points.values())
-    if len(points) < 4 or farthest_off(plain) <= _BENT * grown_bytes:
-        return plain
-    return min(plain, _fit(points, [*terms, _PAIR], knee), key=farthest_off)
+    without_pairs = _fit(points, terms, knee)
+    range_bytes = max(points.values()) - min(points.values())
+    if len(points) < 4 or largest_error(without_pairs) <= _PAIR_TERM_THRESHOLD * range_bytes:
+        return without_pairs
+    return min(without_pairs, _fit(points, [*terms, _PAIR], knee), key=largest_error)
 
 
-def covering(surface: Surface, points: Points) -> Surface:
-    """Return the surface, raised so that no point is above it."""
-    short_bytes = max(0.0, *(measured - surface.bytes_at(*at) for at, measured in points.items()))
-    return replace(surface, fixed_bytes=surface.fixed_bytes + short_bytes)
+def raised_above(surface: Surface, points: Points) -> Surface:
+    """Return the surface with a larger fixed part, so that no point is above it."""
+    missing_bytes = max(0.0, *(measured - surface.bytes_at(*at) for at, measured in points.items()))
+    return replace(surface, fixed_bytes=surface.fixed_bytes + missing_bytes)
 
 
 def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
-    """Fit non-negative coefficients by least squares of relative errors; more rows never need less memory."""
+    """Fit these terms by least squares of relative errors.
+
+    Coefficients are not negative, so more rows never need less memory. All subsets of the terms are tried, because
+    least squares alone may return negative ones.
+    """
     basis = np.array([_factors(*at, knee) for at in points])
     measured = np.array([max(1, need) for need in points.values()], dtype=float)
     scale = np.maximum(basis.max(axis=0), 1.0)
@@ -119,7 +126,7 @@ def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
     for chosen in (list(some) for size in range(1, len(terms) + 1) for some in combinations(terms, size)):
         part, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(measured)), rcond=None)
         error = float(np.square(weighted[:, chosen] @ part - 1).sum())
-        # Require a real improvement: a further term that only fits noise is not better.
+        # A further term must reduce the error by more than rounding.
         if (part >= 0).all() and error < best_error * (1 - 1e-9) - 1e-15:
             best, best_error = np.zeros(len(scale)), error
             best[chosen] = part
@@ -132,10 +139,10 @@ def _factors(rows: int, length: int, knee: int) -> list[float]:
 
 
 UNBOUNDED_ROWS = 2**20
-"""Returned by `SurfaceLimit.rows_at` in place of infinity, if memory does not grow with the rows."""
+"""`SurfaceLimit.rows_at` returns this instead of infinity if memory does not grow with the rows."""
 
-_STEP_DOWN = 0.75
-"""Factor on the growing part of the predicted need, after running out of memory."""
+_SHRINK_FACTOR = 0.75
+"""After an out-of-memory error, the part of the predicted memory that grows with the microbatch is multiplied by it."""
 
 
 class MicrobatchSize(NamedTuple):
@@ -145,25 +152,25 @@ class MicrobatchSize(NamedTuple):
     length: int
     """Tokens of the longest row."""
     tokens: int | None = None
-    """Tokens of all rows, if they are not padded; by default, rows × length."""
+    """Tokens of all rows if they are not padded; None if they are padded to rows × length."""
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens in memory, padding included."""
+        """Number of tokens in memory, padding included."""
         return self.rows * self.length if self.tokens is None else self.tokens
 
 
 class Limit(Protocol):
-    """The largest microbatch that is allowed, given by a single number, `size`.
+    """The largest microbatch that is allowed, described by a single number, its `size`.
 
-    Methods take the fields of a `MicrobatchSize`. The allowed rows never increase with the length. The methods defined
-    here are those of limits by rows or tokens; `SurfaceLimit` overrides them.
+    Methods take the fields of a `MicrobatchSize`. Longer rows never allow more rows. The methods defined here are for
+    limits by rows or tokens; `SurfaceLimit` overrides them.
     """
 
     unit: str
     """The unit of `size`."""
     by_length: bool
-    """True if the limit depends on the length, so that ranks may need different numbers of microbatches."""
+    """True if the limit depends on the length of rows. Ranks may then need different numbers of microbatches."""
     sized_by: str
     """Name of the field that holds `size`."""
 
@@ -177,14 +184,14 @@ class Limit(Protocol):
         return replace(self, **{self.sized_by: size})  # type: ignore[type-var]
 
     def rows_at(self, length: int) -> int:
-        """Return the most rows of this length; 0 if one row does not fit."""
+        """Return the most rows of this length that are allowed; 0 if one row is too large."""
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> float:
-        """Return the part of `size` that a microbatch uses."""
+        """Return how much of `size` a microbatch needs, in the same unit."""
 
     @property
     def next_size(self) -> int:
-        """The next larger size, after enough clean steps."""
+        """The size of the next larger limit, a power of two."""
         return 1 << self.size.bit_length()
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
@@ -192,9 +199,10 @@ class Limit(Protocol):
         return self.need(rows, length, tokens) <= self.size
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """Return the next smaller limit, after this microbatch ran out of memory; None at the smallest.
+        """Return the next smaller limit after this microbatch ran out of memory; None if there is none.
 
-        It is the next power of two below the need of the microbatch: 8 -> 4 and 6 -> 4.
+        Its size is the largest power of two below the need of the microbatch: 8 -> 4 and 6 -> 4. It is None at size 1,
+        or if the microbatch already exceeds the limit, because it is then a single sample.
         """
         if self.size == 1 or not self.fits(rows, length, tokens):
             return None
@@ -202,7 +210,7 @@ class Limit(Protocol):
         return self.resized(1 << ((needed - 1).bit_length() - 1))
 
     def format_need(self, rows: int, length: int, tokens: int | None = None) -> str:
-        """Format a microbatch in the unit of the limit, without the unit: the 8 in `microbatch 8 -> 4 rows`."""
+        """Format the need of a microbatch without the unit, such as the 8 in `microbatch 8 -> 4 rows`."""
         return str(self.need(rows, length, tokens))
 
 
@@ -231,11 +239,11 @@ class RowLimit(Limit):
 
 @dataclass(frozen=True)
 class TokenLimit(Limit):
-    """At most `tokens` in a microbatch: rows × longest row, if rows are padded."""
+    """At most `tokens` tokens in a microbatch. Padding counts: if rows are padded, rows × longest row."""
 
     tokens: int
     rows_per_sample: int = 1
-    """Rows of each sample, for example 2 for a pair; the limit counts the tokens of all of them."""
+    """Rows of each sample, for example 2 for a pair of answers. The limit counts the tokens of all rows."""
     unit = sized_by = "tokens"
     by_length = True
 
@@ -244,7 +252,7 @@ class TokenLimit(Limit):
         _check_count(self.rows_per_sample, "row")
 
     def rows_at(self, length: int) -> int:
-        """Return the most samples whose longest row has this length."""
+        """Return the most samples that are allowed if their longest row has this length."""
         return self.tokens // (length * self.rows_per_sample)
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> int:
@@ -257,7 +265,7 @@ class TokenLimit(Limit):
 
 @dataclass(frozen=True)
 class SurfaceLimit(Limit):
-    """Microbatches whose predicted need is within the budget in every phase."""
+    """At most `budget_bytes` of predicted memory in every phase of a step."""
 
     surfaces: Mapping[str, Surface]
     """The surface of each phase."""
@@ -267,18 +275,18 @@ class SurfaceLimit(Limit):
     by_length = True
 
     def rows_at(self, length: int) -> int:
-        """Return the most rows of this length that all phases allow."""
-        within = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())
-        return int(min(UNBOUNDED_ROWS, within))
+        """Return the most rows of this length that fit in every phase."""
+        rows = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())
+        return int(min(UNBOUNDED_ROWS, rows))
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> float:
-        """Return the predicted bytes of the phase with the highest need."""
+        """Return the predicted bytes of the phase that needs the most."""
         return max(surface.bytes_at(rows, length, tokens) for surface in self.surfaces.values())
 
     @property
     def next_size(self) -> int:
         """The next larger budget."""
-        return max(self.budget_bytes + 1, int(self.budget_bytes / _STEP_DOWN))
+        return max(self.budget_bytes + 1, int(self.budget_bytes / _SHRINK_FACTOR))
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
         """Return True if all phases are within the budget."""
@@ -287,21 +295,21 @@ class SurfaceLimit(Limit):
         return self.need(rows, length, tokens) <= self.budget_bytes + _HALF_A_BYTE
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """Return a smaller limit, or None if it would not exclude the microbatch.
+        """Return a smaller limit that excludes this microbatch, which ran out of memory; None if there is none.
 
-        Its budget is the predicted need of the failed microbatch, with 3/4 of the part that grows with the microbatch.
+        Its budget is the fixed part of the microbatch's predicted memory, plus 3/4 of the rest.
         """
         size = MicrobatchSize(rows, length, tokens)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
         failed_bytes = fullest.bytes_at(*size)
-        stepped_down = fullest.fixed_bytes + _STEP_DOWN * (failed_bytes - fullest.fixed_bytes)
-        # If the growing part is small, this budget may still admit the microbatch, due to rounding: go below its need.
-        smaller = self.resized(int(min(stepped_down, math.ceil(failed_bytes - _HALF_A_BYTE) - 1)))
+        shrunk_bytes = fullest.fixed_bytes + _SHRINK_FACTOR * (failed_bytes - fullest.fixed_bytes)
+        # If the growing part is small, rounding may let this budget admit the microbatch: stay a byte below its need.
+        smaller = self.resized(int(min(shrunk_bytes, math.ceil(failed_bytes - _HALF_A_BYTE) - 1)))
         shrinks = self.fits(*size) and smaller.budget_bytes < self.budget_bytes and not smaller.fits(*size)
         return smaller if shrinks else None
 
     def format_need(self, rows: int, length: int, tokens: int | None = None) -> str:
-        """Format the predicted need."""
+        """Format the predicted bytes."""
         return format_bytes(self.need(rows, length, tokens))
 
     def __str__(self) -> str:
@@ -314,10 +322,10 @@ def _check_count(count: int, of: str) -> None:
 
 
 def most_that_fit(fits: Callable[[int], bool], at_most: int) -> int:
-    """Return the largest number up to `at_most` that fits, or 0. If a number fits, every smaller one must fit too."""
+    """Return the largest number up to `at_most` that fits, or 0, by bisection: all smaller numbers must fit, too."""
     return bisect_left(range(1, at_most + 1), True, key=lambda number: not fits(number))
 
 
 def longest_row(limit: Limit, at_most: int) -> int:
-    """Return the length of the longest row, up to `at_most`, that fits alone, or 0."""
+    """Return the length of the longest single row that fits, up to `at_most`; 0 if none fits."""
     return most_that_fit(lambda length: limit.fits(1, length), at_most)

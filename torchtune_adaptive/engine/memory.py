@@ -1,7 +1,7 @@
-"""Device memory: the budget and the peak of a step, from CUDA's allocator or, on a CPU, from a meter.
+"""Reads the memory budget and the peak of a step, from CUDA's allocator or, on a CPU, from a MemoryMeter.
 
-A CPU has no allocator that reports a peak or enforces a limit. The meter observes every operation instead, so that
-search and recovery work, and can be tested, without a GPU.
+The allocator of a CPU neither reports a peak nor enforces a limit. A MemoryMeter therefore observes every operation.
+With it, search and recovery work without a GPU, and can be tested there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 FRAGMENTATION = 0.05
-"""Share of a GPU that a search leaves free, for the fragmentation that steps of different lengths cause. A probe does
-not show it. Measured in docs/decisions.md."""
+"""Share of a GPU that a search leaves free, because steps with different lengths fragment the memory. A probe has one
+length, so it does not show this. docs/decisions.md has the measurement."""
 
 
 class MemorySource(Protocol):
-    """Memory of this rank's device, as a search and the steps read it."""
+    """Interface through which searches and steps read the memory of this rank's device."""
 
     @property
     def peak_bytes(self) -> int:
@@ -41,30 +41,31 @@ class MemorySource(Protocol):
 
     @property
     def budget_bytes(self) -> int:
-        """Largest acceptable `peak_bytes`, given what other processes use now."""
+        """The highest acceptable `peak_bytes`. It depends on the memory that other processes use now."""
 
     @property
     def retries(self) -> int:
-        """Number of allocations that succeeded only after the allocator flushed its cache."""
+        """Allocator retries so far: allocations that succeeded only after the allocator had flushed its cache."""
 
     @property
     def fullness(self) -> float:
-        """Peak of reserved memory since the last reset, as a share of obtainable memory; 0 without a cache.
+        """Peak of reserved memory since the last reset, as a share of the memory that the process can obtain.
 
-        At 1 the allocator flushes its cache.
+        At 1, the allocator flushes its cache. 0 if the allocator has no cache.
         """
 
     def reset_peak(self) -> None:
-        """Start a new peak."""
+        """Set the peak to the memory that is in use now."""
 
     def unlimited(self) -> AbstractContextManager[None]:
-        """Suspend a limit below the size of the device."""
+        """Return a context in which a limit below the size of the device is not enforced."""
 
 
 class CudaMemory:
-    """Memory of a GPU, by default the current one, without the memory that other processes use.
+    """Memory of a GPU, by default the current one, as CUDA's allocator reports it.
 
-    The allocator enforces `limit`, so a large GPU behaves like a smaller one.
+    The budget is the memory that this process can obtain, without the memory of other processes. If there is a `limit`,
+    the allocator enforces it.
     """
 
     def __init__(self, limit: MemorySize | None = None, device: torch.device | None = None) -> None:
@@ -76,17 +77,17 @@ class CudaMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the peak of allocated memory since the last reset."""
+        """The peak of allocated memory since the last reset."""
         return torch.cuda.max_memory_allocated(self._device)
 
     @property
     def budget_bytes(self) -> int:
-        """Return the memory that the process can obtain, minus `FRAGMENTATION`."""
+        """The memory that the process can obtain, minus `FRAGMENTATION`."""
         return int(self._obtainable_bytes * (1 - FRAGMENTATION))
 
     @property
     def fullness(self) -> float:
-        """Return the peak of reserved memory as a share of obtainable memory."""
+        """The peak of reserved memory, as a share of the memory that the process can obtain."""
         return torch.cuda.max_memory_reserved(self._device) / self._obtainable_bytes
 
     @property
@@ -97,16 +98,16 @@ class CudaMemory:
 
     @property
     def retries(self) -> int:
-        """Return the number of times that the allocator flushed its cache to succeed."""
+        """The number of allocations that succeeded only after the allocator had flushed its cache."""
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
     def reset_peak(self) -> None:
-        """Start a new peak."""
+        """Set the peak to the memory that is in use now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Suspend the limit."""
+        """Do not enforce the limit while open."""
         fraction = torch.cuda.get_per_process_memory_fraction(self._device)
         torch.cuda.set_per_process_memory_fraction(1.0, self._device)
         try:
@@ -116,11 +117,11 @@ class CudaMemory:
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the plain tensors inside a tensor such as a DTensor, each with its own storage."""
+    """Return the plain tensors, each with its own storage, of which a tensor such as a DTensor consists."""
     if not wraps_tensors(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = [getattr(tensor, name) for name in names]  # from torch 2.13, also the mesh of a DTensor
+    inner = [getattr(tensor, name) for name in names]  # since torch 2.13, this includes the mesh of a DTensor
     return [plain for each in inner if isinstance(each, Tensor) for plain in plain_tensors(each)]
 
 
@@ -130,17 +131,15 @@ def wraps_tensors(kind: type) -> bool:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Count the bytes of all live storages that were allocated inside it or passed to `count`.
+    """Context manager that counts the bytes of all live storages, and raises an OOM error above `cap_bytes`.
 
-    Raises torch.OutOfMemoryError after an operation that allocates more than `cap_bytes` allows; the cap may change at
-    any time. The allocation does not count in the peak, because a GPU would have refused it.
+    It counts storages that were allocated while it was open or passed to `count`. After an operation that exceeds the
+    cap, it raises torch.OutOfMemoryError. The peak does not include that operation, because a GPU would have refused
+    it. `cap_bytes` may be changed at any time.
 
-    Temporary memory inside a kernel is not counted. Under any dispatch mode autograd accumulates gradients out of
-    place, so without FSDP the peak is one parameter higher than without the meter.
+    Temporary memory inside a kernel is not counted. Under any dispatch mode, autograd accumulates gradients out of
+    place. Without FSDP, the peak is therefore higher by one parameter than without the meter.
     """
-
-    counts_fakes = False
-    """True to count fake tensors. DTensor creates some to infer shapes."""
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         super().__init__()
@@ -151,35 +150,35 @@ class MemoryMeter(TorchDispatchMode):
         self._resize: Callable[[UntypedStorage, int], object] | None = None
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Add existing tensors, such as parameters and optimizer state; never raises an OOM error."""
+        """Count existing tensors, such as parameters and optimizer state. This never raises an OOM error."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 self._update(plain.untyped_storage(), may_be_new=True)
 
     def reset_peak(self) -> None:
-        """Set the peak to the memory in use."""
+        """Set the peak to the memory that is in use now."""
         self.peak_bytes = self.live_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """The cap; raises ConfigError without one."""
+        """The cap. Raises ConfigError if there is none."""
         if self.cap_bytes is None:
             raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         return self.cap_bytes
 
     @property
     def retries(self) -> int:
-        """Always 0: a CPU's allocator flushes no cache."""
+        """Always 0, because a CPU's allocator has no cache to flush."""
         return 0
 
     @property
     def fullness(self) -> float:
-        """Always 0, for the same reason."""
+        """Always 0, because a CPU's allocator has no cache."""
         return 0.0
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Suspend the cap, to measure a peak above it."""
+        """Do not enforce the cap while open, to measure a peak above it."""
         cap_bytes, self.cap_bytes = self.cap_bytes, None
         try:
             yield
@@ -197,21 +196,21 @@ class MemoryMeter(TorchDispatchMode):
             return result
         before, peak_before = self.live_bytes, self.peak_bytes
         for tensor in (result,) if type(result) is Tensor else tree_iter(result):
-            if isinstance(tensor, Tensor) and (self.counts_fakes or not isinstance(tensor, FakeTensor)):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                 self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
         if self.live_bytes > before and effect is not _Effect.MATCHED:
             try:
                 self._check(0, str(func))
             except torch.OutOfMemoryError:
                 self.peak_bytes = peak_before
-                del result, tensor  # otherwise the traceback keeps them alive
+                del result, tensor  # the traceback would keep them alive
                 raise
         return result
 
     def __enter__(self) -> MemoryMeter:
         if self._resize is not None:
-            raise RuntimeError("this MemoryMeter is already active: enter it only once")
-        # FSDP allocates parameters by growing their storages, which is not an operation.
+            raise RuntimeError("this MemoryMeter is already open: enter it only once")
+        # FSDP allocates parameters by growing their storages, which the dispatcher does not see.
         resize = self._resize = UntypedStorage.resize_
 
         def counted_resize(storage: UntypedStorage, size: int) -> object:
@@ -238,7 +237,7 @@ class MemoryMeter(TorchDispatchMode):
             )
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
-        """Record a storage that is new or was resized."""
+        """Record the size of a storage. An unknown storage is only added if it `may_be_new`."""
         key, size = storage._cdata, storage.size()
         known = self._storages.get(key)
         if known is not None:
@@ -254,13 +253,13 @@ class MemoryMeter(TorchDispatchMode):
 
 
 class _Effect(Enum):
-    """Possible effects of an operation on the storages of its results."""
+    """The effect of an operation on the storages of its results."""
 
     NONE = auto()
     CHANGES_SIZE = auto()
     ALLOCATES = auto()
     MATCHED = auto()
-    """Allocates in a collective that peers have already matched, so it must not fail."""
+    """Allocates in a collective that peers have matched by now, so an OOM error must not be raised."""
 
 
 @cache
@@ -270,7 +269,7 @@ def _effect_of(func: OpOverload) -> _Effect:
     if func.namespace == "_c10d_functional":
         return _Effect.MATCHED
     if func is torch.ops.aten.lift_fresh.default:
-        # torch.tensor() allocates outside dispatch modes and then passes its result to lift_fresh.
+        # torch.tensor() allocates outside of dispatch modes and then passes the result to lift_fresh
         return _Effect.ALLOCATES
     aliases = [returned.alias_info for returned in func._schema.returns]
     if any(alias is None for alias in aliases):
@@ -282,9 +281,9 @@ def _effect_of(func: OpOverload) -> _Effect:
 def memory_within(
     limit: MemorySize | None, device: torch.device, resident: Iterable[Tensor]
 ) -> Iterator[MemorySource | None]:
-    """Enforce this rank's limit while open, through the allocator on CUDA and through a meter on a CPU.
+    """Enforce this rank's memory limit while open: by the allocator on CUDA, by a MemoryMeter on a CPU.
 
-    `resident` are the tensors already on the device. Yields None on a CPU without a limit.
+    `resident` are the tensors that are already on the device. Yields None on a CPU without a limit.
     """
     if device.type == "cuda":
         yield CudaMemory(limit, device)
@@ -292,7 +291,7 @@ def memory_within(
         yield None
     else:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # Dispatch modes prevent compilation, and code that requires it fails, for example torchao's optimizers.
+        # A dispatch mode makes compilation fail, for example in torchao's optimizers, so run compiled code eagerly.
         eagerly = torch.compiler.set_stance("force_eager")
         with eagerly, MemoryMeter(limit.bytes_of(machine_bytes)) as meter:
             meter.count(resident)
@@ -300,37 +299,36 @@ def memory_within(
 
 
 def resident_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the tensors that stay on the device between steps."""
+    """Return the tensors that stay on the device between steps: parameters, buffers and optimizer state."""
     states = [leaf for optimizer in optimizers for leaf in tree_iter(dict(optimizer.state))]
     return [*model.parameters(), *model.buffers(), *(leaf for leaf in states if isinstance(leaf, Tensor))]
 
 
 class Reading(NamedTuple):
-    """Memory of a step so far."""
+    """What a Gauge has read from a MemorySource; all 0 if there is none."""
 
     retries: int
     """Allocator retries since the last reading."""
     peak_bytes: int
     budget_bytes: int
-    """0 without a memory source."""
 
 
 class Gauge:
-    """Reads a memory source, if there is one."""
+    """Reads the memory of a stage's steps from a MemorySource, if there is one."""
 
-    def __init__(self, memory: MemorySource | None, *, shared: bool) -> None:
-        """`shared`: the step has other stages; do not count the allocator retries between two runs of this one."""
-        self._memory, self._shared = memory, shared
-        self._budget_bytes = 0 if memory is None else memory.budget_bytes  # slow on a GPU, so read once
+    def __init__(self, memory: MemorySource | None, *, several_stages: bool) -> None:
+        """If a step has `several_stages`, allocator retries between two runs of this one are not counted."""
+        self._memory, self._several_stages = memory, several_stages
+        self._budget_bytes = 0 if memory is None else memory.budget_bytes  # read once, because it is slow on a GPU
         self._retries = 0 if memory is None else memory.retries
 
     def begin_step(self) -> None:
-        """Forget the retries of other stages."""
-        if self._shared and self._memory is not None:
+        """Ignore the retries of other stages since the last reading."""
+        if self._several_stages and self._memory is not None:
             self._retries = self._memory.retries
 
     def read(self) -> Reading:
-        """Return the memory, and reset the count of retries."""
+        """Return the memory, with the retries since the last reading."""
         if self._memory is None:
             return Reading(0, 0, 0)
         before, self._retries = self._retries, self._memory.retries

@@ -1,4 +1,4 @@
-"""Recognize out-of-memory errors, and free the memory that a failed pass still holds."""
+"""Recognizes out-of-memory errors, and frees the memory that a failed pass still holds."""
 
 import gc
 import re
@@ -10,8 +10,8 @@ import torch
 
 from torchtune_adaptive.errors import AdaptiveError
 
-# Backends without an exception type for it raise RuntimeError or a subclass, such as torch.AcceleratorError.
-# NCCL's "Cuda failure 2 'out of memory'" is excluded: it breaks the communicator.
+# Texts of out-of-memory errors that have no exception type. Backends raise them as RuntimeError or a subclass, such as
+# torch.AcceleratorError. NCCL's "Cuda failure 2 'out of memory'" is not listed, because it breaks the communicator.
 _OOM_TEXTS = re.compile(
     "|".join(
         (
@@ -26,9 +26,9 @@ _OOM_TEXTS = re.compile(
             r"\b(CU|HIP|ROC)(BLAS|DNN|FFT|SOLVER|SPARSE)_(STATUS_)?ALLOC_FAILED\b",
             r"\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b",  # since cuDNN 9
             r"resource allocation failed when calling `cusparse",  # cusparseGetErrorString, of CUSPARSE_…_ALLOC_FAILED
-            # cuBLAS creates a handle at the first matrix product of a thread, and on a full GPU reports this instead of
-            # ALLOC_FAILED. A broken context has the same text; release() then raises the error that broke it. From any
-            # other call, this text does not mean out of memory.
+            # On a full GPU, cuBLAS reports this instead of ALLOC_FAILED when it creates a handle, at the first matrix
+            # product of a thread. A broken CUDA context has the same text; release_memory() then raises the error that
+            # broke it. From any other call, this text does not mean out of memory.
             r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create\b",
             r"\bstd::bad_alloc\b",  # the host is out of memory
             r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",  # c10/core/impl/alloc_cpu.cpp
@@ -46,8 +46,8 @@ def is_oom(error: BaseException) -> bool:
 
 
 @contextmanager
-def fatal_where_memory_runs_out(explain: Callable[[Exception], AdaptiveError]) -> Iterator[None]:
-    """Replace an out-of-memory error by `explain(error)`, in code that cannot be repeated."""
+def fatal_on_oom(explain: Callable[[Exception], AdaptiveError]) -> Iterator[None]:
+    """Replace an out-of-memory error by `explain(error)`, for code that cannot be repeated."""
     try:
         yield
     except Exception as error:
@@ -63,9 +63,9 @@ def _reports_oom(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None, *, all_linked: bool) -> Iterator[BaseException]:
-    """Yield the error and its causes, but no AdaptiveError; with `all_linked`, yield every exception it refers to.
+    """Yield the error and its causes, without AdaptiveErrors; with `all_linked`, every exception it refers to.
 
-    `__context__` is not a cause: an error that is raised while another one is handled has a different subject.
+    `__context__` is not a cause, because code that handles one error can raise an unrelated one.
     """
     seen: set[int] = set()
     pending = [error]
@@ -82,15 +82,15 @@ def _chain(error: BaseException | None, *, all_linked: bool) -> Iterator[BaseExc
             pending.append(current.__context__)
 
 
-def forget_frames(error: BaseException) -> None:
-    """Drop the local variables that an exception keeps alive, among them the autograd graph of the failed pass."""
+def clear_frames(error: BaseException) -> None:
+    """Clear the local variables in an exception's traceback, which keep the autograd graph of the failed pass alive."""
     for each in _chain(error, all_linked=True):
         traceback.clear_frames(each.__traceback__)
         each.__traceback__ = None
 
 
-def release() -> None:
-    """Free the memory of a failed pass. Call it outside of `except`."""
+def release_memory() -> None:
+    """Free the memory of a failed pass and the allocator's cache. Call it outside of `except`."""
     _flush_autograd()
     gc.collect()
     if torch.cuda.is_initialized():
@@ -99,11 +99,11 @@ def release() -> None:
 
 
 def _flush_autograd() -> None:
-    """Run an empty backward on this thread and on autograd's thread for the device.
+    """Run an empty backward on this thread and on autograd's thread for the GPU, so that both drop the failed graph.
 
     After an exception in backward(), the ready queue of a thread keeps the failed graph and its activations until the
-    next backward(). The device's thread may still be busy when the exception arrives here; it starts the next
-    backward() only after it has freed the previous one.
+    next backward(). The GPU's thread may still be busy when the exception arrives here. It starts the next backward()
+    only after it has freed the previous graph.
     """
     for device in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
         with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Split the samples of a step into microbatches, padded or not, and distribute samples over the ranks."""
+"""Splits the samples of a step into microbatches, with or without padding, and distributes samples over the ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Plan: TypeAlias = tuple[tuple[int, ...], ...]
 """For each microbatch of a step, the indices of its samples."""
 
 _HALVINGS = 6
-"""Bisection steps for the common size of microbatches: enough for a few percent of the largest."""
+"""Number of bisection steps for the size of equal microbatches. Six find it to 2 % of the largest microbatch."""
 
 
 def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> Plan:
-    """Return a plan with the fewest microbatches. A sample that does not fit gets a microbatch for itself.
+    """Return a plan with as few microbatches as possible. A sample that exceeds the limit gets its own microbatch.
 
-    Under a limit by rows, microbatches have consecutive samples: with `batch_size` rows, exactly the batches of stock
-    torchtune. Under a limit by length, they are filled in descending order of length, which gives the fewest, because
-    rows that fit at one length also fit at a shorter one. Without padding, samples are distributed by size; this may
-    need slightly more microbatches than the minimum, but computes no additional tokens.
+    Under a limit by rows, microbatches have consecutive samples. With `batch_size` rows, these are the batches of
+    torchtune's recipes. Under a limit by length, padded microbatches are filled in descending order of length. This
+    gives the fewest microbatches, because rows that fit at one length also fit at a shorter one. Without padding, each
+    sample is added to the smallest microbatch. This may need a few more microbatches than the minimum.
     """
     if padded or not limit.by_length:
         order = _longest_first(lengths) if limit.by_length else tuple(range(len(lengths)))
-        return _cut(order, _starts(order, lengths, limit.rows_at))
+        return _cut(order, _microbatch_starts(order, lengths, limit.rows_at))
     total = sum(lengths)
     fullest = max(1, most_that_fit(lambda tokens: limit.fits(1, 1, tokens), total))
-    microbatches = min(len(lengths), -(-total // fullest))  # the minimum: all are full
+    microbatches = min(len(lengths), -(-total // fullest))  # the minimum, if all are full
     while True:
         plan = _filled_evenly(lengths, microbatches)
         if microbatches >= len(lengths) or _all_fit(plan, lengths, limit):
@@ -38,13 +38,13 @@ def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> P
 
 
 def spread(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int, *, padded: bool = True) -> Plan:
-    """Return a plan with this number of microbatches (at least that of `plan`) of similar size, the largest first.
+    """Return a plan with this number of microbatches of similar size, the largest first.
 
-    Ranks run their microbatches in parallel, so differences in size are time that they wait for each other. If there
-    are fewer samples than microbatches, the last ones are empty.
+    The number must be at least that of `plan`. Ranks run their microbatches at the same time, so they wait for each
+    other if sizes differ. If there are fewer samples than microbatches, the last microbatches are empty.
     """
     if padded:
-        plan = _even(plan, lengths, limit, microbatches)
+        plan = _equalized(plan, lengths, limit, microbatches)
     elif len(plan) == microbatches:
         return plan
     elif _all_fit(even := _filled_evenly(lengths, microbatches), lengths, limit):
@@ -57,8 +57,11 @@ def _longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True))
 
 
-def _starts(order: Sequence[int], lengths: Sequence[int], rows_at: Callable[[int], int]) -> list[int]:
-    """Return the positions in `order` at which microbatches begin. `rows_at` gets the length of the first sample."""
+def _microbatch_starts(order: Sequence[int], lengths: Sequence[int], rows_at: Callable[[int], int]) -> list[int]:
+    """Return the positions in `order` at which microbatches begin, if each is as large as possible.
+
+    `rows_at` is called with the length of the first sample of a microbatch, the longest, and returns its most rows.
+    """
     starts, start = [], 0
     while start < len(order):
         starts.append(start)
@@ -70,29 +73,29 @@ def _cut(order: tuple[int, ...], starts: Sequence[int]) -> Plan:
     return tuple(order[start:end] for start, end in pairwise([*starts, len(order)]))
 
 
-def _even(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
+def _equalized(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
     """Return a plan with this number of microbatches or fewer, whose largest microbatch is as small as possible.
 
-    Bisection finds the smallest limit on padded tokens for which the number suffices.
+    Bisection finds the smallest number of padded tokens per microbatch for which that many microbatches suffice.
     """
     order = tuple(chain.from_iterable(plan))
 
     def starts_under(tokens: int) -> list[int]:
-        return _starts(order, lengths, lambda length: min(limit.rows_at(length), tokens // length))
+        return _microbatch_starts(order, lengths, lambda length: min(limit.rows_at(length), tokens // length))
 
-    too_low, cap = 0, max((size_of(rows, lengths).padded_tokens for rows in plan), default=0)
+    too_few_tokens, enough_tokens = 0, max((size_of(rows, lengths).padded_tokens for rows in plan), default=0)
     for _ in range(_HALVINGS):
-        tokens = (too_low + cap) // 2
+        tokens = (too_few_tokens + enough_tokens) // 2
         starts = starts_under(tokens)
         if len(starts) > microbatches:
-            too_low = tokens
+            too_few_tokens = tokens
         else:
-            plan, cap = _cut(order, starts), tokens
+            plan, enough_tokens = _cut(order, starts), tokens
     return plan
 
 
 def _filled_evenly(lengths: Sequence[int], microbatches: int) -> Plan:
-    """Assign each sample, longest first, to the smallest microbatch so far; return the largest microbatch first."""
+    """Assign each sample, longest first, to the smallest microbatch so far. Return the largest microbatch first."""
     parts: list[list[int]] = [[] for _ in range(microbatches)]
     emptiest = [(0, number) for number in range(microbatches)]
     for index in _longest_first(lengths):
@@ -104,17 +107,17 @@ def _filled_evenly(lengths: Sequence[int], microbatches: int) -> Plan:
 
 
 def _all_fit(plan: Plan, lengths: Sequence[int], limit: Limit) -> bool:
-    """Return True if each microbatch without padding is within the limit, or has one sample."""
+    """Return True if each microbatch, without padding, is within the limit or has a single sample."""
     return all(len(rows) <= 1 or limit.fits(*size_of(rows, lengths, padded=False)) for rows in plan)
 
 
 def _split_largest(plan: Plan, microbatches: int, lengths: Sequence[int], padded: bool) -> Plan:
-    """Halve the largest microbatch until there are enough; if all have one row, add empty ones."""
+    """Halve the largest microbatch until there are enough. If all have a single sample, add empty ones."""
 
-    def keyed(rows: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    def by_size(rows: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         return -size_of(rows, lengths, padded=padded).padded_tokens, rows
 
-    heap = [keyed(rows) for rows in plan]
+    heap = [by_size(rows) for rows in plan]
     heapq.heapify(heap)
     single: list[tuple[int, tuple[int, ...]]] = []
     while heap and len(heap) + len(single) < microbatches:
@@ -124,26 +127,28 @@ def _split_largest(plan: Plan, microbatches: int, lengths: Sequence[int], padded
             single.append(largest)
             continue
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            heapq.heappush(heap, keyed(half))
-    parts = sorted(single + heap)  # largest first on every rank, so that ranks run similar sizes at the same time
+            heapq.heappush(heap, by_size(half))
+    parts = sorted(single + heap)  # the largest first on every rank, so that ranks run similar sizes at the same time
     return (*(rows for _, rows in parts), *[()] * (microbatches - len(parts)))
 
 
 def size_of(rows: Sequence[int], lengths: Sequence[int], *, padded: bool = True) -> MicrobatchSize:
-    """Return the size of a microbatch of these samples. An empty one counts as one row, the filler."""
-    own = [lengths[index] for index in rows] or [1]
-    return MicrobatchSize(len(own), max(own), None if padded else sum(own))
+    """Return the size of a microbatch of these samples. An empty one counts as one row, because it runs a filler."""
+    row_lengths = [lengths[index] for index in rows] or [1]
+    return MicrobatchSize(len(row_lengths), max(row_lengths), None if padded else sum(row_lengths))
 
 
 class Load(NamedTuple):
-    """The amount of work in the plan of a rank."""
+    """The amount of work in a plan."""
 
     tokens: int
+    """Tokens without padding."""
     padded_tokens: int
+    """Tokens, padding included."""
     most_rows: int
-    """Rows of the microbatch with the most rows."""
+    """Number of rows in the microbatch with the most rows."""
     most_tokens: int
-    """Tokens, padding included, of the largest microbatch."""
+    """Tokens of the largest microbatch, padding included."""
     cost: float
     """Computing cost, padding included."""
 
@@ -153,39 +158,40 @@ def load_of(
     lengths: Sequence[int],
     *,
     padded: bool = True,
-    rows: Sequence[Sequence[int]] | None = None,
+    row_lengths: Sequence[Sequence[int]] | None = None,
     cost: Callable[[int], float] = float,
 ) -> Load:
     """Return the load of a plan.
 
-    `rows` has the length of each row of each sample, if samples have several rows. `cost` is the cost of a row by its
-    length, by default the length.
+    If samples have several rows, `row_lengths` has the lengths of the rows of each sample. `cost` returns the computing
+    cost of a row with a given length; by default, this is the length.
     """
-    each = len(rows[0]) if rows and padded else 1
+    row_lengths = row_lengths or [(length,) for length in lengths]
+    rows_per_sample = len(row_lengths[0]) if padded else 1
     sizes = [size_of(indices, lengths, padded=padded) for indices in plan if indices]
-    tokens = [each * size.padded_tokens for size in sizes]
-    own = rows or [(length,) for length in lengths]
+    tokens = [rows_per_sample * size.padded_tokens for size in sizes]
     if padded:
-        costs = [each * size.rows * cost(size.length) for size in sizes]
+        costs = [rows_per_sample * size.rows * cost(size.length) for size in sizes]
     else:
-        costs = [cost(length) for of_sample in own for length in of_sample]
-    return Load(sum(map(sum, own)), sum(tokens), max(size.rows for size in sizes), max(tokens), sum(costs))
+        costs = [cost(length) for of_sample in row_lengths for length in of_sample]
+    return Load(sum(map(sum, row_lengths)), sum(tokens), max(size.rows for size in sizes), max(tokens), sum(costs))
 
 
 def assign_to_ranks(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Return the rank of each sample: the most expensive first, each to the rank with the lowest total cost.
+    """Return the rank of each sample, so that ranks get equally many samples and similar costs.
 
-    All ranks get the same number of samples. The result only depends on the costs and their order.
+    Samples are assigned in descending order of cost, each to the rank with the lowest total so far. The result depends
+    only on the costs and their order, so it is the same on all ranks.
     """
-    each, left_over = divmod(len(costs), ranks)
+    samples_per_rank, left_over = divmod(len(costs), ranks)
     if left_over:
-        raise ValueError(f"{len(costs)} samples cannot be dealt equally to {ranks} ranks")
+        raise ValueError(f"{len(costs)} samples cannot be divided equally among {ranks} ranks")
     rank_of = [0] * len(costs)
-    emptiest = [(0.0, 0, rank) for rank in range(ranks)]
+    emptiest = [(0.0, 0, rank) for rank in range(ranks)]  # total cost and number of samples of each rank
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
         cost, count, rank = emptiest[0]
         rank_of[index] = rank
-        if count + 1 < each:
+        if count + 1 < samples_per_rank:
             heapq.heapreplace(emptiest, (cost + costs[index], count + 1, rank))
         else:
             heapq.heappop(emptiest)

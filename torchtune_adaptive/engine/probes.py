@@ -1,12 +1,12 @@
-"""Run training steps on worst-case samples and measure their memory on all ranks.
+"""Runs training steps on worst-case samples and measures their memory on all ranks.
 
-A probe runs two microbatches and the update. The first microbatch is a sample of minimal length; it leaves gradients in
-memory. The second consists of copies of the longest sample. If a step is a single microbatch, the first is omitted. One
-collective combines the peaks of all ranks in a `Peak`.
+Such a step is called a probe. It runs two microbatches and the update. The first microbatch is a sample of minimal
+length, which leaves gradients in memory. The second one has copies of the longest sample. If a training step is a
+single microbatch, the probe omits the first one. One collective combines the peaks of all ranks into a `Peak`.
 
-The phase with the highest peak changes with the number of rows. So the peak of each phase is linear in the rows, but
-that of a whole step is not. Hooks divide the forward at the outputs of modules, and the backward at the gradients of
-these outputs. There the peak is read and reset on the host.
+The phase with the highest peak changes with the number of rows. The peak of each phase is therefore linear in the rows,
+but that of the whole step is not. Hooks divide the forward at the outputs of modules, and the backward at the gradients
+of these outputs. They read and reset the peak on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.length_profile import Profile, SampleLengths, measure_profile
-from torchtune_adaptive.engine.limits import MAX_ROWS, rungs_up_to
+from torchtune_adaptive.engine.limits import MAX_ROWS, candidate_rows
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
-from torchtune_adaptive.engine.oom import is_oom, release
+from torchtune_adaptive.engine.oom import is_oom, release_memory
 from torchtune_adaptive.engine.ranks import Agreement, rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import (
     NEED_RECOVERY,
-    NEEDS_LESS,
+    ONE_ROW_REMEDIES,
     STRATEGIES,
     Budget,
     Peak,
@@ -53,11 +53,11 @@ from torchtune_adaptive.errors import (
 from torchtune_adaptive.formatting import count_of
 
 _UNLIMITED_ROWS = 2
-"""Probes up to this size run without the memory limit: one row for the error message, two for a line."""
+"""Probes of up to this many rows run without the memory limit: the error message needs one row, a line needs two."""
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
-    """Return the phases of a step in order. Each boundary has the name of the part of the model that it ends."""
+    """Return the names of a step's phases, in order. Each boundary is named after the part of the model before it."""
     if not boundaries:
         return ["forward and backward", "update"]
     forward = [f"{part} forward" for part in boundaries]
@@ -66,9 +66,9 @@ def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
 
 
 class PhaseMeter:
-    """Measures the peak of each phase of a step, over all microbatches; a context manager around the step.
+    """Context manager that measures the peak of each phase of the step inside, over all its microbatches.
 
-    `boundaries` are modules in the order of the forward.
+    `boundaries` are modules in the order of the forward. A phase ends at the output of each.
     """
 
     def __init__(self, memory: MemorySource, model: nn.Module, boundaries: Mapping[str, nn.Module]) -> None:
@@ -78,7 +78,7 @@ class PhaseMeter:
 
     def __enter__(self) -> Self:
         self._memory.reset_peak()
-        # Before FSDP's hook, which gathers parameters.
+        # `prepend` runs the hook before that of FSDP, which gathers parameters.
         self._handles = [self._model.register_forward_pre_hook(partial(self.begin, 0), prepend=True)]
         for index, module in enumerate(self._boundaries.values()):
             self._handles.append(module.register_forward_hook(partial(self._at_output, index)))
@@ -89,62 +89,62 @@ class PhaseMeter:
             handle.remove()
 
     def begin(self, phase: int, *_: object) -> None:
-        """Assign the peak since the last call to the phase that ends here, and begin another one."""
+        """Assign the peak since the last call to the current phase, and begin another one."""
         name = self._names[self._phase]
         self.peaks[name] = max(self.peaks.get(name, 0), self._memory.peak_bytes)
         self._memory.reset_peak()
         self._phase = phase
 
     def begin_update(self) -> None:
-        """Begin the last phase."""
+        """Begin the last phase, the update."""
         self.begin(len(self._names) - 1)
 
     def end(self) -> None:
-        """End the current phase."""
+        """End the last phase."""
         self.begin(self._phase)
 
     def _at_output(self, boundary: int, module: nn.Module, args: object, output: object) -> None:
-        """Begin the next phase of the forward, and later the corresponding one of the backward."""
-        # Activation checkpointing repeats forwards inside the backward; these do not change the phase.
+        """Begin the next phase of the forward, and add hooks that begin the corresponding phase of the backward."""
+        # activation checkpointing repeats forwards inside the backward, which must not change the phase
         if self._phase > boundary:
             return
         self.begin(boundary + 1)
-        backward_before = len(self._names) - 2 - boundary
+        backward_phase = len(self._names) - 2 - boundary
         for tensor in tree_iter(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self.begin, backward_before))
+                tensor.register_hook(partial(self.begin, backward_phase))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep(Generic[Sample]):
-    """One training step, as a search runs it."""
+    """Describes a training step, so that a search can run it."""
 
     runner: StepRunner[Sample]
     sample: Sample
-    """The worst case: a sample of the greatest length in which every token is a target."""
+    """The worst case: a sample of the greatest length, all of whose tokens are targets."""
     cut: Callable[[Sample, int], Sample] | None = None
-    """Shortens the sample to a number of tokens. Makes probes faster; `profile_memory` requires it."""
+    """Shortens the sample to a number of tokens. Makes probes faster. `profile_memory` requires it."""
     shortest: int = 2
-    """The smallest number of tokens to which the sample is shortened."""
+    """The smallest number of tokens to which `cut` may shorten the sample."""
     knee: int = 0
-    """The number of tokens from which on memory grows differently; 0 if it grows evenly."""
+    """The length beyond which tokens need a different amount of memory; 0 if there is none."""
     update: Callable[[StepResult], object] | None
-    """Collective: scales and clips the gradients and steps the optimizers, but not the learning rate; None if the step
-    has no update."""
+    """Collective: scales and clips the gradients and calls the optimizers, but not the scheduler of the learning rate.
+    None if the step has no update."""
     optimizers: Sequence[Optimizer]
     boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules whose outputs divide the step into phases, in the order of the forward. A key names the part that ends at
-    the output: {"layers": final_norm, "head and loss": loss}. Without them a search may need more probes."""
+    """Modules whose outputs divide the step into phases, in the order of the forward. A key names the part of the model
+    before the output: {"layers": final_norm, "head and loss": loss}. Without them, a search may need more probes."""
     other_stages: "Sequence[TrainingStep[Any]]" = ()
     """Steps of other stages. They are not measured, but run once, so that their optimizer state is in memory."""
 
     @property
     def length(self) -> int:
-        """Tokens of the sample."""
+        """Number of tokens of the sample."""
         return self.runner.kind.length_of(self.sample)
 
     def sample_of(self, length: int | None) -> Sample:
-        """Return the worst sample with this number of tokens."""
+        """Return the sample, shortened to this number of tokens."""
         if length is None or length == self.length:
             return self.sample
         if self.cut is None:
@@ -153,7 +153,7 @@ class TrainingStep(Generic[Sample]):
 
     @property
     def smallest(self) -> list[Sample]:
-        """A small microbatch, if the sample can be cut."""
+        """A microbatch of one sample, as short as `cut` allows."""
         return [self.sample if self.cut is None else self.cut(self.sample, self.shortest)]
 
 
@@ -164,26 +164,26 @@ class ProbeReport(NamedTuple):
     retries: int
     seconds: float
     peaks: tuple[int, ...]
-    """The peak of each phase; 0 if it was not reached."""
+    """The peak of each phase; 0 if the phase was not reached."""
     fullness: float = 0.0
 
     @property
-    def missing_bytes(self) -> int:
-        """The memory that the rank needs above its budget; negative if it needs less."""
+    def excess_bytes(self) -> int:
+        """The peak minus the budget."""
         return max(self.peaks) - self.budget.total_bytes
 
 
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
-    """Return one peak for all ranks, relative to the rank with the least free memory.
+    """Combine the peaks of all ranks into one, relative to the budget of the rank with the least free memory.
 
-    Ranks differ in need and budget. The largest share of free memory that any rank needs is converted to bytes of the
-    tightest rank. So the result is within the budget of the tightest rank if and only if every rank is within its own
-    budget. Like the need of each rank, it is a maximum of affine functions of the rows.
+    Ranks have different peaks and different budgets. The largest share of free memory that any rank needs is converted
+    to bytes of the rank with the least free memory. The result is within the budget of that rank if and only if every
+    rank is within its own budget. Like the peak of each rank, it is a maximum of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 
     def in_tightest(peak_bytes: int, budget: Budget) -> int:
-        # Rounded up, so that one byte above a budget stays above it.
+        # rounded up, so that a peak one byte above its budget stays above
         above_resident = max(0, peak_bytes - budget.resident_bytes)
         return tightest.resident_bytes - (-above_resident * tightest.free_bytes // budget.free_bytes)
 
@@ -201,47 +201,49 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
 
 
 OnProbe: TypeAlias = Callable[[int, Peak], object]
-"""Called after each probe, with its rows."""
+"""Called after each probe, with its rows and its peak."""
 
 
 class Prober:
-    """Probes a training step with the state of all its stages in memory."""
+    """Runs probes of a training step, with the models and optimizers of all its stages in memory."""
 
     def __init__(self, step: TrainingStep[Any], memory: MemorySource, progress: OnProbe = lambda *_: None) -> None:
-        """Collective: on CUDA, the first Agreement creates a process group."""
+        """Collective, because it creates an Agreement."""
         self._step, self._memory, self._progress = step, memory, progress
         self._phases, self._sample = phase_names(step.boundaries), step.sample
         self._agreement = Agreement(5 + len(self._phases))
         self._budget: Budget | None = None
-        # Of the last probe, equal on all ranks:
+        # Results of the last probe, equal on all ranks:
         self._reports: list[ProbeReport] = []
-        self._failed: int | None = None  # the first rank that ran out of memory
+        self._failed: int | None = None  # the lowest rank that ran out of memory
 
     def warm_up(self) -> Budget:
         """Collective: run all stages once, so that optimizer state and communication buffers are in memory.
 
-        Return the budget of the tightest rank. Raises OneRowDoesNotFitError if the shortest sample exceeds the budget:
-        a rank without memory for it could not complete the collectives of its peers either.
+        Returns the budget of the rank with the least free memory. Raises OneRowDoesNotFitError if the shortest sample
+        exceeds the budget of any rank: such a rank would also have no memory for a drain.
         """
         for other in self._step.other_stages:
             with _explaining_errors(1):
                 _, failed = self._run(other, [other.smallest], limited=False)
             if failed:
                 raise UnrecoverableError(
-                    f"rank {failed[0]} ran out of memory in the smallest microbatch of another stage", *NEEDS_LESS
+                    f"rank {failed[0]} ran out of memory in a microbatch of one short sample, in a stage before the "
+                    "one that is measured",
+                    *ONE_ROW_REMEDIES,
                 )
         self._probe(1, [self._step.smallest])
         self._budget = self._reports[rank()].budget
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
                 raise ValueError("a training step allocated no memory: search inside `with meter:`")
-            if all(report.missing_bytes <= 0 for report in self._reports):
+            if all(report.excess_bytes <= 0 for report in self._reports):
                 return min((report.budget for report in self._reports), key=attrgetter("free_bytes"))
-            self._probe(1, [self._step.smallest, [self._sample]])  # for the numbers in the error message
+            self._probe(1, [self._step.smallest, [self._sample]])  # measures the numbers for the error message
         raise self.no_row_fits()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
-        """Collective: measure rows of this length, by default that of the sample.
+        """Collective: measure a microbatch of rows of this length, by default the length of the sample.
 
         If `accumulates`, the gradients of an earlier microbatch are in memory.
         """
@@ -255,10 +257,10 @@ class Prober:
         return peak
 
     def _probe(self, rows: int, microbatches: list[list[Any]]) -> None:
-        """Collective: run the step, and exchange the measurements.
+        """Collective: run the step, and gather the measurements of all ranks in `self._reports`.
 
-        A single row, whose failure ends the run, is tried twice on all ranks: the cause may be temporary, for example
-        another process on the GPU.
+        If a single row fails, which would end the run, all ranks try it once more: the cause may be temporary, for
+        example another process on the GPU.
         """
         for _ in range(2 if rows == 1 else 1):
             started, retries_before = perf_counter(), self._memory.retries
@@ -266,8 +268,8 @@ class Prober:
                 peaks, failed = self._run(self._step, microbatches, limited=rows > _UNLIMITED_ROWS)
             self._failed = failed[0] if failed else None
             retries, fullness = self._memory.retries - retries_before, self._memory.fullness
-            release()
-            # The budget is read once, in the warm-up: the free memory of a GPU may change during a search.
+            release_memory()
+            # The budget is read only once, in the warm-up, because the free memory of a GPU may change in a search.
             if (budget := self._budget) is None:
                 self._memory.reset_peak()
                 budget = Budget(self._memory.budget_bytes, self._memory.peak_bytes)
@@ -288,41 +290,41 @@ class Prober:
         self, step: TrainingStep[Any], microbatches: list[list[Any]], *, limited: bool
     ) -> tuple[dict[str, int], list[int]]:
         """Collective: run one step; return the peak of each phase and the ranks that ran out of memory."""
-        # Under a limit, a step that cannot be repeated would end the run. Without one, its peak is measured.
-        enforced = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
+        # If the step cannot be repeated, exceeding the limit would end the run, so its peak is measured without one.
+        memory_limit = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
         with PhaseMeter(self._memory, step.runner.model, step.boundaries) as meter:
-            with enforced:
+            with memory_limit:
                 result, reports = step.runner.attempt(microbatches)
             if result is not None and step.update is not None:
                 meter.begin_update()
-                # The update's collectives cannot be drained, and its need does not depend on the rows.
+                # The collectives of the update cannot be drained, and its memory does not depend on the rows.
                 with self._memory.unlimited():
                     step.update(result)
             if result is not None:
                 meter.end()
         step.runner.model.zero_grad(set_to_none=True)
-        if reports.asked_to_stop:
+        if reports.stop_requested:
             raise RunStopped("stopped during the search, before the first step")
         return meter.peaks, [*reports.failed]
 
     def no_row_fits(self) -> OneRowDoesNotFitError:
-        """Return the error for the last probe, of one row that did not fit; equal on all ranks."""
-        where, need_bytes, runner = self._failed, None, self._step.runner
-        if where is None:
-            where = max(range(len(self._reports)), key=lambda index: self._reports[index].missing_bytes)
-            need_bytes = max(self._reports[where].peaks)
+        """Return the error to raise if the last probe had one row and was not accepted; equal on all ranks."""
+        failed_rank, need_bytes, runner = self._failed, None, self._step.runner
+        if failed_rank is None:
+            failed_rank = max(range(len(self._reports)), key=lambda index: self._reports[index].excess_bytes)
+            need_bytes = max(self._reports[failed_rank].peaks)
         return one_row_error(
-            *(without_backward(NEEDS_LESS) if runner.trains is False else NEEDS_LESS),
+            *(without_backward(ONE_ROW_REMEDIES) if runner.trains is False else ONE_ROW_REMEDIES),
             length=runner.kind.length_of(self._sample),
             need_bytes=need_bytes,
-            budget_bytes=self._reports[where].budget.total_bytes,
-            rank=where,
+            budget_bytes=self._reports[failed_rank].budget.total_bytes,
+            rank=failed_rank,
         )
 
 
 @contextmanager
 def _explaining_errors(rows: int) -> Iterator[None]:
-    """Convert an out-of-memory error in a part of a probe that cannot be repeated; add the rows to other errors."""
+    """Replace an out-of-memory error in a part of a probe that cannot be repeated; add the rows to other errors."""
     try:
         yield
     except Exception as error:
@@ -342,19 +344,19 @@ def _explaining_errors(rows: int) -> Iterator[None]:
 def probing(
     step: TrainingStep[Any], memory: MemorySource | None, progress: OnProbe | None
 ) -> Iterator[tuple[Prober, Budget]]:
-    """Collective: warm up; yield the prober and the budget; afterwards restore models, optimizers and generators."""
+    """Collective: yield a Prober after its warm-up, and the budget; at the end, restore models and optimizers."""
     if memory is None and not torch.cuda.is_available():
-        raise ConfigError("there is no GPU whose memory is measured; pass memory, a MemoryMeter that is in force")
+        raise ConfigError("there is no GPU whose memory could be measured; pass an open MemoryMeter as `memory`")
     memory = CudaMemory() if memory is None else memory
     models = list({id(each.runner.model): each.runner.model for each in (step, *step.other_stages)}.values())
     optimizers = [optimizer for each in (step, *step.other_stages) for optimizer in each.optimizers]
     for model in models:
-        if isinstance(model, fsdp.FSDPModule):  # an evaluation may have left parameters gathered
+        if isinstance(model, fsdp.FSDPModule):  # reshards parameters that an evaluation has left gathered
             fsdp.prepare(model)
     with restoring_state(models, optimizers):
         prober = Prober(step, memory, progress or (lambda *_: None))
         yield prober, prober.warm_up()
-    # Resetting the peak sets it to the memory in use, so it must follow the release of the probes' optimizer state.
+    # after `restoring_state`, which frees the probes' optimizer state, so that the peak does not include it
     memory.reset_peak()
 
 
@@ -369,23 +371,29 @@ def find_max_batch_size(
     whole_step_rows: int | None = None,
     progress: OnProbe | None = None,
 ) -> SearchResult:
-    """Collective: return the most rows with which every rank can train; equal on all ranks.
+    """Collective: find the most rows per microbatch with which every rank can train. The result is equal on all ranks.
 
     Call this between two training steps, when gradients are None. It restores parameters, buffers, optimizer state and
-    random generators bitwise, and resets the peak of the device.
+    random generators bitwise, and resets the peak of the device. Raises OneRowDoesNotFitError on all ranks if one row
+    does not fit.
 
-    If a microbatch holds `whole_step_rows` rows, every step is a single microbatch, which begins without gradients in
-    memory. So the search first runs without gradients, and again with gradients if it finds fewer rows. Without this
-    argument, every step has several microbatches. `memory` is that of the GPU by default; on a CPU, pass an active
-    MemoryMeter. For other arguments see `search`.
-
-    Raises OneRowDoesNotFitError on all ranks if one row does not fit.
+    Args:
+        step: the training step to measure.
+        memory: by default, that of the current GPU. On a CPU, pass an open MemoryMeter.
+        strategy: "linear" predicts from few probes; "binary" doubles and bisects; "decrease" halves from `max_rows`.
+        round_to: "power_of_two" rounds the result down; "none" does not.
+        max_rows: the most rows that are measured.
+        samples_per_step: if it equals `max_rows`, the `reason` of the result mentions it.
+        whole_step_rows: the rows of a whole training step. If a microbatch can hold that many, each step is a single
+            microbatch and needs no memory for accumulated gradients. The search then runs without them first, and
+            with them if it finds fewer rows. Without this argument, gradients are in memory.
+        progress: called after each probe, with its rows and its peak.
     """
     check_choice("strategy", strategy, STRATEGIES)
-    rungs_up_to(max_rows, round_to)
+    candidate_rows(max_rows, round_to)
     if strategy in NEED_RECOVERY and not step.runner.recovers:
         raise ConfigError(
-            f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
+            f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated after that",
             Remedy.MEASURING_STRATEGY,
         )
     with probing(step, memory, progress) as (prober, budget):
@@ -398,11 +406,11 @@ def find_max_batch_size(
             max_rows=max_rows,
             samples_per_step=samples_per_step,
         )
-        alone = partial(prober.measure, accumulates=False)
+        without_gradients = partial(prober.measure, accumulates=False)
         if not step.runner.trains:
-            return replace(search_rows(alone), accumulates=False)
+            return replace(search_rows(without_gradients), accumulates=False)
         if whole_step_rows is not None:
-            result = search_rows(alone, least_rows=whole_step_rows)
+            result = search_rows(without_gradients, least_rows=whole_step_rows)
             if result.rows >= whole_step_rows:
                 return replace(result, accumulates=False, reason=f"{result.reason}; a step is one microbatch")
         result = search_rows(prober.measure)
@@ -416,9 +424,10 @@ def profile_memory(
     most_rows: int = MAX_ROWS,
     progress: OnProbe | None = None,
 ) -> Profile:
-    """Collective: return the memory of microbatches over rows and length, up to the length of the step's sample.
+    """Collective: measure how memory depends on the rows and their length, up to the length of the step's sample.
 
-    Arguments and side effects are those of `find_max_batch_size`, but the step needs a `cut`.
+    Arguments and side effects are those of `find_max_batch_size`. `step.cut` is required. Microbatches have at most
+    `most_rows` rows.
     """
     lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
     with probing(step, memory, progress) as (prober, budget):

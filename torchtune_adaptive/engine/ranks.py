@@ -1,7 +1,7 @@
-"""Communication between ranks, except FSDP's. Without a process group, the world is one rank.
+"""All communication between ranks except FSDP's own. Without a process group, there is one rank.
 
-Also compares the replicas of a sharded model. FSDP2 does not check that they start with equal weights. If they do not,
-they stay different, because they get the same gradients.
+This module also compares the replicas of a sharded model, because FSDP2 does not check that they start with equal
+weights. Unequal replicas would stay different, because they get equal gradients.
 """
 
 import re
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.engine.oom import is_oom
-from torchtune_adaptive.errors import RanksPartedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import CollectiveFailedError, Remedy, UnrecoverableError
 
 Value = TypeVar("Value")
 
 LATE_S = 2.0
-"""Seconds to wait for a late announcement. On a null device, synchronizing does not wait for gloo's peers."""
-SAME = "as before"
-"""The step of a rank that has not announced a change."""
+"""Seconds to wait for a peer's announcement. It may be late on a null device, which does not wait for collectives."""
+UNCHANGED = "as before"
+"""Shown in errors for a rank that has announced nothing, because its step is like its previous one."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
-"""By training group, the group that communicates tensors on the host; None if the training group does."""
+"""Maps a training group to the gloo group that communicates tensors on the host; None if it does this itself."""
 
 
 def rank() -> int:
@@ -53,51 +53,51 @@ def new_gloo_group() -> dist.ProcessGroup:
 
 
 @contextmanager
-def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterator[None]:
-    """Replace errors of a collective by ones that explain them.
+def explaining_failures(what: str, already_matched: Callable[[], bool] = bool) -> Iterator[None]:
+    """Replace an error of a collective by a CollectiveFailedError that explains it.
 
-    Out-of-memory errors are raised unchanged, because the collective can be issued again. If `is_lost` returns True,
-    peers have already matched it, so it cannot, and the error is replaced.
+    An out-of-memory error is raised unchanged, because the collective can be issued again, unless `already_matched`
+    returns True: then peers have matched the collective.
     """
     try:
         yield
     except Exception as error:
-        if is_oom(error) and not is_lost():
+        if is_oom(error) and not already_matched():
             raise
         raise _explanation(what, error) from error
 
 
-def _explanation(what: str, error: Exception) -> RanksPartedError:
+def _explanation(what: str, error: Exception) -> CollectiveFailedError:
     failed = f"{what} failed on rank {rank()} ({error})"
     if is_oom(error):
-        return RanksPartedError(
+        return CollectiveFailedError(
             f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: restart from the "
             "last checkpoint, if there is one; NCCL does not need this memory"
         )
-    # NCCL's text for a CUDA error inside it, which may be out of memory; the collective is then half done
+    # NCCL's text for any CUDA error, including out of memory, after which its communicator cannot be used
     if "unhandled cuda error" in str(error):
-        return RanksPartedError(
+        return CollectiveFailedError(
             f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint",
             Remedy.ROOM_FOR_NCCL,
         )
     text = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without gloo's file and line
     other_causes = ", has raised an error, is in another collective," if "imed out" in text else ""
-    return RanksPartedError(
+    return CollectiveFailedError(
         f"another rank has exited{other_causes} or the network has failed ({what} failed on rank {rank()}: {text}), "
         "so the ranks are out of step: restart, from the last checkpoint if there is one"
     )
 
 
 def message_counters() -> Iterator[tuple[dist.ProcessGroup, Callable[[], int]]]:
-    """Yield each process group with a function that returns its number of messages on this rank.
+    """Yield each process group with a function that returns the number of its messages on this rank.
 
-    The numbers are the groups' sequence numbers; a call reads one integer in C++. They include messages of autograd's
-    threads and of compiled code, without any hook. NCCL does not count point-to-point messages; gloo does.
+    The number is the group's sequence number, an integer in C++ that costs little to read. It includes messages of
+    autograd's threads and of compiled code. NCCL does not count point-to-point messages; gloo does.
     """
     for group in dist.distributed_c10d._world.pg_map:
         if group.size() == 1:
             continue
-        # a group has one backend for each type of device, or one for all
+        # a group has one backend for each type of device, or one for all types
         for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
             counter: Callable[[], int] = backend._get_sequence_number_for_group  # type: ignore[attr-defined]
             try:
@@ -108,18 +108,18 @@ def message_counters() -> Iterator[tuple[dist.ProcessGroup, Callable[[], int]]]:
 
 
 class Agreement:
-    """Gathers one row of numbers from every rank, in one collective on the host, which does not wait for the GPU."""
+    """Gathers a row of numbers from every rank, in one all-reduce on the host, so that it does not wait for the GPU."""
 
     def __init__(self, columns: int) -> None:
-        """Collective: the first agreement creates a gloo group, if the training group has only NCCL."""
+        """Collective if the training group has only NCCL: the first Agreement then creates a gloo group."""
         self._columns = columns
-        # A rank that has just run out of memory takes part, so agreeing allocates no tensor. The memoryview keeps the
-        # array from being resized, and thus moved, while the tensor uses it.
+        # The tensor is allocated here, because `gather` must work on a rank that has just run out of memory. The
+        # memoryview prevents a resize of the array, which would move it while the tensor uses it.
         self._cells = memoryview(array("d", bytes(8 * columns * world_size())))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is not None and world not in _HOST_GROUPS:
-            # shared, because a group opens a connection between every two ranks
+            # shared by all Agreements, because each gloo group connects every rank with every other
             _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else new_gloo_group()
         self._group = None if world is None else _HOST_GROUPS[world]
 
@@ -137,35 +137,39 @@ class Agreement:
 class EqualSteps:
     """Checks that all ranks run the same number of samples and microbatches, without a collective.
 
-    Otherwise ranks would wait for each other in different collectives until the group's timeout. A rank announces a
-    change in the group's store, and reads the announcements of its peers after all have begun the step. Steps without
-    a change are free.
+    If the numbers differ, ranks wait for each other in different collectives until the group's timeout. Therefore a
+    rank writes its numbers to the group's store when they change, before the first collective of the step. After that
+    collective, it reads those of its peers. Steps without a change cost nothing.
     """
 
-    _made = 0
+    _instances = 0
 
     def __init__(self) -> None:
-        self._name = f"torchtune_adaptive/step/{EqualSteps._made}"  # same order on every rank
-        EqualSteps._made += 1
-        self._own, self._changes, self._changed = "", 0, False
+        # a unique key, equal on all ranks, because they create their runners in the same order
+        self._name = f"torchtune_adaptive/step/{EqualSteps._instances}"
+        EqualSteps._instances += 1
+        self._announced, self._announcements, self._unchecked = "", 0, False
 
     def announce(self, step: str) -> None:
         """Announce this rank's step, if it differs from the previous one. Call it before the first collective."""
-        if step != self._own and world_size() > 1 and dist.get_backend() != "fake":  # fake groups have no peers
-            self._own, self._changes, self._changed = step, self._changes + 1, True
+        if step != self._announced and world_size() > 1 and dist.get_backend() != "fake":  # fake groups have no peers
+            self._announced, self._announcements, self._unchecked = step, self._announcements + 1, True
             _store().set(self._key(rank()), step)
             _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge
 
     def check(self, *, waits: bool = False) -> None:
-        """Raise if a peer has announced another step. Call it after a collective of the step, or with `waits=True`."""
-        if not self._changed:
+        """Raise UnrecoverableError if this rank has announced a step, and a peer did not announce the same one.
+
+        Call it after a collective in which all ranks take part, or with `waits` to wait for their announcements.
+        """
+        if not self._unchecked:
             return
-        self._changed = False
+        self._unchecked = False
         if torch.cuda.is_initialized():  # the collective may still be queued
             torch.cuda.synchronize()
         until_s = time.monotonic() + LATE_S
-        while set(steps := self._steps()) != {self._own}:
-            if time.monotonic() > until_s and not (waits and set(steps) <= {self._own, SAME}):
+        while set(steps := self._steps()) != {self._announced}:
+            if time.monotonic() > until_s and not (waits and set(steps) <= {self._announced, UNCHANGED}):
                 raise UnrecoverableError(
                     f"the ranks have different numbers of samples or microbatches in one step ({', '.join(steps)}, by "
                     "rank), so they would wait for each other in different collectives: pass the same number and the "
@@ -174,12 +178,12 @@ class EqualSteps:
             time.sleep(0.01)
 
     def _steps(self) -> list[str]:
-        """Return the announcements, in order of rank."""
+        """Return the steps that the ranks have announced, in order of rank."""
         store, keys = _store(), [self._key(each) for each in range(world_size())]
-        return [store.get(key).decode() if store.check([key]) else SAME for key in keys]
+        return [store.get(key).decode() if store.check([key]) else UNCHANGED for key in keys]
 
     def _key(self, rank: int) -> str:
-        return f"{self._name}/{self._changes}/{rank}"
+        return f"{self._name}/{self._announcements}/{rank}"
 
 
 def _store() -> Any:
@@ -187,17 +191,17 @@ def _store() -> Any:
 
 
 def let_gloo_threads_finish() -> None:
-    """Give gloo's threads time to free their tensors, which requires the interpreter's lock.
+    """Give gloo's threads time to free their tensors, for which they need Python's GIL.
 
-    A thread that waits for the lock while the interpreter exits aborts the process. FSDP keeps the group, and thus
-    its threads, alive after `destroy_process_group` (pytorch #179291).
+    The process aborts if a thread waits for the GIL while the interpreter exits. FSDP keeps the group alive after
+    `destroy_process_group`, and with it these threads (pytorch #179291).
     """
     if dist.is_initialized() and backend_for("cpu") == "gloo":
-        time.sleep(0.2)  # microseconds suffice; milliseconds under load
+        time.sleep(0.2)  # they need microseconds, or milliseconds on a busy machine
 
 
 def from_all_ranks(value: Value) -> list[Value]:
-    """Collective: return the values of all ranks, in order of rank."""
+    """Collective: return the value of every rank, in order of rank. Values are pickled."""
     values = [value] * world_size()
     if dist.is_initialized():
         with explaining_failures("an exchange between the ranks"):
@@ -206,7 +210,7 @@ def from_all_ranks(value: Value) -> list[Value]:
 
 
 def from_rank_0(value: Value) -> Value:
-    """Collective: return rank 0's value on every rank."""
+    """Collective: return rank 0's value on every rank. The value is pickled."""
     values = [value]
     if dist.is_initialized():
         with explaining_failures("an exchange between the ranks"):
@@ -224,45 +228,45 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Collective: average the gradients of whole models over all ranks, as FSDP would.
+    """Collective: average the gradients of whole models over all ranks, as FSDP does for sharded models.
 
-    A missing gradient counts as zeros; if all ranks lack it, it stays None.
+    A gradient that is None counts as zeros. If it is None on all ranks, it stays None.
     """
     every = list(parameters)
     has_gradient = torch.tensor([each.grad is not None for each in every], dtype=torch.int32, device=every[0].device)
     with explaining_failures("the mean of the gradients"):
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
-        for parameter, has in zip(every, has_gradient.tolist(), strict=True):
-            if has:
+        for parameter, on_any_rank in zip(every, has_gradient.tolist(), strict=True):
+            if on_any_rank:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world_size()
 
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
-    """Collective, if there are replicas: raise on all ranks if the replicas of any shard differ in a bit."""
+    """Collective if there are replicas: raise on all ranks if the replicas of any shard differ in a bit."""
     replicated: dict[tuple[int, ...], list[Tensor]] = {}  # by the ranks that hold the same shards
     for parameter in (each for model in models for each in model.parameters()):
-        # parameters without replicas, such as most under tensor parallelism, are skipped
-        if len(holders := _holders(parameter)) > 1:
-            replicated.setdefault(holders, []).append(parameter)
+        # skips parameters without replicas, for example most of them under tensor parallelism
+        if len(ranks := _ranks_with_same_shard(parameter)) > 1:
+            replicated.setdefault(ranks, []).append(parameter)
     if not replicated or world_size() == 1:
         return
-    checksums = from_all_ranks({holders: checksum(shards) for holders, shards in replicated.items()})
-    for rank, own in enumerate(checksums):
-        for holders, value in own.items():
-            if value != checksums[first := holders[0]].get(holders):
+    checksums = from_all_ranks({ranks: checksum(shards) for ranks, shards in replicated.items()})
+    for rank, own_checksums in enumerate(checksums):
+        for ranks, own_checksum in own_checksums.items():
+            if own_checksum != checksums[first := ranks[0]].get(ranks):
                 raise UnrecoverableError(
                     f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: "
-                    "replicas get the same gradients, so they stay different; load the same weights on all ranks, or "
-                    "call torchtune_adaptive.make_replicas_alike(model.parameters()) before the first step"
+                    "replicas get equal gradients, so they stay different; load the same weights on all ranks, or "
+                    "call torchtune_adaptive.synchronize_replicas(model.parameters()) before the first step"
                 )
 
 
-def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
-    """Collective, if there are replicas: copy the first replica's values to the others.
+def synchronize_replicas(parameters: Iterable[Tensor]) -> None:
+    """Collective if there are replicas: copy the values of the first replica to the others.
 
-    Needed for weights that were initialized after sharding, from different random generators.
+    Call it after weights were initialized on sharded models, because ranks may draw different random numbers.
     """
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
@@ -278,28 +282,28 @@ def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
     return tuple(dim for dim, each in enumerate(parameter.placements) if each.is_replicate() and size(dim) > 1)
 
 
-def _holders(parameter: Tensor) -> tuple[int, ...]:
-    """Return the ranks that hold the same shard as this one, ascending."""
+def _ranks_with_same_shard(parameter: Tensor) -> tuple[int, ...]:
+    """Return the ranks that hold the same shard of this parameter as this rank, ascending."""
     if not isinstance(parameter, DTensor):
         return tuple(range(world_size()))
     mesh = parameter.device_mesh
-    here = mesh.get_coordinate()
-    assert here is not None, "this rank is in the mesh of its parameters"
-    same = _replicated_dims(parameter)
-    holders = mesh.mesh[tuple(slice(None) if dim in same else at for dim, at in enumerate(here))]
-    return tuple(sorted(holders.flatten().tolist()))
+    own_position = mesh.get_coordinate()
+    assert own_position is not None, "this rank is in the mesh of its parameters"
+    replicated = _replicated_dims(parameter)
+    ranks = mesh.mesh[tuple(slice(None) if dim in replicated else at for dim, at in enumerate(own_position))]
+    return tuple(sorted(ranks.flatten().tolist()))
 
 
 def checksum(parameters: Iterable[Tensor]) -> int:
-    """Return a checksum of the bits of this rank's shards: NaN equals itself, and -0.0 differs from 0.0."""
-    checked = 0
+    """Return a CRC-32 of the bits of this rank's shards: NaN equals itself, and -0.0 differs from 0.0."""
+    value = 0
     for parameter in parameters:
         local = _local(parameter)
-        if type(local) is Tensor:  # skips other tensor subclasses, whose bits are in several tensors
-            # copied in pieces of 4 MiB, because FSDP cannot resize a storage after `numpy()`
+        if type(local) is Tensor:  # skips tensor subclasses, whose bits are in several tensors
+            # copied, because FSDP cannot resize a storage after `numpy()`, and in pieces of 4 MiB to save memory
             for piece in local.flatten().view(torch.uint8).split(2**22):
-                checked = zlib.crc32(piece.to("cpu", copy=True).numpy().data, checked)
-    return checked
+                value = zlib.crc32(piece.to("cpu", copy=True).numpy().data, value)
+    return value
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The totals that a microbatch returns, each rank's report about its attempt, and the result of a step."""
+"""The totals of a microbatch, the report of each rank about an attempt at a step, and the result of the step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class Totals(NamedTuple):
     """The loss summed over the target tokens: a detached scalar tensor."""
     target_tokens: int
     sums: Mapping[str, Tensor] = MappingProxyType({})
-    """More sums, by name: tensors like `loss_sum`. Every microbatch has the same names."""
+    """Further sums by name, as detached scalar tensors. Every microbatch must return the same names."""
 
     @classmethod
     def of(cls, returned: object) -> Totals:
-        """Validate the return value of a microbatch, and convert its sums to at least single precision.
+        """Check the return value of `forward_backward`, and convert its sums to at least single precision.
 
-        Ranks add the sums, so their types must be equal, but on a rank without labels they may be bf16.
+        The sums are added over ranks, so all ranks need the same dtype. Without this, a rank without labels could
+        return bf16 while others return float32.
         """
         if not isinstance(returned, Totals):
             raise TypeError(
@@ -44,13 +45,13 @@ class Totals(NamedTuple):
         tokens = float(returned.target_tokens)
         if tokens < 0 or not tokens.is_integer():
             raise ValueError(
-                f"target_tokens of Totals is {tokens:g}, but must be a whole number from 0; "
+                f"target_tokens of Totals is {tokens:g}, but must be a whole number, 0 or more; "
                 "put weighted counts into sums"
             )
         return cls(_wide(returned.loss_sum), int(tokens), {name: _wide(value) for name, value in returned.sums.items()})
 
     def plus(self, other: Totals) -> Totals:
-        """Return the totals of two microbatches. Raises KeyError if their sums have different names."""
+        """Return the sum of two totals. Raises KeyError if their `sums` have different names."""
         sums = {name: self.sums[name] + other.sums[name] for name in self.sums.keys() | other.sums.keys()}
         return Totals(self.loss_sum + other.loss_sum, self.target_tokens + other.target_tokens, sums)
 
@@ -68,7 +69,7 @@ class Fullest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of a step. Gradients are complete on every rank and include each sample exactly once."""
+    """The result of a complete step, equal on all ranks. Gradients then include each sample exactly once."""
 
     loss_sum: Tensor
     """The loss summed over the target tokens of all ranks."""
@@ -77,55 +78,55 @@ class StepResult:
     microbatches: int
     """Microbatches of each rank, in the attempt that succeeded."""
     recoveries: int
-    """Number of times the step was repeated."""
+    """Number of times that the step was repeated."""
     load: Load
-    """Tokens and cost summed over the ranks, and the largest microbatch."""
+    """Tokens and cost summed over all ranks, and the largest microbatch of any rank."""
     retries: int = 0
     """Allocator retries of all ranks."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """The sums of `Totals`, over all microbatches and ranks."""
+    """`Totals.sums`, summed over all microbatches and ranks."""
     imbalance: float = 1.0
-    """Cost of the rank with the highest cost, padding included, relative to the mean."""
+    """The highest computing cost of a rank, padding included, relative to the mean of all ranks."""
     memory: Fullest | None = None
-    """None if memory is not measured."""
-    asked_to_stop: bool = False
-    """True on all ranks if any rank was asked to end the run."""
+    """Memory of the fullest rank; None if memory is not measured."""
+    stop_requested: bool = False
+    """True if `stop_requested` of `Recovery` has returned True on any rank."""
 
 
 class AttemptReport(NamedTuple):
-    """One rank's attempt at a step."""
+    """The report of one rank about an attempt at a step. It has only numbers, so that an all-reduce can collect it."""
 
     microbatch: MicrobatchSize = MicrobatchSize(0, 0)
-    """The microbatch that ran out of memory, or the largest one if the allocator only retried."""
+    """The microbatch that ran out of memory; otherwise the largest one if the allocator has retried; otherwise 0."""
     load: Load = Load(0, 0, 0, 0, 0.0)
     reading: Reading = Reading(0, 0, 0)
     loss_sum: float = 0.0
     failed: int = 0
     """1 if a microbatch ran out of memory."""
     position: int = 0
-    """Collectives issued in this step."""
+    """Number of collectives that this rank has issued in this step."""
     target_tokens: int = 0
     upcoming_microbatches: int = 0
     """Microbatches that this rank needs for the next step; 0 if unknown."""
-    asked_to_stop: int = 0
-    foreign_messages: int = 0
-    """Messages of microbatches besides FSDP's."""
+    stop_requested: int = 0
+    non_fsdp_messages: int = 0
+    """The most messages that a microbatch has sent outside FSDP."""
     gradients: int = 0
-    """1 if the attempt left gradients; only set if that is unknown, or if gradients are to be averaged."""
+    """1 if the attempt left gradients. Only set if no attempt has succeeded yet, or if gradients must be averaged."""
     step: int = 0
-    """The number of the step; 0 in a probe."""
+    """The number of the step; 0 in a probe of a search."""
 
     def to_row(self) -> list[float]:
-        """Return the report as a row of the agreement's table."""
+        """Return the report as a row of numbers for `Agreement.gather`."""
         rows, length, tokens = self.microbatch
         return [rows, length, tokens or 0, *self.load, *self.reading, *self[3:]]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> AttemptReport:
-        """Return the report that `to_row` turned into this row."""
-        rows, length, joined, tokens, padded_tokens, most_rows, most_tokens = map(int, row[:7])
+        """Return the report that `to_row` converted to this row."""
+        rows, length, unpadded_tokens, tokens, padded_tokens, most_rows, most_tokens = map(int, row[:7])
         return cls(
-            MicrobatchSize(rows, length, joined or None),
+            MicrobatchSize(rows, length, unpadded_tokens or None),
             Load(tokens, padded_tokens, most_rows, most_tokens, row[7]),
             Reading(*map(int, row[8:11])),
             row[11],
@@ -145,7 +146,7 @@ class AttemptReports(tuple[AttemptReport, ...]):
         return {rank: report.microbatch for rank, report in enumerate(self) if report.failed}
 
     @property
-    def retrying(self) -> dict[int, MicrobatchSize]:
+    def flushed_cache(self) -> dict[int, MicrobatchSize]:
         """The largest microbatch of each rank whose allocator flushed its cache in this step."""
         return {rank: report.microbatch for rank, report in enumerate(self) if report.reading.retries}
 
@@ -167,46 +168,46 @@ class AttemptReports(tuple[AttemptReport, ...]):
         return max(needs) if all(needs) else 0
 
     @property
-    def asked_to_stop(self) -> bool:
-        """True if any rank was asked to end the run."""
-        return any(report.asked_to_stop for report in self)
+    def stop_requested(self) -> bool:
+        """True if any rank has requested to stop the run."""
+        return any(report.stop_requested for report in self)
 
     @property
     def imbalance(self) -> float:
-        """The highest cost of a rank relative to the mean."""
+        """The highest computing cost of a rank relative to the mean of all ranks."""
         costs = [report.load.cost for report in self]
-        # fsum is exact, so the result is never below 1, and 1 if all costs are equal
+        # `fsum` is exact: the result is never below 1, and exactly 1 if all costs are equal
         return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
 
     def check_positions(self) -> None:
         """Raise UnrecoverableError if ranks ran different steps or issued different numbers of collectives."""
         if len({report.step for report in self}) > 1:
             raise UnrecoverableError(
-                f"the ranks are in different steps ({[report.step for report in self]}, by rank), so they mixed "
-                "their gradients: if one rank leaves a step because of an error, all ranks must end"
+                f"the ranks are in different steps ({[report.step for report in self]}, by rank), so gradients of "
+                "different steps were added: if one rank leaves a step because of an error, all ranks must end"
             )
         positions = [report.position for report in self]
         if len(set(positions)) > 1:
             raise UnrecoverableError(
-                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they "
-                "exchanged the wrong data; use the same model and the same number of samples on all ranks"
+                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they have "
+                "exchanged wrong data; use the same model and the same number of samples on all ranks"
             )
 
 
 def gather_reports(agreement: Agreement, report: AttemptReport) -> AttemptReports:
-    """Collective: return the reports of all ranks."""
+    """Collective: return the reports of all ranks, equal on all ranks."""
     return AttemptReports(map(AttemptReport.from_row, agreement.gather(report.to_row())))
 
 
 def result_of(totals: Totals, reports: AttemptReports, microbatches: int, recoveries: int) -> StepResult:
-    """Collective for sums and, on CUDA, for the loss: return the result of a complete step."""
+    """Collective if there are `sums` or, on CUDA, because of the loss: return the result of a complete step."""
     names = sorted(totals.sums)
-    mine = [totals.sums[name] for name in names]
+    own_sums = [totals.sums[name] for name in names]
     if totals.loss_sum.device.type == "cpu":
         loss_sum = totals.loss_sum.new_tensor(sum(report.loss_sum for report in reports))
-        sums = list(sum_over_ranks(torch.stack(mine))) if mine else []
+        sums = list(sum_over_ranks(torch.stack(own_sums))) if own_sums else []
     else:
-        loss_sum, *sums = sum_over_ranks(torch.stack([totals.loss_sum, *mine]))
+        loss_sum, *sums = sum_over_ranks(torch.stack([totals.loss_sum, *own_sums]))
     tokens, padded_tokens, most_rows, most_tokens, cost = zip(*(report.load for report in reports), strict=True)
     return StepResult(
         loss_sum=loss_sum,
@@ -218,5 +219,5 @@ def result_of(totals: Totals, reports: AttemptReports, microbatches: int, recove
         imbalance=reports.imbalance,
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,
-        asked_to_stop=reports.asked_to_stop,
+        stop_requested=reports.stop_requested,
     )

@@ -1,4 +1,4 @@
-"""Save and restore what a step changes: random generators before a retry; after a probe, also weights and state."""
+"""Saves and restores what a step changes: random generators for a retry; models and optimizers, too, for a probe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
 
 @dataclass(frozen=True)
 class RngState:
-    """State of torch's random generators, on the host and on this rank's GPU."""
+    """State of torch's random generators on the host and on this rank's GPU."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
@@ -40,7 +40,7 @@ class RngState:
 def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Restore parameters, gradients, buffers, optimizer state and random generators at the end.
 
-    Gradients are not copied, so the code inside must not accumulate into existing ones.
+    Gradients are not copied, so the code inside must not accumulate into existing gradients.
     """
     rng = RngState.capture()
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
@@ -67,19 +67,19 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
         for state in states:
             state.restore()
         for tensor, parts in copies:
-            # looked up again, because FSDP's first pass moves shards that need padding to new storages
+            # `plain_tensors` again, because FSDP's first pass moves shards that need padding to new storages
             for plain, copied in zip(plain_tensors(tensor), parts, strict=True):
                 plain.detach().copy_(copied)
         rng.restore()
 
 
 def copies_on_host(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return each tensor with copies of the plain tensors inside."""
+    """Return each tensor, together with copies on the host of the plain tensors of which it consists."""
     return [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in tensors]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    # a storage that no operation allocates, so that a MemoryMeter does not count the copy
+    # the storage is not allocated by an operation, so a MemoryMeter does not count it
     storage = UntypedStorage(tensor.numel() * tensor.element_size())
     host: Tensor = torch.empty(0, dtype=tensor.dtype, device="cpu")
     host.set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
@@ -87,9 +87,9 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def copied_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of the same type (for example, a DTensor of quantized shards) with all parts on the host.
+    """Return a copy of the same type, for example a DTensor of quantized shards, with all its tensors on the host.
 
-    A deep copy, as torch makes to stage a state, would copy everything twice, and the mesh as well.
+    `copy.deepcopy`, which torch uses to stage a state dict, would also copy the mesh, and everything twice.
     """
     if not wraps_tensors(type(tensor)):
         return _to_host(tensor)
@@ -103,17 +103,17 @@ def copied_to_host(tensor: Tensor) -> Tensor:
 
 
 class _OptimizerState:
-    """The tensors in an optimizer's state and options, and a copy of everything else."""
+    """The tensors in an optimizer's state and parameter groups, and a copy of everything else in them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         trees = dict(optimizer.state), optimizer.param_groups
         self.tensors = [leaf for leaf in tree_iter(trees) if isinstance(leaf, Tensor)]
-        # copies containers and numbers; tensors stay the same objects, and the caller restores their contents
-        same = {id(tensor): tensor for tensor in (*self.tensors, *optimizer.state)}
+        # The copy contains the same tensor objects. The caller saves and restores their values.
+        not_copied = {id(tensor): tensor for tensor in (*self.tensors, *optimizer.state)}
         self._state: dict[Tensor, object]
         self._groups: list[dict[str, object]]
-        self._state, self._groups = copy.deepcopy(trees, same)
+        self._state, self._groups = copy.deepcopy(trees, not_copied)
 
     def restore(self) -> None:
         self._optimizer.state.clear()

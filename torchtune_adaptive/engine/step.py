@@ -1,14 +1,15 @@
-"""Runs a step so that an out-of-memory error, on any rank and at any point, costs a repeated step and not the run.
+"""Runs a training step, and repeats it in smaller microbatches if any rank runs out of memory.
 
-A step is a fixed list of samples. Running out of memory changes the limit of a microbatch, never the step:
+A step is a fixed list of samples. The limit is the largest microbatch that is allowed. An out-of-memory error lowers
+the limit, but does not change the samples:
 
-1. Plan: split the samples into microbatches within the limit, the same number on every rank.
+1. Plan: split the samples into microbatches within the limit, equally many on every rank.
 2. Attempt: run the forward and backward of every microbatch, while the ledger counts collectives.
-3. Drain, only on a rank that ran out of memory: free what the attempt has allocated, and issue the collectives that
-   peers still expect, with zeros. Then all ranks are at the same position.
-4. Agree: every rank gets the reports of all ranks, in one small collective.
-5. Recover, if any rank failed: all ranks discard gradients, restore random generators and lower the limit equally, and
-   start again at 1. If only single rows failed, the first retry keeps the limit.
+3. Drain, only on a rank that ran out of memory: free the memory of the attempt, then issue the collectives that peers
+   still expect, with zeros. Now all ranks have issued the same number of collectives.
+4. Agree: one small all-reduce gives every rank the reports of all ranks.
+5. Recover, if any rank failed: all ranks discard their gradients, restore the random generators, lower the limit and
+   start again at 1. If only microbatches of one row failed, the first retry keeps the limit.
 
 `StepRunner.run` is this loop.
 """
@@ -34,7 +35,7 @@ from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
+from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory
 from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, spread
 from torchtune_adaptive.engine.ranks import (
     Agreement,
@@ -68,45 +69,51 @@ from torchtune_adaptive.formatting import format_apart, is_whole
 logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample")
-KindOfPass: TypeAlias = Literal["microbatch", "drain"]
-AroundPass: TypeAlias = Callable[[KindOfPass], AbstractContextManager[object]]
+PassKind: TypeAlias = Literal["microbatch", "drain"]
+ContextForPass: TypeAlias = Callable[[PassKind], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKind(Generic[Sample]):
-    """Describes samples to a step, which never looks into them."""
+    """Functions that tell a StepRunner about samples, which can be objects of any type."""
 
     length_of: Callable[[Sample], int]
     """Returns the number of tokens of a sample, for limits by length."""
     filler: Callable[[Sample], Sample]
-    """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank runs it
-    if the others have more microbatches, and a drain runs it in place of a microbatch that has no record."""
+    """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank with
+    fewer microbatches than its peers runs it. So does a drain, if no microbatch has been recorded yet."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
-    """For samples of several rows, such as pairs of answers: returns the tokens of each row. `length_of` then returns
-    those of the longest row. A RowLimit still counts samples, not rows."""
+    """Returns the number of tokens of each row, for samples of several rows, such as pairs of answers. `length_of` must
+    then return the number for the longest row. A RowLimit counts samples, not rows."""
     padded: bool = True
-    """True if rows are padded to the longest one. Otherwise samples are concatenated into one row, and a limit by
-    length counts all tokens."""
+    """True if `forward_backward` pads rows to the longest one. False if it concatenates samples into one row; a limit
+    by length then counts the tokens of all samples."""
     cost_of: Callable[[int], float] = float
-    """Returns the relative cost of a row with this number of tokens. `StepResult.imbalance` compares ranks by it."""
+    """Returns the relative computing cost of a row with this number of tokens, for `StepResult.imbalance`."""
 
     def lengths(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the lengths of samples, at least 1: an empty sample is padded to one token."""
+        """Return the length of each sample. An empty sample has length 1, because it is padded to one token."""
         return [max(1, index(self.length_of(sample))) for sample in samples]
 
 
 class Recovery:
-    """The state that the stages of a step share: the ledger of collectives, and callbacks.
+    """The state that all stages of a step share: the ledger of collectives, settings and callbacks.
 
-    `models` are all models that the stages run, also frozen ones. A stage owns the runner's model and all frozen
-    models: only these are reset when it fails, so the gradients of other stages stay as they are.
+    A stage is a pass of one StepRunner over the samples of a step. Most training steps have a single stage.
 
-    Set `exchanges_activations` if microbatches communicate besides FSDP2, as in context parallelism; tensor and expert
-    parallelism are detected. Ranks that share samples, for example under tensor parallelism, must pass the same samples
-    to `run`. After `regrow_after` steps without out-of-memory errors or allocator retries, a lowered limit grows again;
-    0 disables this. `asked_to_stop` is called once per attempt. If it returns True on any rank, for example after a
-    signal, the result of that step has `asked_to_stop` on all ranks. `on_change` is called on every rank when a limit
-    changes or is exhausted, and `on_attempt` before each attempt, with the stage, the step and the plan.
+    Args:
+        models: all models that the stages run, including frozen ones. A stage owns its runner's model and all frozen
+            models. If the stage fails, only these are reset, so gradients in the models of other stages remain.
+        enabled: False to let an out-of-memory error end the run.
+        exchanges_activations: True if microbatches communicate outside FSDP2 in a way that is not detected, as in
+            context parallelism. Tensor and expert parallelism are detected. Ranks that share samples, for example
+            under tensor parallelism, must pass the same samples to `StepRunner.run`.
+        regrow_after: a lowered limit grows again after this many steps without out-of-memory errors or allocator
+            retries; 0 to keep it low.
+        stop_requested: called once per attempt. If it returns True on any rank, for example after a signal, the
+            result of that step has `stop_requested` on all ranks.
+        on_change: called on every rank when a limit changes, or when memory runs out at the smallest limit.
+        on_attempt: called before each attempt, with the stage, the step and the plan.
     """
 
     def __init__(
@@ -115,11 +122,11 @@ class Recovery:
         enabled: bool = True,
         exchanges_activations: bool = False,
         regrow_after: int = 200,
-        asked_to_stop: Callable[[], bool] = bool,
+        stop_requested: Callable[[], bool] = bool,
         on_change: Callable[[Change], object] = lambda _: None,
         on_attempt: Callable[[str, int, Plan], object] = lambda *_: None,
     ) -> None:
-        """Collective: on CUDA, create the group of the agreement. Shard the models first."""
+        """Collective: on CUDA, create a gloo group for agreements. Shard the models first."""
         for reason in filter(None, map(fsdp.why_recovery_is_off, models if enabled else ())):
             raise RecoveryUnsupportedError(
                 f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
@@ -127,8 +134,8 @@ class Recovery:
         if not is_whole(regrow_after, at_least=0):
             raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
         self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
-        self.asked_to_stop, self.on_change, self.on_attempt = asked_to_stop, on_change, on_attempt
-        self.ledger = CollectiveLedger(*models, watches=enabled, exchanges_activations=exchanges_activations)
+        self.stop_requested, self.on_change, self.on_attempt = stop_requested, on_change, on_attempt
+        self.ledger = CollectiveLedger(*models, counts=enabled, exchanges_activations=exchanges_activations)
         self.agreement = Agreement(REPORT_COLUMNS)
         self._stages: set[str] = set()
         self._compared = self._closed = False
@@ -145,20 +152,20 @@ class Recovery:
         """Return the models that the stage of this model owns."""
         return [each for each in self.models if each is model or not any(p.requires_grad for p in each.parameters())]
 
-    def others_with_gradients(self, model: nn.Module) -> int:
-        """Return the number of other models that have gradients now."""
+    def count_others_with_gradients(self, model: nn.Module) -> int:
+        """Return the number of models, except this one, that have gradients now."""
         return sum(_has_gradients(each) for each in self.models if each is not model)
 
     def prepare(self) -> None:
-        """Prepare a step. The first call is collective and compares the replicas' weights, so load them before it."""
+        """Prepare a step. Collective in the first call, which checks that replicas have equal weights."""
         if self._closed:
-            raise ValueError("this runner is closed and would hang if a rank ran out of memory: create a new one")
+            raise ValueError("this StepRunner is closed, so it can no longer recover: create a new one")
         if not self._compared:
             compare_replicas(self.models)
             self._compared = True
 
     def close(self) -> None:
-        """Restore FSDP's own collectives. Call it last; the process should end afterwards."""
+        """Restore FSDP's own collectives, and give gloo's threads time to finish. Call it at the end of the process."""
         self._closed = True
         self.ledger.close()
         let_gloo_threads_finish()
@@ -169,7 +176,7 @@ def _has_gradients(model: nn.Module) -> bool:
 
 
 class _NextPlan(NamedTuple):
-    """The plan of the next step."""
+    """The plan of the next step, with the limit and the lengths that it was made for."""
 
     limit: Limit
     lengths: list[int]
@@ -177,21 +184,22 @@ class _NextPlan(NamedTuple):
 
 
 class StepRunner(Generic[Sample]):
-    """Turns the samples of a step into gradients.
+    """Runs forward and backward over the samples of a step, in microbatches that fit into memory.
 
-    `forward_backward` collates the given samples, runs forward and backward on the sum of their losses, and returns the
-    totals. It must not divide the loss by a number that differs between microbatches, such as their tokens. To get the
-    mean over tokens, divide the gradients by `result.target_tokens` afterwards. A repeated step calls it with other
-    splits of the same samples.
-
-    `limit` is the limit of a microbatch, the same on every rank. Under a limit by rows, all ranks need the same number
-    of samples. By default, the runner creates a Recovery for its model.
-
-    A step of several stages has one runner per stage, with a shared `recovery`. `stage` is the stage's name in messages
-    and records. A stage without backward stores its results per sample; a repeated attempt overwrites them.
-
-    Ranks may hold whole models. Their microbatches must not communicate: call the module inside
-    DistributedDataParallel, not the wrapper. Gradients are averaged after all ranks have succeeded.
+    Args:
+        model: sharded by FSDP2 or whole. If several ranks hold whole models, microbatches must not communicate: call
+            the module inside DistributedDataParallel, not the wrapper. Gradients are averaged after all ranks have
+            succeeded.
+        forward_backward: runs one microbatch. It collates the given samples, runs forward and backward on the sum of
+            their losses, and returns the totals. It must not divide the loss by a number that differs between
+            microbatches, such as their tokens. To train on the mean over tokens, divide the gradients by
+            `result.target_tokens` after `run`. A repeated step splits the same samples differently.
+        kind: describes the samples.
+        limit: the largest microbatch, equal on all ranks. Under a limit by rows, every rank must have equally many
+            samples.
+        recovery: shared by the runners of all stages, if a step has several. By default, a new one for this model.
+        stage: the name of the stage in messages and records, if a step has several. A stage without a backward stores
+            its results in the samples. A repeated attempt overwrites them.
     """
 
     def __init__(
@@ -204,7 +212,7 @@ class StepRunner(Generic[Sample]):
         recovery: Recovery | None = None,
         stage: str = "",
     ) -> None:
-        """Collective, because of `Recovery`."""
+        """Collective, because it creates a Recovery."""
         self.model, self.kind, self.stage = model, kind, stage
         self.recovery = recovery or Recovery(model)
         self.recovery.add_stage(stage, model)
@@ -216,19 +224,19 @@ class StepRunner(Generic[Sample]):
         """Number of the current or latest step; None after `attempt`."""
         self._forward_backward, self._ledger = forward_backward, self.recovery.ledger
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
-        self._around_pass: AroundPass = lambda _: nullcontext()
+        self._context_for: ContextForPass = lambda _: nullcontext()
         self._next_plan: _NextPlan | None = None
-        self._others_with_gradients = 0  # the number of other models with gradients before the first attempt
+        self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         self._equal_steps = EqualSteps()
-        # EqualSteps needs a collective of all ranks: when it ends, every rank has announced its step.
-        self._checks_steps = fsdp.gathers_from_all(model)
+        # EqualSteps relies on the first collective, in which all ranks take part: after it, every rank has announced.
+        self._announces_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
-        self._averages = world_size() > 1 and self._is_whole
+        self._averages_gradients = world_size() > 1 and self._is_whole
         self.measure_memory(None)
 
     @property
     def limit(self) -> Limit:
-        """The current limit, at most the allowed one."""
+        """The limit in use: the one that was passed in, or a smaller one after an out-of-memory error."""
         return self._governor.limit
 
     @property
@@ -237,14 +245,11 @@ class StepRunner(Generic[Sample]):
         return self._governor.recoveries
 
     def use_limit(self, limit: Limit) -> None:
-        """Allow this limit from the next step on.
-
-        If recovery has lowered the limit, and the unit stays the same, the smaller of both is used.
-        """
+        """Use this limit from the next step on. If recovery has chosen a smaller one in the same unit, keep that."""
         self._governor.allow(limit)
 
     def start_over(self) -> None:
-        """Return to the allowed limit and record collectives anew, because microbatches change.
+        """Return to the original limit, and record the collectives of the next microbatch anew.
 
         Call it on all ranks if microbatches need less memory or communicate differently from the next step on.
         """
@@ -252,44 +257,44 @@ class StepRunner(Generic[Sample]):
         self._ledger.forget(self.stage)
 
     def measure_memory(self, memory: MemorySource | None) -> None:
-        """Measure memory from the next step on: for results, and to lower the limit if the allocator thrashes."""
-        self._gauge = Gauge(memory, shared=bool(self.stage))
+        """Measure memory from the next step on. Results then contain it, and allocator retries lower the limit."""
+        self._gauge = Gauge(memory, several_stages=bool(self.stage))
 
     @contextmanager
-    def wrapping(self, around: AroundPass) -> Iterator[None]:
-        """Enter `around(kind)` for every pass that may run out of memory and be repeated: microbatches and drains."""
-        before = self._around_pass
+    def wrapping_passes(self, context_for: ContextForPass) -> Iterator[None]:
+        """Run every microbatch and every drain inside the context that `context_for` returns for this kind of pass."""
+        before = self._context_for
 
         @contextmanager
-        def nested(kind: KindOfPass) -> Iterator[None]:
-            with before(kind), around(kind):
+        def nested(kind: PassKind) -> Iterator[None]:
+            with before(kind), context_for(kind):
                 yield
 
-        self._around_pass = nested
+        self._context_for = nested
         try:
             yield
         finally:
-            self._around_pass = before
+            self._context_for = before
 
     def state_dict(self) -> LimitState:
-        """Return the state of the limit, which is the same on all ranks."""
+        """Return the state of the limit for a checkpoint. It is the same on all ranks."""
         return self._governor.state()
 
     def load_state_dict(self, state: LimitState) -> None:
-        """Restore the state of the limit."""
+        """Restore a state that `state_dict` returned."""
         self._governor.restore(state)
 
     def close(self) -> None:
-        """Close the recovery, for all stages."""
+        """Close the Recovery, which ends all stages that share it."""
         self.recovery.close()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
-        """Collective: run forward and backward over all samples, and retry under smaller limits while any rank fails.
+        """Collective: run forward and backward over all samples; repeat both under smaller limits while any rank fails.
 
-        Gradients must be None before, and are complete and unscaled afterwards. `step` is the same on all ranks, and
-        differs from call to call. `upcoming` are this rank's samples of the next call, if they are known. Under a limit
-        by length, this step's agreement then includes their number of microbatches, which saves an agreement in the
-        next call.
+        Gradients must be None when it begins. When it returns, they are complete and not scaled. `step` must be equal
+        on all ranks and new in each call. `upcoming` are this rank's samples of the next call, if they are known.
+        Under a limit by length, the ranks must agree on a number of microbatches. With `upcoming`, the agreement at the
+        end of this step includes that number for the next step, so the next call needs no agreement of its own.
 
         Raises LimitExhaustedError on every rank if memory runs out at the smallest limit. Gradients and torch's random
         generators are then as before the call, so the caller may free memory and call it again.
@@ -300,7 +305,7 @@ class StepRunner(Generic[Sample]):
         lengths, rng, recoveries = self.kind.lengths(samples), RngState.capture(), 0
         while True:
             plan = self._plan(lengths)
-            if self._checks_steps and not self.limit.by_length:
+            if self._announces_steps and not self.limit.by_length:
                 self._equal_steps.announce(f"{len(samples)} in {len(plan)}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
@@ -309,19 +314,19 @@ class StepRunner(Generic[Sample]):
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
                 self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
-                # without recovery, no other limit can be tried
-                if self.recovers and (change := self._governor.completed(step, reports.retrying)):
+                # without recovery, the limit stays: a larger one could run out of memory
+                if self.recovers and (change := self._governor.completed(step, reports.flushed_cache)):
                     self._announce(change, reports)
                 return self._complete(outcome, reports, plan, recoveries)
-            del outcome  # frees the loss, if it is on the device
+            del outcome  # frees the loss tensor before the retry
             self._recover(reports, rng, step, began)
             recoveries += 1
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, AttemptReports]:
-        """Collective: run forward and backward over exactly these microbatches, once.
+        """Collective: run forward and backward over exactly these microbatches, without a retry.
 
-        If any rank runs out of memory, all ranks drop the gradients and return no result. The limit stays, and random
-        generators are not restored.
+        If any rank runs out of memory, all ranks drop the gradients and return None as the result. The limit and the
+        random generators are left as they are.
         """
         samples = [sample for microbatch in microbatches for sample in microbatch]
         self._check(samples)
@@ -348,27 +353,31 @@ class StepRunner(Generic[Sample]):
             )
 
     def _plan(self, lengths: list[int]) -> Plan:
-        """Split the samples into equally many microbatches on all ranks. A limit by rows needs equally many samples.
+        """Return a plan with equally many microbatches on all ranks.
 
         Collective under a limit by length, unless the previous call of `run` has planned these samples as `upcoming`.
+        Under a limit by rows, the numbers are equal because all ranks have equally many samples.
         """
         limit, padded, planned = self.limit, self.kind.padded, self._next_plan
         self._next_plan = None
         if planned is not None and planned.limit == limit:
             if planned.lengths != lengths:
-                raise ValueError("the samples differ from those announced as `upcoming`; pass the same ones")
+                raise ValueError("the samples differ from `upcoming` of the previous call; pass the same ones")
             return planned.plan
         plan = plan_step(lengths, limit, padded=padded)
         if not limit.by_length:
             return plan
-        if self._checks_steps:
+        if self._announces_steps:
             self._equal_steps.announce("by length")
             self._equal_steps.check(waits=True)
         needs = gather_reports(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan)))
         return spread(plan, lengths, limit, needs.upcoming_microbatches, padded=padded)
 
     def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
-        """Plan the next step in the fewest microbatches; None if its samples are unknown, or under a limit by rows."""
+        """Return a plan of the next step in the fewest microbatches.
+
+        Returns None under a limit by rows, where no agreement is needed, or if the samples are unknown.
+        """
         limit = self.limit
         if upcoming is None or not limit.by_length:
             return None
@@ -376,7 +385,7 @@ class StepRunner(Generic[Sample]):
         return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
     def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
-        """Keep the next step's plan, spread over this number of microbatches; drop it if a rank has no plan (0)."""
+        """Store the next step's plan, split into this number of microbatches; 0 if a rank has no plan to agree on."""
         if upcoming is not None and microbatches:
             limit, lengths, plan = upcoming
             self._next_plan = _NextPlan(
@@ -384,12 +393,12 @@ class StepRunner(Generic[Sample]):
             )
 
     def _attempt(self, samples: Sequence[Sample], plan: Plan) -> Totals | int:
-        """Collective: run all microbatches. Return their totals, or the number of the one that ran out of memory.
+        """Collective: run all microbatches. Return their totals, or the index of the one that ran out of memory.
 
-        In both cases, this rank has issued all collectives of the step.
+        In both cases, this rank has issued all collectives of the step when this returns.
         """
         if self.trains is None:
-            self._others_with_gradients = self.recovery.others_with_gradients(self.model)
+            self._others_with_gradients = self.recovery.count_others_with_gradients(self.model)
         microbatches = [[samples[index] for index in rows] or [self.kind.filler(samples[0])] for rows in plan]
         totals: Totals | None = None
         try:
@@ -414,50 +423,50 @@ class StepRunner(Generic[Sample]):
         """Collective: run a microbatch and add it to the totals. Return None if memory runs out."""
         try:
             self._ledger.begin_microbatch(number)
-            with self._around_pass("microbatch"), self._ledger.listening():
+            with self._context_for("microbatch"), self._ledger.listening():
                 added = Totals.of(self._forward_backward(microbatch))
             self._ledger.end_microbatch()
             return added if totals is None else totals.plus(added)
         except Exception as error:
             if not (self.recovery.enabled and is_oom(error)):
                 raise
-            forget_frames(error)
-        # outside of `except`, whose traceback keeps the failed pass alive
-        self._ledger.break_off_microbatch()
+            clear_frames(error)
+        # outside of `except`, because the traceback in it keeps the activations of the failed pass alive
+        self._ledger.end_failed_microbatch()
         return None
 
     def _drain(self, microbatches: Sequence[Sequence[Sample]], sample: Sample) -> None:
         """Collective: issue the remaining collectives of this step, with almost no memory."""
-        # A drain that runs out of memory has issued some collectives, and the next try continues from there. The run
-        # ends if a try makes no progress.
-        stuck_at: int | None = None
+        # If the drain itself runs out of memory, the next try continues after the collectives that it has issued. The
+        # run ends if a try issues none.
+        failed_at: int | None = None
         while True:
             try:
-                self._discard()  # frees memory for the drain
-                release()
-                with self._around_pass("drain"):
+                self._discard()
+                release_memory()
+                with self._context_for("drain"):
                     self._ledger.drain(
                         # copies, because a stage may store results in its samples
                         [partial(self._forward_backward, [*map(copy.copy, each)]) for each in microbatches],
-                        # any sample will do: FSDP's collectives do not depend on it
+                        # FSDP's collectives do not depend on the sample, so any sample may be passed to the filler
                         lambda: self._forward_backward([self.kind.filler(sample)]),
                     )
                 return
             except Exception as error:
                 if not is_oom(error):
                     raise
-                forget_frames(error)
-            if (position := self._ledger.progress) == stuck_at:
+                clear_frames(error)
+            if (position := self._ledger.progress) == failed_at:
                 raise UnrecoverableError(
-                    f"rank {rank()} ran out of memory with only its shard of the training state allocated, so it "
-                    "cannot complete the collectives that its peers are waiting for",
+                    f"rank {rank()} ran out of memory although it holds only its shard of weights and optimizer state, "
+                    "so it cannot issue the collectives that its peers are waiting for",
                     Remedy.MORE_RANKS,
                     Remedy.LARGER_BUDGET,
                 )
-            stuck_at = position
+            failed_at = position
 
     def _discard(self) -> None:
-        """Reset FSDP and drop all gradients. They are from this step, which began without any."""
+        """Reset FSDP and drop all gradients. They all come from this step, because it began without gradients."""
         self._ledger.reset()
         self.model.zero_grad(set_to_none=True)
 
@@ -465,7 +474,8 @@ class StepRunner(Generic[Sample]):
         """Undo a failed attempt and lower the limit, on every rank; raise if the step cannot be repeated."""
         self._discard()
         rng.restore()
-        if hooks := fsdp.why_hooks_forbid_it(self.model):  # installed after the Recovery was created
+        # again, because hooks may have been installed after the Recovery was created
+        if hooks := fsdp.why_hooks_forbid_it(self.model):
             raise RecoveryUnsupportedError(
                 f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}", Remedy.NO_RECOVERY
             )
@@ -477,58 +487,61 @@ class StepRunner(Generic[Sample]):
     def _agree(
         self, outcome: Totals | int, plan: Plan, samples: Sequence[Sample], upcoming_microbatches: int = 0
     ) -> AttemptReports:
-        """Collective: return the reports of all ranks, the same on every rank."""
+        """Collective: return the reports of all ranks about this attempt, the same on every rank."""
         kind, reading, lengths = self.kind, self._gauge.read(), self.kind.lengths(samples)
-        sizes, trouble = [size_of(rows, lengths, padded=kind.padded) for rows in plan], MicrobatchSize(0, 0)
-        totals = outcome if isinstance(outcome, Totals) else None
+        sizes = [size_of(rows, lengths, padded=kind.padded) for rows in plan]
+        totals, reported_size = outcome if isinstance(outcome, Totals) else None, MicrobatchSize(0, 0)
         if isinstance(outcome, int):
-            trouble = sizes[outcome]
+            reported_size = sizes[outcome]
         elif reading.retries:
-            trouble = max(sizes, key=lambda size: size.padded_tokens)
-        rows = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
+            reported_size = max(sizes, key=lambda size: size.padded_tokens)
+        row_lengths = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
         mine = AttemptReport(
-            microbatch=trouble,
-            load=load_of(plan, lengths, padded=kind.padded, rows=rows, cost=kind.cost_of),
+            microbatch=reported_size,
+            load=load_of(plan, lengths, padded=kind.padded, row_lengths=row_lengths, cost=kind.cost_of),
             reading=reading,
             failed=totals is None,
             position=self._ledger.position,
             target_tokens=totals.target_tokens if totals else 0,
-            # not on a GPU, where reading the loss would wait for the device
+            # on a GPU, reading the loss would wait for the device, so it is reduced later
             loss_sum=totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0,
             upcoming_microbatches=upcoming_microbatches,
-            asked_to_stop=self.recovery.asked_to_stop(),
-            foreign_messages=self._ledger.foreign_messages,
-            gradients=(self.trains is None or self._averages) and _has_gradients(self.model),
+            stop_requested=self.recovery.stop_requested(),
+            non_fsdp_messages=self._ledger.non_fsdp_messages,
+            gradients=(self.trains is None or self._averages_gradients) and _has_gradients(self.model),
             step=self.current_step or 0,
         )
         reports = gather_reports(self.recovery.agreement, mine)
         reports.check_positions()
-        foreign = max(report.foreign_messages for report in reports)
-        if self.recovers and foreign:
-            self.recovers, reason = False, self._ledger.refuse_recovery(foreign)
-            where = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
+        non_fsdp_messages = max(report.non_fsdp_messages for report in reports)
+        if self.recovers and non_fsdp_messages:
+            self.recovers, reason = False, self._ledger.refuse_recovery(non_fsdp_messages)
+            place = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
             if rank() == 0:
                 logger.warning(
                     "%s%s: training continues without recovery; the next out-of-memory error ends it",
-                    where and f"{where}: ",
+                    place and f"{place}: ",
                     reason,
                 )
         return reports
 
     def _complete(self, totals: Totals, reports: AttemptReports, plan: Plan, recoveries: int) -> StepResult:
-        """Collective: return the result of an attempt in which all ranks succeeded."""
+        """Collective: return the result of an attempt in which all ranks succeeded.
+
+        Raises ValueError if the attempt left gradients in a model that this stage does not own.
+        """
         gradients = any(report.gradients for report in reports)
         if self.trains is None:
             self.trains = gradients
-            if self.recovery.others_with_gradients(self.model) > self._others_with_gradients:
+            if self.recovery.count_others_with_gradients(self.model) > self._others_with_gradients:
                 raise ValueError(
-                    "this stage has left gradients in the model of another stage, and a failed attempt would not drop "
-                    "them: give each trained model its own StepRunner, or put both models into one parent module"
+                    "this stage has left gradients in the model of another stage, which a failed attempt would not "
+                    "drop: give each trained model its own StepRunner, or put both models into one parent module"
                 )
-        if gradients and self._averages:
-            with fatal_where_memory_runs_out(
+        if gradients and self._averages_gradients:
+            with fatal_on_oom(
                 lambda _: UnrecoverableError(
-                    f"out of memory on rank {rank()} while the gradients were averaged, which is not repeated",
+                    f"out of memory on rank {rank()} while averaging gradients, which cannot be repeated",
                     Remedy.LESS_STATE,
                     Remedy.LARGER_BUDGET,
                 )
@@ -537,7 +550,7 @@ class StepRunner(Generic[Sample]):
         return result_of(totals, reports, len(plan), recoveries)
 
     def _exhausted(self, change: Change, reports: AttemptReports) -> LimitExhaustedError:
-        """Return the error for a failure at the smallest limit, with the memory of the fullest rank."""
+        """Announce that memory ran out at the smallest limit. Return the error, with the memory of the fullest rank."""
         fact, remedies = change.reason, [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS]
         if (fullest := reports.fullest) is not None:
             peak, budget = format_apart(*fullest)
@@ -553,12 +566,13 @@ class StepRunner(Generic[Sample]):
         self.recovery.on_change(change if fullest is None else replace(change, **fullest._asdict()))
 
     def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> AbstractContextManager[None]:
-        """Return a context for the update: scaling, clipping and the optimizer's step, after all ranks have agreed.
+        """Return a context for the update after `run`: scaling, clipping and the optimizer's step.
 
-        Running out of memory there may leave weights half updated, so it ends the run.
+        An out-of-memory error in it may leave weights partly updated, so it raises UnrecoverableError. `what` names the
+        update in the message.
         """
         saved = "no checkpoint yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
-        return fatal_where_memory_runs_out(
+        return fatal_on_oom(
             lambda _: UnrecoverableError(
                 f"out of memory in {what} on rank {rank()}: the weights may be partly updated, so this step cannot be "
                 f"repeated ({saved})",
@@ -570,9 +584,9 @@ class StepRunner(Generic[Sample]):
 
 
 class Stages(dict[str, StepRunner[Sample]]):
-    """The runners of a step's stages by name, in order: the last one trains. A single stage needs no name.
+    """The runners of a step by the name of their stage, in the order in which they run. The last one trains.
 
-    All stages run the same samples, each with its own limit and recoveries.
+    All stages run the same samples, each with its own limit and recoveries. A single stage is named "".
     """
 
     @property
@@ -593,16 +607,16 @@ class Stages(dict[str, StepRunner[Sample]]):
     def run(
         self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None
     ) -> dict[str, StepResult]:
-        """Collective: run all stages in order. Samples store the results of a stage for later ones."""
+        """Collective: run all stages in order, and return their results. Stages pass data on in the samples."""
         return {stage: runner.run(samples, step=step, upcoming=upcoming) for stage, runner in self.items()}
 
     def measure_memory(self, memory: MemorySource | None) -> None:
-        """Measure memory in all stages."""
+        """Call `measure_memory` of all stages."""
         for runner in self.values():
             runner.measure_memory(memory)
 
     def use_limits(self, limits: Mapping[str, Limit]) -> None:
-        """Allow these limits by stage."""
+        """Call `use_limit` of each stage that is a key of `limits`."""
         for stage, limit in limits.items():
             self[stage].use_limit(limit)
 

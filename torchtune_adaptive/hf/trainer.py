@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
 from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
@@ -93,7 +93,7 @@ class AdaptiveMixin(Base):
     def _explaining_errors(self) -> Iterator[None]:
         """Explain out-of-memory errors that are not recovered, and name arguments of Trainer as remedies."""
         try:
-            with fatal_where_memory_runs_out(self._explained):
+            with fatal_on_oom(self._explained):
                 yield
         except AdaptiveError as error:
             if self.args.gradient_checkpointing:

@@ -22,11 +22,11 @@ from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
-from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_gloo_threads_finish
 from torchtune_adaptive.errors import (
     AdaptiveError,
-    RanksPartedError,
+    CollectiveFailedError,
     RecoveryUnsupportedError,
     Remedy,
     RunFinished,
@@ -137,7 +137,7 @@ def explain_out_of_memory(recover_from_oom: bool) -> AbstractContextManager[None
             *([Remedy.RECOVERY] if off else []),
         )
 
-    return fatal_where_memory_runs_out(explained)
+    return fatal_on_oom(explained)
 
 
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
@@ -169,7 +169,7 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
 def _report(error: AdaptiveError, message: str) -> None:
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
-    can_resume = isinstance(error, RanksPartedError)  # with the same command
+    can_resume = isinstance(error, CollectiveFailedError)  # with the same command
     # before the process group exists, errors concern the config, which is the same on all ranks
     where = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
     whole = f"{message}; {saved_and_next_command()}" if can_resume else message

@@ -144,7 +144,7 @@ class ThisRun:
         recording.start()
         recording.join(MAX_RECORDING_S)
 
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return True if this rank received a signal."""
         return self.signal is not None
 

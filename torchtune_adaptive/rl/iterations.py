@@ -132,6 +132,6 @@ class Iterations:
         logged |= {"lr": self.optimization.learning_rate(), **self.stages.figures()}
         recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
-        tokens, stopping = int(recorded["target_tokens"]), self.stages.asked_to_stop
+        tokens, stopping = int(recorded["target_tokens"]), self.stages.stop_requested
         cause, self._cause = self._cause, NO_CAUSE
-        self.trainer.advance(means["loss"], tokens, means["grad_norm"], asked_to_stop=stopping, cause=cause)
+        self.trainer.advance(means["loss"], tokens, means["grad_norm"], stop_requested=stopping, cause=cause)

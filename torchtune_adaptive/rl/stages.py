@@ -114,9 +114,9 @@ class RolloutStages:
         self.runners[GENERATE].start_over()
 
     @property
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return True if any rank was asked to stop in this iteration."""
-        return any(result.asked_to_stop for results in self.results.values() for result in results)
+        return any(result.stop_requested for results in self.results.values() for result in results)
 
     def figures(self) -> dict[str, float]:
         """Return throughput, microbatches and recoveries of each stage, and throughput of rollouts and of training."""

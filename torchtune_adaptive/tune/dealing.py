@@ -49,7 +49,7 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
     if REHEARSAL.on:
         alike = world_size() == 1 or settings.shuffle  # after shuffling, the samples of other ranks are unknown
         return None if alike else FullestRank(data.dataset, cost_of(model) if dealt else None)
-    return Dealer(data.kind, cost_of(model), THIS_RUN.asked_to_stop) if dealt else None
+    return Dealer(data.kind, cost_of(model), THIS_RUN.stop_requested) if dealt else None
 
 
 def obstacle_to_dealing(model: nn.Module, settings: Settings) -> str | None:
@@ -80,11 +80,11 @@ class _Travelling(NamedTuple):
 class Dealer:
     """Distributes the samples of steps through a separate gloo group, so collectives do not mix with training's."""
 
-    def __init__(self, kind: TokenKind, cost: Cost, asked_to_stop: Callable[[], bool] = bool) -> None:
-        """Collective: create a gloo group. `asked_to_stop` returns True to end the run."""
+    def __init__(self, kind: TokenKind, cost: Cost, stop_requested: Callable[[], bool] = bool) -> None:
+        """Collective: create a gloo group. `stop_requested` returns True to end the run."""
         self._kind = kind
         self._cost = cost
-        self._asked_to_stop = asked_to_stop
+        self._stop_requested = stop_requested
         self._stopping = False  # agreed by all ranks
         self._group = new_gloo_group()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -117,7 +117,7 @@ class Dealer:
         sizes = torch.zeros(self._ranks, len(samples) + 1, 1 + self._kind.rows, dtype=torch.int64)
         rows = [(len(packet), *self._kind.lengths_of(each)) for packet, each in zip(packets, samples, strict=True)]
         sizes[self._rank, :-1] = torch.tensor(rows, dtype=torch.int64)
-        sizes[self._rank, -1, 0] = self._asked_to_stop()
+        sizes[self._rank, -1, 0] = self._stop_requested()
         with explaining_failures("the exchange of sample lengths"):
             return _Weighed(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
 

@@ -25,7 +25,7 @@ from torchtune import training, utils
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks
-from torchtune_adaptive.errors import ConfigError, RanksPartedError
+from torchtune_adaptive.errors import CollectiveFailedError, ConfigError
 from torchtune_adaptive.formatting import ranks_named, shown
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
@@ -109,7 +109,7 @@ def _greeted(store: Any, world_size: int) -> str:
     until_s = time.monotonic() + default_pg_timeout.total_seconds()
     while waiting := [rank for rank in answered if not store.check([f"{name}/heard/{rank}"])]:
         if time.monotonic() > until_s:
-            raise RanksPartedError(f"{ranks_named(waiting)} did not join")
+            raise CollectiveFailedError(f"{ranks_named(waiting)} did not join")
         for rank in waiting:
             if store.check([f"there/{rank}"]) and (there := store.get(f"there/{rank}").decode()) != answered[rank]:
                 store.set(f"start/{there}", name)

@@ -192,6 +192,6 @@ def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) 
         *models,
         enabled=settings.adaptive.recover_from_oom and not settings.optimizer_in_bwd,
         regrow_after=settings.adaptive.regrow_after,
-        asked_to_stop=THIS_RUN.asked_to_stop,
+        stop_requested=THIS_RUN.stop_requested,
         on_change=on_change,
     )

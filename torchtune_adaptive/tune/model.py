@@ -22,7 +22,7 @@ from torchtune.modules import peft
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, make_replicas_alike
+from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, synchronize_replicas
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_if_slow
@@ -109,7 +109,7 @@ def build_lora_model(settings: Settings, devices: Devices, checkpoint: State) ->
                 if isinstance(module, (peft.LoRALinear, peft.DoRALinear)):
                     module.to_empty(device=target)
                     module.initialize_parameters()
-        make_replicas_alike(each for each in model.parameters() if each.requires_grad)
+        synchronize_replicas(each for each in model.parameters() if each.requires_grad)
     _init_rope(model, device, dtype)
     weights = checkpoint[training.MODEL_KEY]
     _check_weights(model, weights, CHECKPOINTER, needed=model.state_dict().keys() - adapters)

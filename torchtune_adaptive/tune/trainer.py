@@ -203,7 +203,7 @@ class Trainer:
         """Collective: log a step, then save if it is due. The loss is a mean over target tokens, or over `samples`."""
         figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
-        self.advance(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
+        self.advance(loss, result.target_tokens, grad_norm, stop_requested=result.stop_requested)
 
     def advance(
         self,
@@ -211,7 +211,7 @@ class Trainer:
         target_tokens: int,
         grad_norm: float | None,
         *,
-        asked_to_stop: bool,
+        stop_requested: bool,
         cause: Cause = NO_CAUSE,
     ) -> None:
         """Collective: count a logged step, save a checkpoint if it is due, and end the run if a signal arrived."""
@@ -219,7 +219,7 @@ class Trainer:
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
         self._profiler.step()
-        self._stopping = asked_to_stop
+        self._stopping = stop_requested
         best = self._validate_if_due()
         if run.checkpoints.is_due(run.progress, self._stopping or (best and run.settings.keep_best_checkpoint)):
             if self._losses.worth_saving(run.progress.step, ends_epoch=False):

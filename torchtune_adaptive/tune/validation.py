@@ -110,7 +110,7 @@ class Validation:
             for share in shares:
                 samples = [self._data.kind.without_labels(each) if repeated else each for each, repeated in share]
                 *_, result = self.stages.run(samples, step=step).values()
-                if result.asked_to_stop:
+                if result.stop_requested:
                     return None
                 counted = {COUNT: torch.tensor(result.target_tokens), **result.sums}
                 for name, value in {LOSS: result.loss_sum, **counted}.items():

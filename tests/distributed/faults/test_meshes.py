@@ -291,7 +291,7 @@ def peaks() -> tuple[int, int]:
         yield
         drained.append((kind, meter.peak_bytes - before))
 
-    with meter, runner.wrapping(around):
+    with meter, runner.wrapping_passes(around):
         bench.disturbed(runner, 900)
     kinds = dict(drained[:2])
     return kinds.get("drain", 0), max(size for kind, size in drained if kind == "microbatch")

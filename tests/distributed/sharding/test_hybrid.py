@@ -175,7 +175,7 @@ def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> Step
             raise KeyError("not a number")
         return nullcontext()
 
-    with runner.wrapping(broken), pytest.raises(KeyError):
+    with runner.wrapping_passes(broken), pytest.raises(KeyError):
         runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
     return runner
 

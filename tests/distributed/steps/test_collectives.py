@@ -60,7 +60,7 @@ def test_close_restores_fsdps_collectives():
 def recoveries_of_one_model() -> int:
     model = build(ModelConfig())
     first = Recovery(model)
-    with pytest.raises(ValueError, match="has a Recovery already: pass it to all runners of the model, or close it"):
+    with pytest.raises(ValueError, match="already has a Recovery: pass that one to all runners of the model"):
         Recovery(model)
     first.close()
     runner = runner_of(model, 2, recovery=Recovery(model))

@@ -104,7 +104,7 @@ def test_dealing_costs_one_reduction_and_one_exchange_per_step(epochs: list[Epoc
     assert [epoch.collectives for epoch in epochs] == [[STEPS, STEPS]] * len(epochs)
 
 
-def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int]:
+def deal_until_rank_1_is_stop_requested(before_step: int) -> tuple[list[int], int]:
     """Return the number of samples in each dealt step, and the number of steps read."""
     dataset, read = CheckedDataset(Numbered()), 0
 
@@ -121,7 +121,7 @@ def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int
 @pytest.mark.parametrize("before_step", [1, 2])
 def test_stop_request_on_one_rank_stops_reading_on_all(before_step: int) -> None:
     """A step already read is dealt: the loop needs it to learn of the request."""
-    for dealt_steps, read in run_on_ranks(2, deal_until_rank_1_is_asked_to_stop, before_step):
+    for dealt_steps, read in run_on_ranks(2, deal_until_rank_1_is_stop_requested, before_step):
         assert dealt_steps == [EACH] * before_step
         assert read == before_step + 1 < STEPS
 

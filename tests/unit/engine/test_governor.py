@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.governor import (
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize, RowLimit, Surface, SurfaceLimit, TokenLimit
 
 AFTER = 10
-"""Steps without trouble before the limit grows."""
+"""Steps without memory problems before the limit grows."""
 
 
 class Run:
@@ -48,10 +48,10 @@ class Run:
     def out_of_memory(self, on: int = 3) -> None:
         self.events.append(self.governor.out_of_memory({on: self.microbatch()}, self.step))
 
-    def _complete(self, steps: int, retrying: dict[int, MicrobatchSize]) -> None:
+    def _complete(self, steps: int, flushed_cache: dict[int, MicrobatchSize]) -> None:
         for _ in range(steps):
             self.step += 1
-            if (event := self.governor.completed(self.step, retrying)) is not None:
+            if (event := self.governor.completed(self.step, flushed_cache)) is not None:
                 self.events.append(event)
 
 
@@ -99,7 +99,7 @@ def test_limit_lowered_by_a_temporary_spike_grows_back():
     assert run.rows == 4
     run.quiet()
     assert (run.rows, run.kinds) == (8, [RECOVERY, GROWTH])
-    assert run.events[1].reason == "step 10: 10 steps without trouble: 4 rows -> 8 rows, on probation"
+    assert run.events[1].reason == "step 10: 10 steps without memory problems: 4 rows -> 8 rows, on probation"
 
 
 def test_retries_delay_growth():

@@ -79,7 +79,7 @@ def test_existing_tensors_are_counted_on_request():
 
 def test_meter_cannot_be_entered_twice_at_a_time():
     resize = torch.UntypedStorage.resize_
-    with MemoryMeter() as meter, pytest.raises(RuntimeError, match="already active"), meter:
+    with MemoryMeter() as meter, pytest.raises(RuntimeError, match="already open"), meter:
         pass
     assert torch.UntypedStorage.resize_ is resize
     with meter:
@@ -205,14 +205,14 @@ def test_peak_and_retries_are_those_of_the_allocator(gpu: Gpu):
 
 
 @pytest.mark.parametrize(
-    ("shared", "expected"),
+    ("several_stages", "expected"),
     [(True, [0, 3, 0, 3]), (False, [0, 3, 3, 3])],
-    ids=["shared: only retries of this stage", "alone: retries between passes too"],
+    ids=["several stages: only retries of this stage", "one stage: also retries between steps"],
 )
-def test_gauge_counts_the_retries_of_its_stage(shared: bool, expected: list[int]) -> None:
+def test_gauge_counts_the_retries_of_its_stage(several_stages: bool, expected: list[int]) -> None:
     """Two alternating stages; the allocator retries three times in the second one only."""
     memory: Any = SimpleNamespace(retries=0, peak_bytes=1, budget_bytes=2)
-    first, second = (Gauge(memory, shared=shared) for _ in range(2))
+    first, second = (Gauge(memory, several_stages=several_stages) for _ in range(2))
     seen = []
     for _ in range(2):
         first.begin_step()

@@ -8,7 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 
 from torchtune_adaptive.engine.memory import MemoryMeter
-from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
+from torchtune_adaptive.engine.oom import clear_frames, is_oom, release_memory
 from torchtune_adaptive.errors import UnrecoverableError
 
 # Exact messages of backends that raise untyped errors, and messages that only resemble them.
@@ -111,7 +111,7 @@ def test_circular_causes_do_not_hang():
     first = KeyError("first")
     raised_from(raised_from(first, KeyError("second")), first)
     assert not is_oom(first)
-    forget_frames(first)
+    clear_frames(first)
 
 
 def test_huge_cpu_allocation_is_out_of_memory():
@@ -136,7 +136,7 @@ def test_forgetting_an_error_frees_the_tensors_in_its_frames(wrapped: bool):
         fail_holding(held)
     except torch.OutOfMemoryError as error:
         kept = InductorError(error, None) if wrapped else error
-        forget_frames(kept)
+        clear_frames(kept)
     del held
     gc.collect()
     assert alive() is None
@@ -160,10 +160,10 @@ def test_release_frees_the_graph_of_a_failed_backward():
         try:
             a_failing_backward(model)
         except torch.OutOfMemoryError as error:
-            forget_frames(error)
+            clear_frames(error)
         model.zero_grad()
         held_by_autograd = meter.live_bytes
-        release()
+        release_memory()
     assert held_by_autograd > 0
     assert meter.live_bytes == 0
 
@@ -172,5 +172,5 @@ def test_release_works_without_any_free_memory():
     with MemoryMeter(cap_bytes=0) as meter:
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(1)
-        release()
+        release_memory()
     assert meter.live_bytes == 0

@@ -147,7 +147,7 @@ def test_every_rank_is_dealt_equally_many_samples_of_similar_cost(ranks: int, ea
 
 
 def test_samples_that_cannot_be_dealt_equally_are_refused():
-    with pytest.raises(ValueError, match="7 samples cannot be dealt equally to 2 ranks"):
+    with pytest.raises(ValueError, match="7 samples cannot be divided equally among 2 ranks"):
         assign_to_ranks([1.0] * 7, 2)
 
 

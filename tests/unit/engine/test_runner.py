@@ -70,7 +70,7 @@ def test_closed_runner_refuses_to_run():
     runner = runner_of(a_model(), rows=2)
     runner.close()
     for run in (lambda: runner.run(SAMPLES, step=1), lambda: runner.attempt([SAMPLES[:2]])):
-        with pytest.raises(ValueError, match="this runner is closed"):
+        with pytest.raises(ValueError, match="this StepRunner is closed"):
             run()
 
 

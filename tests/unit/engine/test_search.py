@@ -23,7 +23,7 @@ from tests.simulated_memory import (
     phases,
     roundings,
 )
-from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, rungs_up_to
+from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
 from torchtune_adaptive.engine.search import STRATEGIES, Budget, History, Peak, Probe, fit_line, search
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 
@@ -52,7 +52,7 @@ def test_binary_equals_brute_force_over_the_allowed_rows(
     lines: list[tuple[int, int]], headroom: float, asked: dict[str, Any], soft: bool
 ) -> None:
     device = Device(affine(*lines), budget_for(affine(*lines), headroom, rows=1), soft)
-    assert device.search(strategy="binary", **asked).rows == device.brute_force(rungs_up_to(**asked))
+    assert device.search(strategy="binary", **asked).rows == device.brute_force(candidate_rows(**asked))
 
 
 @given(phases, headrooms, bounds)
@@ -60,12 +60,12 @@ def test_decrease_returns_the_first_halving_that_fits(
     lines: list[tuple[int, int]], headroom: float, asked: dict[str, Any]
 ) -> None:
     device = Device(affine(*lines), budget_for(affine(*lines), headroom, rows=1))
-    result, rungs = device.search(strategy="decrease", **asked), rungs_up_to(**asked)
-    assert device.measured[0] == rungs[-1]
+    result, candidates = device.search(strategy="decrease", **asked), candidate_rows(**asked)
+    assert device.measured[0] == candidates[-1]
     assert device.measured[-1] == result.rows
     assert [device.fits(rows) for rows in device.measured] == [False] * (len(device.measured) - 1) + [True]
     for before, after in zip(device.measured, device.measured[1:], strict=False):
-        assert after == max(rows for rows in rungs if rows <= before // 2)
+        assert after == max(rows for rows in candidates if rows <= before // 2)
 
 
 @given(st.lists(st.tuples(phase, phase), min_size=1, max_size=3), headrooms, st.booleans())
@@ -104,7 +104,7 @@ def test_every_strategy_returns_measured_rows_that_fit(
         assert result.unrounded_rows >= result.rows
         assert result.rows in device.measured
         assert len(set(device.measured)) == len(device.measured), "measured twice"
-        assert result.rows in rungs_up_to(500, round_to)
+        assert result.rows in candidate_rows(500, round_to)
 
 
 @given(phases, headrooms, st.integers(1, 16 * MIB))
@@ -145,7 +145,7 @@ def test_linear_needs_five_probes_and_one_flush_if_the_cache_fills_the_device_fi
     assert len(result.probes) <= 5
     assert flushes + result.out_of_memory_count <= 1
     assert device.fits(result.rows)
-    assert result.rows >= 0.45 * device.brute_force(rungs_up_to(None, round_to))
+    assert result.rows >= 0.45 * device.brute_force(candidate_rows(None, round_to))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -156,7 +156,7 @@ def test_rows_above_the_bound_are_never_measured(strategy: str, round_to: str, m
     device = Device(affine((1000, 10)), 10**6 * MIB)
     result = device.search(strategy=strategy, round_to=round_to, max_rows=max_rows, samples_per_step=24)
     assert max(device.measured) <= max_rows
-    assert result.rows == rungs_up_to(max_rows, round_to)[-1]
+    assert result.rows == candidate_rows(max_rows, round_to)[-1]
 
 
 @given(phases, headrooms, st.floats(-0.9, 0.9), st.booleans())

@@ -12,8 +12,8 @@ import torch
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import (
+    CollectiveFailedError,
     LimitExhaustedError,
-    RanksPartedError,
     RecoveryUnsupportedError,
     UnrecoverableError,
 )
@@ -106,7 +106,7 @@ def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
 
 @pytest.mark.parametrize(
     ("error", "ended"),
-    [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_state.ERROR)],
+    [(CollectiveFailedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_state.ERROR)],
 )
 def test_unrecoverable_run_does_not_offer_to_resume(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ def python(program: str, before: str = "", **environment: str) -> subprocess.Com
 
 def after_signal(number: signal.Signals, before: str = "", **environment: str) -> tuple[int, str, str]:
     """Return status, recorded signal and messages of a process that received this signal."""
-    known = 'THIS_RUN.asked_to_stop(), getattr(THIS_RUN.signal, "name", None)'
+    known = 'THIS_RUN.stop_requested(), getattr(THIS_RUN.signal, "name", None)'
     ended = python(f"os.kill(me, {int(number)}); time.sleep(0.5); print({known})", before, **environment)
     return ended.returncode, ended.stdout, ended.stderr
 

@@ -75,10 +75,10 @@ def test_token_budget_counts_both_rows_of_a_pair() -> None:
 
 def test_load_of_pairs_counts_rows_and_separate_costs() -> None:
     rows, squares = [(3, 7), (6, 2)], lambda length: length**2
-    assert load_of(((0, 1),), [7, 6], rows=rows) == Load(18, 28, 2, 28, cost=28)
-    assert load_of(((0, 1),), [7, 6], rows=rows, cost=squares).cost == 4 * 49
-    assert load_of(((0, 1),), [10, 8], rows=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
-    assert load_of(((0, 1),), [10, 8], rows=rows, cost=squares, padded=False).cost == 9 + 49 + 36 + 4
+    assert load_of(((0, 1),), [7, 6], row_lengths=rows) == Load(18, 28, 2, 28, cost=28)
+    assert load_of(((0, 1),), [7, 6], row_lengths=rows, cost=squares).cost == 4 * 49
+    assert load_of(((0, 1),), [10, 8], row_lengths=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
+    assert load_of(((0, 1),), [10, 8], row_lengths=rows, cost=squares, padded=False).cost == 9 + 49 + 36 + 4
 
 
 def test_attention_makes_long_samples_cost_more_than_their_tokens() -> None:
