@@ -63,11 +63,11 @@ _HOMES = (
     "engine.step",
     "engine.probes",
 )
-"""Modules with public names; those that need no torch first."""
+"""Modules that define public names. Those that do not import torch come first."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used: a command that needs no torch does not wait seconds for it."""
+    """Import a public name when it is first used, so that commands without torch do not wait for its import."""
     if name in __all__:
         for home in _HOMES:
             module = import_module(f"{__name__}.{home}")

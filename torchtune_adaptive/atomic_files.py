@@ -1,4 +1,4 @@
-"""Atomic writes of small files: after a crash a file has its old or its new content, never a part."""
+"""Atomic writes of small files: after a crash, a file has its old or its new content, never a part of it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CANNOT_SYNC_A_FOLDER = (errno.EINVAL, errno.ENOTSUP)
+"""Errors of file systems that do not support fsync of a directory."""
 DRAFTS = "*.????????.tmp"
-"""Pattern of the names of unfinished files, which a killed process leaves."""
+"""Pattern for the names of unfinished files. A killed process leaves them behind."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -27,7 +28,7 @@ def replace_file(path: Path, content: bytes) -> None:
         with draft.open("xb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # otherwise the rename could reach the disk before the content
+            os.fsync(file.fileno())  # the rename must not reach the disk before the content
         os.replace(draft, path)
     except OSError:
         with suppress(OSError):
@@ -36,20 +37,20 @@ def replace_file(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def keep_file(path: Path, content: bytes, otherwise: str) -> bool:
-    """Write an optional file; on failure log the cause and the consequence `otherwise`. Return True on success."""
+def write_optional_file(path: Path, content: bytes, consequence: str) -> bool:
+    """Write a file that the run can do without. On failure, log the cause and the consequence, and return False."""
     try:
         replace_file(path, content)
     except OSError as error:
-        logger.warning("cannot write %s (%s): %s", path, reason(error), otherwise)
+        logger.warning("cannot write %s (%s): %s", path, reason(error), consequence)
         return False
     return True
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a small JSON file that contains an object; return None if it does not exist.
+    """Read a small JSON file that contains an object. Return None if the file does not exist.
 
-    Raises ValueError without the file's name, which the caller adds.
+    Raises ValueError for any fault. The caller adds the name of the file to its message.
     """
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -65,23 +66,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def directory_id(path: Path) -> tuple[int, int]:
-    """Return device and inode of a directory, which it keeps when it is renamed. Raises OSError."""
-    here = path.stat()
-    return here.st_dev, here.st_ino
+    """Return device and inode of a directory, which a rename does not change. Raises OSError."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def reason(error: BaseException) -> str:
-    """Return the cause of an error in one line; for an OSError without the path, which the caller names."""
+    """Return the cause of an error in one line. For an OSError, the path is left out: the caller names it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or a directory if its file system supports that.
-
-    Raises OSError if the sync fails; data may then be lost.
-    """
+    """Fsync a file, or a directory if its file system supports that. Raises OSError if data may be lost."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

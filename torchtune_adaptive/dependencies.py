@@ -1,4 +1,4 @@
-"""Third-party packages: supported versions, optional extras, and warnings that users cannot act on."""
+"""Facts about third-party packages: supported versions, optional extras, and warnings that users cannot act on."""
 
 import logging
 import os
@@ -8,23 +8,23 @@ from typing import NoReturn
 
 TORCH = "2.13 to 2.15"
 PARENT_PID = os.getppid()
-"""The process that started this one, read before torch is imported: the launcher may die in those seconds."""
+"""The process that started this one. Read before torch is imported, which takes seconds in which it may end."""
 RECIPES_EXTRA = ("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "yaml", "tqdm")
 """Modules that only the [recipes] extra installs."""
 
 
 def refuse_torch(why: str) -> NoReturn:
-    """Raise ImportError for an unsupported version of torch."""
+    """Raise ImportError because the installed version of torch is not supported."""
     raise ImportError(f"torch {version('torch')} does not work with torchtune-adaptive ({why}): install torch {TORCH}")
 
 
 def hide_notices() -> None:
-    """Filter warnings of dependencies; warnings about the user's config or data are kept."""
+    """Filter warnings of dependencies that users cannot act on, but none about the user's config or data."""
     # torchao looks for compiled extensions that no recipe uses
     logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.getMessage())
     # torchdata 0.11 calls a function that torch 2.13 has deprecated
     warnings.filterwarnings("ignore", message=".*set_vital.*")
-    # LoRA's adapters are initialized on a CPU mesh, for which torch has no generator that knows shards
+    # LoRA's adapters are initialized on a CPU mesh, for which torch has no sharded random generator
     warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
     # torchtune's profiler enables XPU unless the config disables it
     warnings.filterwarnings("ignore", message="XPU is not available")

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each states the fact, the limit and the remedy."""
+"""Errors with a message for users, which states the fact, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Remedy(Enum):
-    """Remedies in terms of the library. `config/remedies.py` has the same in terms of config keys."""
+    """Remedies, phrased for users of the library. `config/remedies.py` phrases them for users of recipes."""
 
     SHORTER_SAMPLES = "use shorter samples"
     CHECKPOINT_ACTIVATIONS = "checkpoint activations"
@@ -27,24 +27,24 @@ class Remedy(Enum):
 
 
 def without_backward(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
-    """Return the remedies that apply to a pass without backward."""
+    """Return the remedies that apply to a stage without a backward."""
     return tuple(each for each in remedies if each is not Remedy.CHECKPOINT_ACTIVATIONS)
 
 
 class AdaptiveError(Exception):
-    """Base class of all errors for users; recipes print them as one message without a traceback."""
+    """Base class of all errors for users. Recipes print the message without a traceback."""
 
     def __init__(self, fact: str, *remedies: Remedy) -> None:
         super().__init__(fact, *remedies)
         self.fact = fact
-        """The fact and the limit, and any remedy that has no entry in `Remedy`."""
+        """The fact and the limit. A remedy that is not in `Remedy` is part of this text, too."""
         self.remedies = remedies
 
     def __str__(self) -> str:
         return self.in_words({remedy: remedy.value for remedy in self.remedies})
 
     def in_words(self, words: Mapping[Remedy, str]) -> str:
-        """Return the message, with each remedy replaced by its text in `words`."""
+        """Return the message. `words` has the text of each remedy."""
         if not self.remedies:
             return self.fact
         *others, last = (words[remedy] for remedy in self.remedies)
@@ -53,15 +53,15 @@ class AdaptiveError(Exception):
 
 
 class ConfigError(AdaptiveError, ValueError):
-    """Invalid value; the message names the key or argument, the value and the allowed values."""
+    """A value is invalid. The message names the key or argument, the value and the allowed values."""
 
 
 BETWEEN_ERRORS = "\n       "
-"""Separates the messages of several independent errors."""
+"""Separator between the messages of several independent errors."""
 
 
-def together(checks: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Run all checks and return their results; raise their ConfigErrors as one error."""
+def run_checks(checks: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Run all checks and return their results. If any raise ConfigError, raise one with the messages of all."""
     results: list[Any] = []
     problems: list[str] = []
     for check in checks:
@@ -74,7 +74,7 @@ def together(checks: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """Raise one ConfigError for all problems, without duplicates; do nothing if there are none."""
+    """Raise one ConfigError that lists all problems once; do nothing if there are none."""
     if distinct := list(dict.fromkeys(chain(*problems))):
         raise ConfigError(BETWEEN_ERRORS.join(distinct))
 
@@ -86,7 +86,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 class LimitExhaustedError(AdaptiveError):
-    """A microbatch of the smallest size ran out of memory."""
+    """A microbatch ran out of memory, and the limit cannot become smaller."""
 
 
 class SampleTooLargeError(AdaptiveError):
@@ -94,7 +94,7 @@ class SampleTooLargeError(AdaptiveError):
 
 
 class SampleError(AdaptiveError):
-    """A sample cannot be read, or the model cannot process it; the message names its index."""
+    """A sample cannot be read, or the model cannot process it. The message names its index."""
 
 
 class SampleTooLongError(ConfigError):
@@ -102,20 +102,22 @@ class SampleTooLongError(ConfigError):
 
 
 class NotLearningError(AdaptiveError):
-    """The run continues without learning, for example because every update is skipped."""
+    """Training has no effect, for example because every update is skipped."""
 
 
 class RecoveryUnsupportedError(AdaptiveError):
-    """A step that ran out of memory cannot be repeated: recovery is off, or does not support how the model
-    communicates or updates its weights."""
+    """A step that runs out of memory cannot be repeated.
+
+    Recovery is off, or it does not support how the model communicates or updates its weights.
+    """
 
 
 class UnrecoverableError(AdaptiveError):
-    """The ranks cannot continue together; the message names the cause and the remedy."""
+    """The ranks cannot continue, for example because one has no memory even for its collectives."""
 
 
 class CollectiveFailedError(UnrecoverableError):
-    """A collective failed because a peer or the connection to it is gone; a restarted run can resume."""
+    """A collective failed, for example because a peer has exited. If the run is restarted, it can resume."""
 
 
 class OneRowDoesNotFitError(AdaptiveError):
@@ -124,13 +126,13 @@ class OneRowDoesNotFitError(AdaptiveError):
     def __init__(self, fact: str, *remedies: Remedy, need_bytes: int | None, budget_bytes: int) -> None:
         super().__init__(fact, *remedies)
         self.need_bytes = need_bytes
-        """Peak memory of the probe; None if it ran out of memory."""
+        """The memory that one row needs; None if the probe ran out of memory."""
         self.budget_bytes = budget_bytes
 
     def with_remarks(self, *remarks: str) -> OneRowDoesNotFitError:
-        """Return a copy of this error with remarks about the row."""
-        said = "; ".join(filter(None, remarks))
-        fact = f"{self.fact} ({said})" if said else self.fact
+        """Return a copy of this error, with remarks about the row added to its fact."""
+        text = "; ".join(filter(None, remarks))
+        fact = f"{self.fact} ({text})" if text else self.fact
         return OneRowDoesNotFitError(fact, *self.remedies, need_bytes=self.need_bytes, budget_bytes=self.budget_bytes)
 
 
@@ -139,7 +141,7 @@ class RunFinished(Exception):
 
 
 class RunStopped(Exception):
-    """The ranks agreed to stop early because one of them received a signal; the message contains the position."""
+    """The ranks have agreed to stop early, because one of them received a signal. The message contains the position."""
 
 
 class CheckpointError(AdaptiveError):

@@ -1,4 +1,4 @@
-"""Format amounts, counts and names for messages, and parse amounts of memory: `24GiB`, `2 rows`, `did you mean`."""
+"""Formats amounts, counts and names for messages, and parses amounts of memory such as `24GiB`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS: dict[str, int] = {"b": 1} | {
     for ending, base in (("b", 1000), ("ib", 1024))
 }
 MOST_DECIMALS = 13
-"""Enough to show one byte in a TiB."""
+"""With this many decimals, a difference of one byte in a TiB is visible."""
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _AMOUNT = "allowed: an amount (24GiB, 500MiB, 80GB)"
 _ALLOWED = f"{_AMOUNT} or a fraction of the device, above 0 and up to 1 (0.9)"
@@ -26,7 +26,7 @@ _ALLOWED = f"{_AMOUNT} or a fraction of the device, above 0 and up to 1 (0.9)"
 
 @dataclass(frozen=True)
 class MemorySize:
-    """An amount of memory: absolute, or a fraction of a device whose size is not known yet."""
+    """An amount of memory in bytes, or a fraction of a device whose size is not known yet."""
 
     amount: float
     is_fraction: bool
@@ -34,14 +34,14 @@ class MemorySize:
     def bytes_of(self, total_bytes: int) -> int:
         """Return this amount on a device of `total_bytes`.
 
-        An amount above `total_bytes` is capped, not rejected: an "80 GB" card reports a little less than 80 GB.
+        An amount above `total_bytes` is reduced to it, because an "80 GB" GPU reports a little less than 80 GB.
         """
-        wanted_bytes = self.amount * total_bytes if self.is_fraction else self.amount
-        return min(int(wanted_bytes), total_bytes)
+        requested_bytes = self.amount * total_bytes if self.is_fraction else self.amount
+        return min(int(requested_bytes), total_bytes)
 
 
 def parse_size(value: object, key: str) -> MemorySize:
-    """Parse one amount of memory from the config; errors name `key`."""
+    """Parse an amount of memory or a fraction. Errors name `key`."""
     number = _as_number(value)
     if number is not None:
         if not 0 < number <= 1:
@@ -58,7 +58,7 @@ def parse_size(value: object, key: str) -> MemorySize:
 
 
 def parse_amount(value: object, key: str) -> int:
-    """Parse an absolute amount into bytes; fractions need a device and are rejected."""
+    """Parse an amount of memory into bytes. Fractions are rejected, because there is no device."""
     size = parse_size(value, key)
     if size.is_fraction:
         raise ConfigError(f"{key} is {value}: a fraction needs a device; {_AMOUNT}")
@@ -66,7 +66,7 @@ def parse_amount(value: object, key: str) -> int:
 
 
 def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:
-    """Parse one amount for all ranks (returned as a tuple of one), or a list with one amount per rank."""
+    """Parse one amount for all ranks, or a list with one amount per rank."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return (parse_size(value, key),)
     if not value:
@@ -75,7 +75,7 @@ def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:
 
 
 def size_for_rank(sizes: Sequence[MemorySize], rank: int, world_size: int, key: str) -> MemorySize:
-    """Return the amount for `rank`; raise the same error on every rank if the list has the wrong length."""
+    """Return the amount for `rank`. Raise the same error on every rank if the list has the wrong length."""
     if len(sizes) not in (1, world_size):
         raise ConfigError(
             f"{key}: {len(sizes)} amounts for {world_size} ranks; give one amount, or a list of one per rank"
@@ -84,10 +84,10 @@ def size_for_rank(sizes: Sequence[MemorySize], rank: int, world_size: int, key: 
 
 
 def format_bytes(count: float, decimals: int = 1) -> str:
-    """Format an amount in the unit that keeps it below 1024, for example `38.4 GiB`."""
+    """Format an amount in the smallest unit in which it is below 1024, for example `38.4 GiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # round first, so that 1023.97 MiB becomes 1.0 GiB and not 1024.0 MiB
+        # rounded before the comparison, so that 1023.97 MiB becomes 1.0 GiB and not 1024.0 MiB
         if abs(round(value, decimals)) < 1024:
             return f"{value:.0f} B" if unit == "B" else f"{value:.{decimals}f} {unit}"
         value /= 1024
@@ -95,7 +95,7 @@ def format_bytes(count: float, decimals: int = 1) -> str:
 
 
 def format_apart(first: float, second: float) -> tuple[str, str]:
-    """Format two amounts with enough decimals to tell them apart: `2.21 MiB`, `2.19 MiB`."""
+    """Format two amounts with enough decimals to show that they differ: `2.21 MiB`, `2.19 MiB`."""
     for decimals in range(1, MOST_DECIMALS):
         texts = format_bytes(first, decimals), format_bytes(second, decimals)
         if texts[0] != texts[1]:
@@ -118,7 +118,7 @@ LONGEST_SHOWN = 200
 
 
 def count_of(count: int, one: str, many: str | None = None) -> str:
-    """Format a count with its noun: `1 row`, `2 rows`; `many` is an irregular plural."""
+    """Format a count with its noun: `1 row`, `2 rows`. `many` is the plural if it is irregular."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
@@ -129,9 +129,9 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, likeness: float = 0.6) -> str:
-    """Return `; did you mean a or b?` for similar names, or "" if no name is similar enough."""
-    near = difflib.get_close_matches(name, list(known), n=most, cutoff=likeness)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    """Return `; did you mean a or b?` with up to `most` similar names, or "" if no name is similar enough."""
+    similar = difflib.get_close_matches(name, list(known), n=most, cutoff=likeness)
+    return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def printable(text: str) -> str:
@@ -146,12 +146,12 @@ def shown(value: object) -> str:
 
 
 def in_columns(lines: Iterable[Sequence[object]]) -> str:
-    """Format rows of cells as an indented table; each column is as wide as its longest cell."""
+    """Format lines of cells as an indented table whose columns are as wide as their longest cell."""
     cells = [[str(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
 def is_whole(value: Any, *, at_least: int) -> bool:
-    """Return True for an integer (NumPy's included, bool excluded) of at least `at_least`."""
+    """Return True for an integer of at least `at_least`, including NumPy's integers but not bool."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= at_least

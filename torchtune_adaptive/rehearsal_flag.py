@@ -1,16 +1,16 @@
-"""The flag of a rehearsal (started by `rehearse/`), which runs without computation or communication."""
+"""The flag that marks this process as a rehearsal: a run of `rehearse/` without computation or communication."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 class Rehearsal:
-    """Marks a process as a rehearsal, and gives access to its record."""
+    """Whether this process is a rehearsal, and a function to record its results."""
 
     def __init__(self) -> None:
         self.on = False
         self.record: Callable[[str, Mapping[str, Any]], object] = lambda kind, values: None
-        """Adds a line to the record of the rehearsal; does nothing outside of one."""
+        """Adds a line to the record of the rehearsal. Does nothing in other processes."""
 
 
 REHEARSAL = Rehearsal()

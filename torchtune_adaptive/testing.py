@@ -1,4 +1,4 @@
-"""Inject faults in tests of a training loop: a chosen operation fails, or a rank gets less memory."""
+"""Fault injection for tests of a training loop: a chosen operation runs out of memory, or a rank gets less memory."""
 
 from __future__ import annotations
 
@@ -22,76 +22,77 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
-class _At(NamedTuple):
-    """A step, and the kind of pass in it, in which faults are injected."""
+class _Place(NamedTuple):
+    """The step, and the kind of pass in it, in which operations fail."""
 
     step: int
-    inside: PassKind
+    pass_kind: PassKind
 
 
 class FaultInjector:
-    """Make chosen operations inside a StepRunner run out of memory.
+    """Context manager in which chosen operations of a StepRunner run out of memory.
 
         with FaultInjector(runner).fail_at(rank=1, step=3, operation=40) as faults:
             train()
         assert faults.fired == (rank == 1)
 
-    Instead of running, the chosen operation raises torch.OutOfMemoryError, or `error(message)` to imitate backends that
-    have no type for it. Operations are all calls that torch's dispatcher sees, including collectives, and every storage
-    that grows in place, which is how FSDP allocates parameters. They are counted from 1 in every step, over all its
-    microbatches. After a failure the count restarts at 1, so a second `fail_at` of a step fails in its repetition.
+    The chosen operation does not run. It raises torch.OutOfMemoryError, or `error(message)` to imitate backends that
+    have no type for it. Operations are all calls that torch's dispatcher sees, including collectives, and every growth
+    of a storage, which is how FSDP allocates parameters. They are counted from 1 in every step, over all its
+    microbatches. After a failure, the count restarts at 1. A second `fail_at` for the same step therefore fails in the
+    repetition of the step.
 
-    All ranks may make the same calls: only the named rank fails. Without a process group the rank is 0.
+    All ranks may make the same calls, because only the named rank fails. Without a process group, the rank is 0.
     """
 
     def __init__(self, runner: StepRunner[Any], *, error: Callable[[str], Exception] = torch.OutOfMemoryError) -> None:
         self.fired = 0
-        """Number of operations that failed on this rank."""
+        """Number of operations that have failed on this rank."""
         self.operations: list[str] = []
-        """Names of the operations counted last on this rank, in order."""
+        """Names of the operations of the latest attempt on this rank, in order."""
         self._runner = runner
         self._error = error
-        self._due: defaultdict[_At, deque[int]] = defaultdict(deque)
-        self._counting: _At | None = None
+        self._to_fail: defaultdict[_Place, deque[int]] = defaultdict(deque)  # numbers of operations
+        self._counting: _Place | None = None
         self._open = ExitStack()
 
     def fail_at(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
         """Fail an operation of this step's microbatches, in `times` consecutive attempts at the step."""
-        return self._plan(rank, _At(step, "microbatch"), operation, times)
+        return self._plan(rank, _Place(step, "microbatch"), operation, times)
 
     def fail_in_drain(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
         """Fail an operation while a failed rank issues the remaining collectives of this step."""
-        return self._plan(rank, _At(step, "drain"), operation, times)
+        return self._plan(rank, _Place(step, "drain"), operation, times)
 
     def count(self, *, rank: int, step: int) -> FaultInjector:
-        """Fail nothing in this step; `operations` lists the operations that could fail."""
+        """Let no operation of this step fail. Afterwards, `operations` lists those that could."""
         return self.fail_at(rank=rank, step=step, operation=sys.maxsize)
 
-    def _plan(self, rank: int, at: _At, operation: int, times: int) -> FaultInjector:
+    def _plan(self, rank: int, place: _Place, operation: int, times: int) -> FaultInjector:
         if operation < 1 or times < 1:
-            raise ValueError(f"operations and times count from 1, not operation={operation}, times={times}")
+            raise ValueError(f"operation={operation}, times={times}: both count from 1")
         if not 0 <= rank < world_size():
             raise ValueError(f"there is no rank {rank} among {world_size()}: ranks count from 0")
         if rank == this_rank():
-            self._due[at].extend([operation] * times)
+            self._to_fail[place].extend([operation] * times)
         return self
 
     def __enter__(self) -> FaultInjector:
-        self._open.enter_context(self._runner.wrapping_passes(self._around))
+        self._open.enter_context(self._runner.wrapping_passes(self._context_for))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
 
     @contextmanager
-    def _around(self, inside: PassKind) -> Iterator[None]:
+    def _context_for(self, pass_kind: PassKind) -> Iterator[None]:
         step = self._runner.current_step  # None in a probe
         # A dispatch mode changes how autograd accumulates gradients, so it is only used in passes with a fault.
-        if step is None or not self._due[at := _At(step, inside)]:
+        if step is None or not self._to_fail[place := _Place(step, pass_kind)]:
             yield
             return
-        if at != self._counting:
-            self._counting, self.operations = at, []
+        if place != self._counting:
+            self._counting, self.operations = place, []
         grow = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> object:
@@ -101,24 +102,24 @@ class FaultInjector:
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         try:
-            with _Watch(self):
+            with _CountOperations(self):
                 yield
         finally:
             torch.UntypedStorage.resize_ = grow  # type: ignore[method-assign]
 
     def tick(self, operation: str) -> None:
-        """Count an operation, and raise if it was chosen to fail."""
+        """Count an operation, and raise the error if this one was chosen to fail."""
         assert self._counting is not None
         self.operations.append(operation)
-        due = self._due[self._counting]
-        if due and len(self.operations) == due[0]:
-            due.popleft()
+        to_fail = self._to_fail[self._counting]
+        if to_fail and len(self.operations) == to_fail[0]:
+            to_fail.popleft()
             self.fired += 1
             self.operations = []
             raise self._error(f"injected: {operation} in step {self._counting.step}")
 
 
-class _Watch(TorchDispatchMode):
+class _CountOperations(TorchDispatchMode):
     def __init__(self, faults: FaultInjector) -> None:
         super().__init__()
         self._faults = faults
@@ -138,16 +139,16 @@ class _Watch(TorchDispatchMode):
 def memory_cap(cap_bytes: int | None, resident: Iterable[Tensor] = ()) -> Iterator[MemorySource]:
     """Limit the memory of this process to `cap_bytes`, or only measure it if that is None.
 
-    `resident` are existing tensors, such as parameters. CUDA's allocator enforces the cap if they are on a GPU, or if
-    there are none and this machine has a GPU. Otherwise a MemoryMeter enforces it.
+    `resident` are existing tensors, such as parameters. If they are on a GPU, CUDA's allocator enforces the cap. It
+    also does so if there are none and this machine has a GPU. Otherwise, a MemoryMeter enforces it.
     """
     if cap_bytes is not None and cap_bytes < 0:
         raise ValueError(f"cap_bytes is {cap_bytes}; pass a number of bytes, 0 or more, or None")
-    here = list(resident)
-    on_gpu = any(tensor.is_cuda for tensor in here) if here else torch.cuda.is_available()
+    tensors = list(resident)
+    on_gpu = any(tensor.is_cuda for tensor in tensors) if tensors else torch.cuda.is_available()
     if not on_gpu:
         meter = MemoryMeter(cap_bytes)
-        meter.count(here)
+        meter.count(tensors)
         with meter:
             yield meter
         return

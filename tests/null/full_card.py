@@ -56,11 +56,11 @@ class Scarcity(FaultInjector):
         set_memory(CARD)
 
     @contextmanager
-    def _around(self, inside: PassKind) -> Iterator[None]:
-        if inside == "microbatch":
+    def _context_for(self, pass_kind: PassKind) -> Iterator[None]:
+        if pass_kind == "microbatch":
             self.live_bytes.append(settled(min(self.live_bytes, default=None)))
         try:
-            with super()._around(inside):
+            with super()._context_for(pass_kind):
                 yield
         finally:
             self._scarce = False

@@ -11,7 +11,7 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config.keys import AdaptiveConfig, LoraSettings, Settings, keys_of, read, read_common, value_at
-from torchtune_adaptive.errors import refuse, together
+from torchtune_adaptive.errors import refuse, run_checks
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Read the settings of a finetune or preference training with LoRA, including those in the model's section."""
     read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA)
-    settings, adapters = together((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
+    settings, adapters = run_checks((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
 
 

@@ -12,7 +12,7 @@ from omegaconf.errors import ConfigTypeError
 
 from torchtune_adaptive.engine.limits import ROUNDINGS
 from torchtune_adaptive.engine.search import STRATEGIES
-from torchtune_adaptive.errors import ConfigError, refuse, together
+from torchtune_adaptive.errors import ConfigError, refuse, run_checks
 from torchtune_adaptive.formatting import MemorySize, did_you_mean, parse_sizes, shown
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def read(kind: type[T], section: Mapping[Any, object] | DictConfig | None, prefi
     """Return an instance of the dataclass `kind` with the values of `section`. Check each value by its rule."""
     values = plain(section, prefix.rstrip("."))
     options = declared_settings(kind)
-    checked = together(partial(_checked, option, values, prefix) for option in options)
+    checked = run_checks(partial(_checked, option, values, prefix) for option in options)
     return kind(**{option.name: value for option, value in zip(options, checked, strict=True)})
 
 
@@ -305,5 +305,5 @@ def on_gpu(where: Settings | DictConfig) -> bool:
 def read_common(cfg: DictConfig) -> Settings:
     """Read the settings of all recipes."""
     in_sections = (partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
-    settings: Settings = together([partial(read, Settings, cfg), *in_sections])[0]
+    settings: Settings = run_checks([partial(read, Settings, cfg), *in_sections])[0]
     return replace(settings, config=cfg)

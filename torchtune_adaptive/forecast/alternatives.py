@@ -29,7 +29,7 @@ def try_alternatives(request: PlanRequest) -> list[Forecast]:
     if request.plan.advise:
         return _that_fit(single, enough=0)
     fewer = [request.with_overrides(FEWER_ROWS)] * ((request.batch_size or 1) > 1)
-    together = [request.with_overrides(each) for each in _together([each.changes for each in single])]
+    together = [request.with_overrides(each) for each in _run_checks([each.changes for each in single])]
     more_ranks = [request.with_ranks(times * request.ranks) for times in MORE_RANKS]
     return _that_fit(fewer, enough=1) or _that_fit([*single, *together, *more_ranks], ENOUGH)
 
@@ -47,7 +47,7 @@ def _attempt(candidate: PlanRequest) -> Forecast | None:
         return None
 
 
-def _together(single: Sequence[Overrides]) -> list[Overrides]:
+def _run_checks(single: Sequence[Overrides]) -> list[Overrides]:
     """Return each change with all cheaper ones. Checkpointing of all layers replaces that of every second one."""
     found: list[Overrides] = []
     together: dict[str, str] = {}

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
-from torchtune_adaptive.atomic_files import directory_id, keep_file, read_json
+from torchtune_adaptive.atomic_files import directory_id, read_json, write_optional_file
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.torchrun import launcher_timeout_s
@@ -93,7 +93,7 @@ def read_record(directory: Path) -> RunRecord | None:
 def write_record(directory: Path, record: RunRecord) -> None:
     """Write the record; a failure is logged and does not end the run."""
     content = json.dumps(asdict(record), indent=1).encode()
-    keep_file(directory / RUN_FILE, content, "`tune-adaptive status` cannot report how this run ended")
+    write_optional_file(directory / RUN_FILE, content, "`tune-adaptive status` cannot report how this run ended")
 
 
 class RunPhase(Enum):

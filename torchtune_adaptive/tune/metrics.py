@@ -16,7 +16,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
-from torchtune_adaptive.atomic_files import keep_file, reason
+from torchtune_adaptive.atomic_files import reason, write_optional_file
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
@@ -76,7 +76,7 @@ class Metrics:
             if path.exists() and not path.is_file():  # torchtune's loggers would block on a pipe
                 raise ConfigError(f"{str(path)!r} is not a file: remove it, or change output_dir")
             self._logger.log_config(settings.config)
-            if keep_file(path, text.encode(), "the config of this run is not saved"):
+            if write_optional_file(path, text.encode(), "the config of this run is not saved"):
                 logger.info("config: %s", path)
 
     def watch(self, memory: MemorySource | None) -> None:
