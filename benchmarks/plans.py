@@ -62,7 +62,7 @@ def _answer(name: str, ranks: int, card: str) -> dict[str, Any]:
     }
     return {
         "rows": (stages if len(stages) > 1 else found.rows) if found.fits else 0,
-        **(found.most if found.fits else {"does not fit": found.why_not}),
+        **(found.maxima if found.fits else {"does not fit": found.why_not}),
         "probes": probes,
         "seconds": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1),
         "wall": round(time.perf_counter() - began, 1),

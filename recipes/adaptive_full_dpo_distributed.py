@@ -2,7 +2,7 @@
 
     tune run --nproc_per_node 4 adaptive_full_dpo_distributed --config llama3_1/8B_full_dpo
 
-Takes every config of torchtune's full_dpo_distributed unchanged.
+Accepts every config of torchtune's full_dpo_distributed unchanged.
 """
 
 from torchtune_adaptive.checkpoints.contents import Contents
@@ -55,7 +55,7 @@ class AdaptiveFullDPODistributed:
         policy = self.stages[POLICY]
         with self.trainer.training() as steps:
             for step in steps:
-                pairs = [dict(pair) for pair in step.samples]  # the reference stage stores its results in them
+                pairs = [dict(pair) for pair in step.samples]  # copies, in which the reference stage stores its results
                 results = self.stages.run(pairs, step=step.number, upcoming=step.upcoming)
                 count = results[POLICY].sums[PAIRS]
                 with policy.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):

@@ -2,7 +2,7 @@
 
     tune run --nproc_per_node 4 adaptive_full_finetune_distributed --config llama3_2/1B_full
 
-Takes every config of torchtune's full_finetune_distributed unchanged.
+Accepts every config of torchtune's full_finetune_distributed unchanged.
 """
 
 from torchtune_adaptive.checkpoints.contents import Contents

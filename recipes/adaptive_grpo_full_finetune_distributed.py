@@ -2,7 +2,7 @@
 
     tune run --nproc_per_node 8 adaptive_grpo_full_finetune_distributed --config adaptive/llama3_2/3B_grpo
 
-Takes the keys of torchtune's recipes/dev/grpo_full_finetune_distributed.
+Accepts the keys of torchtune's recipes/dev/grpo_full_finetune_distributed.
 """
 
 from collections.abc import Sequence
@@ -63,13 +63,13 @@ class AdaptiveGRPOFullFinetuneDistributed:
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: generate and score answers, update the models, and return the figures to log."""
-        grpo, everyone = self._grpo, self.iterations.answered(prompts, number)
-        divisor, figures = add_advantages(everyone, grpo)
-        self.signal.record(has_signal=figures["groups_without_signal"] < len(everyone) / grpo.grpo_samples)
-        for share in updates_of(everyone, grpo.answers, grpo.ppo_epochs, self.run.progress.seed):
-            policy = self.stages.run_stage(TRAIN_POLICY, share, number)
+        grpo, rollouts = self._grpo, self.iterations.generate_and_score(prompts, number)
+        divisor, figures = add_advantages(rollouts, grpo)
+        self.signal.record(has_signal=figures["groups_without_signal"] < len(rollouts) / grpo.grpo_samples)
+        for own in updates_of(rollouts, grpo.answers, grpo.ppo_epochs, self.run.progress.seed):
+            policy = self.stages.run_stage(TRAIN_POLICY, own, number)
             of_update = figures_of_update(policy, divisor)
-            self.iterations.update(divisor, of_update, cause_of_update(everyone, of_update, grpo.loss.kl_coeff))
+            self.iterations.update(divisor, of_update, cause_of_update(rollouts, of_update, grpo.loss.kl_coeff))
         return figures
 
     def cleanup(self) -> None:

@@ -2,7 +2,7 @@
 
     tune run --nproc_per_node 8 adaptive_grpo_lora_finetune_distributed --config adaptive/llama3_2/3B_grpo_lora
 
-The reference is the policy with its adapters off. Everything else is as in adaptive_grpo_full_finetune_distributed.
+The reference is the policy without its adapters. Everything else is as in adaptive_grpo_full_finetune_distributed.
 """
 
 from adaptive_grpo_full_finetune_distributed import AdaptiveGRPOFullFinetuneDistributed
@@ -13,7 +13,7 @@ from torchtune_adaptive.rl.settings import GRPO_KEYS, read_grpo_lora_settings
 
 
 class AdaptiveGRPOLoraFinetuneDistributed(AdaptiveGRPOFullFinetuneDistributed):
-    """One run, like that of full weights but with LoRA's settings."""
+    """One run that trains adapters."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.begin(*read_grpo_lora_settings(cfg))

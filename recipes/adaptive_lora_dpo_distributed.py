@@ -2,7 +2,7 @@
 
     tune run --nproc_per_node 2 adaptive_lora_dpo_distributed --config llama3_1/8B_lora_dpo
 
-Takes every config of torchtune's lora_dpo_distributed unchanged. The reference is the policy with its adapters off.
+Accepts every config of torchtune's lora_dpo_distributed unchanged. The reference is the policy without its adapters.
 Everything else is as in adaptive_full_dpo_distributed.
 """
 

@@ -2,7 +2,7 @@
 
     tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config llama3_1/8B_lora
 
-Takes every config of torchtune's lora_finetune_distributed unchanged. Everything except the model is as in
+Accepts every config of torchtune's lora_finetune_distributed unchanged. Everything except the model is as in
 adaptive_full_finetune_distributed.
 """
 

@@ -2,7 +2,7 @@
 
     tune run --nproc_per_node 8 adaptive_ppo_full_finetune_distributed --config adaptive/mistral/7B_ppo
 
-Takes the keys of torchtune's ppo_full_finetune_single_device.
+Accepts the keys of torchtune's ppo_full_finetune_single_device.
 """
 
 from collections.abc import Sequence
@@ -56,15 +56,15 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: generate and score answers, update the models, and return the figures to log."""
-        ppo, everyone = self._ppo, self.iterations.answered(prompts, number)
-        figures = add_advantages(everyone, ppo)
-        for share in updates_of(everyone, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
-            value = self.stages.run_stage(TRAIN_VALUE, share, number)
-            policy = self.stages.run_stage(TRAIN_POLICY, share, number)
+        ppo, rollouts = self._ppo, self.iterations.generate_and_score(prompts, number)
+        figures = add_advantages(rollouts, ppo)
+        for own in updates_of(rollouts, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
+            value = self.stages.run_stage(TRAIN_VALUE, own, number)
+            policy = self.stages.run_stage(TRAIN_POLICY, own, number)
             summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
             of_update = figures_of_update(value, policy, ppo.loss)
             losses = {TRAIN_VALUE: of_update["value_loss"], TRAIN_POLICY: of_update["policy_loss"]}
-            self.iterations.update(summed_over, of_update, cause_of_stages(everyone, losses))
+            self.iterations.update(summed_over, of_update, cause_of_stages(rollouts, losses))
         return figures
 
     def cleanup(self) -> None:

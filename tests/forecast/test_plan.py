@@ -182,7 +182,7 @@ def test_signal_ends_all_rehearsals() -> None:
 def test_several_processes_are_refused_with_the_option_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="but 4 were started: leave out --nproc_per_node, and add world_size=4"):
+    with pytest.raises(ConfigError, match="but 4 were started: remove --nproc_per_node, and set world_size=4"):
         adaptive_plan.main(read_config(locate("adaptive/demo/full"), []), Path("full.yaml"), [])
 
 

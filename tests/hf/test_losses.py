@@ -16,7 +16,7 @@ from transformers import Trainer
 from tests.hf.trainers import Run, arguments, difference, tiny_llama, train
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf import AdaptiveArguments
-from torchtune_adaptive.hf.losses import FULL, HALF, Reduction, TwoSamples, how_losses_add_up
+from torchtune_adaptive.hf.losses import FP32_TOLERANCE, HALF_TOLERANCE, Reduction, TwoSamples, how_losses_add_up
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -155,7 +155,7 @@ def test_batch_normalization_is_refused_and_keeps_its_statistics(tmp_path: Path)
 
 
 def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
-    return TwoSamples(both, first, second, targets=((2, 1), (10, 9)), drew=False)
+    return TwoSamples(both, first, second, targets=((2, 1), (10, 9)), is_random=False)
 
 
 @pytest.mark.parametrize(
@@ -170,19 +170,19 @@ def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
     ],
 )
 def test_reduction_is_determined_from_the_losses_of_two_samples(both: float, reduction: Reduction | None) -> None:
-    assert how_losses_add_up([two(both)], next_tokens=True, tolerance=FULL) is reduction
+    assert how_losses_add_up([two(both)], next_tokens=True, tolerance=FP32_TOLERANCE) is reduction
 
 
 def test_loss_that_adds_up_on_only_one_rank_is_refused() -> None:
-    assert how_losses_add_up([two(6.0), two(7.0)], next_tokens=True, tolerance=HALF) is None
+    assert how_losses_add_up([two(6.0), two(7.0)], next_tokens=True, tolerance=HALF_TOLERANCE) is None
 
 
 def test_equal_losses_count_as_a_mean_over_tokens() -> None:
     equal = two(2.0, first=2.0, second=2.0)
-    assert how_losses_add_up([equal], next_tokens=True, tolerance=FULL) is Reduction.MEAN_OF_NEXT_TOKENS
+    assert how_losses_add_up([equal], next_tokens=True, tolerance=FP32_TOLERANCE) is Reduction.MEAN_OF_NEXT_TOKENS
 
 
 def test_rounding_of_a_small_loss_is_compared_with_earlier_losses() -> None:
     rounded = two(0.0062, first=0.004, second=0.002)
-    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF) is None
-    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF, scale=2.0) is not None
+    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF_TOLERANCE) is None
+    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF_TOLERANCE, scale=2.0) is not None

@@ -313,7 +313,7 @@ def test_training_step_that_edits_its_batch_is_refused(folder: Path, before: Any
             return loss
 
     options = arguments(folder, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match="or code edits the batch; do this in the dataset"):
+    with pytest.raises(ConfigError, match="or other code changes the batch; do this in the dataset"):
         train(folder, AS_IT_IS, base=Edits, arguments=options)
 
 

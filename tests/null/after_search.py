@@ -35,7 +35,7 @@ def rehearsed(name: str, memory_gb: int, given: tuple[str, ...] = (), **asked: A
 
 
 def figures(found: Forecast) -> dict[str, Any]:
-    steps, errors = found.rehearsal.steps, [each for each in found.rehearsal.errors if not each["tried"]]
+    steps, errors = found.rehearsal.steps, [each for each in found.rehearsal.errors if not each["in_search"]]
     return {
         "steps": len(steps),
         "steps that flush": sum(step["flushes"] > 0 for step in steps),

@@ -112,7 +112,7 @@ def test_shown_run_would_start(shown: Shown, readers_folder: Path) -> None:
     path = config_files().get(name) or Path(name)
     cfg = read_config(path, [*overrides, "output_dir=out"])
     named = RECIPES[FULL.name if recipe == "mine.py" else recipe]
-    check_keys(cfg, named.keys, aloud=False)
+    check_keys(cfg, named.keys, log=False)
     if named is not PLAN:
         assert named.read(cfg)
 

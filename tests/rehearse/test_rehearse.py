@@ -982,12 +982,12 @@ def test_varying_steps_and_limits_of_a_script_are_reported() -> None:
     first = RehearsalResult(**about, status=0, steps=steps, rest=end)
     assert first.verdict().endswith("; later steps may need more (see below)")
     assert "have different peaks, and later ones were not run: --steps 0 runs" in first.as_text()
-    assert not RehearsalResult(**about, status=0, steps=steps, rest={**end, "stopped": False}).rises
+    assert not RehearsalResult(**about, status=0, steps=steps, rest={**end, "stopped": False}).peaks_differ
     alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, rest=end)
     assert alike.as_text().endswith("such as saving, was not run: --steps 0 runs the script to its end")
-    assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).rises
+    assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).peaks_differ
     error = {
-        "step": 6, "tried": False, "trains": True, "file": "train.py", "line": 1,
+        "step": 6, "in_search": False, "has_optimizer": True, "file": "train.py", "line": 1,
         "source": "x = y", "operation": "x = y",
         "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
         "allowed_bytes": 10 * GIB,

@@ -24,7 +24,14 @@ def imitate(
     step = {"step": 1, "allocated_bytes": int(needed * GIB), "flushes": 0, "flops": 1.0}
     fits = step["allocated_bytes"] <= card.memory
     step["reserved_bytes"] = min(int((needed + slack) * GIB), card.memory)
-    error = {**step, "asked_bytes": 1, "trains": True, "allowed_bytes": card.memory, "free_bytes": 0, "tried": False}
+    error = {
+        **step,
+        "asked_bytes": 1,
+        "has_optimizer": True,
+        "allowed_bytes": card.memory,
+        "free_bytes": 0,
+        "in_search": False,
+    }
     return RehearsalResult(
         card.memory, 0, 0, ranks or 1, int(not fits), steps=[step] if fits else [], errors=[] if fits else [error],
         rest={} if fits else {"by_memory": True, "reserved_bytes": 0, "allocated_bytes": 0, "flushes": 0},

@@ -78,7 +78,7 @@ class CheckpointManager:
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
         # only on rank 0, which writes the manifest; after `build`, where the demo's checkpointer creates its files
         self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
-        self._random_state_in = start.files.folder if start.files else None
+        self._random_state_folder = start.files.folder if start.files else None
         self._stop_requested = False
         THIS_RUN.newest = start.files.folder if start.files else None
         if settings.enable_async_checkpointing:
@@ -112,10 +112,10 @@ class CheckpointManager:
         self._restore_random_state()
 
     def _restore_random_state(self) -> None:
-        if self._random_state_in is None:
+        if self._random_state_folder is None:
             return
-        reason = restore_random_state(self._random_state_in)
-        self._random_state_in = None
+        reason = restore_random_state(self._random_state_folder)
+        self._random_state_folder = None
         if reason is not None:
             log_rank_0(f"random draws (dropout) restart from the seed: {reason}")
 
@@ -164,13 +164,13 @@ class CheckpointManager:
         """On rank 0: write with torchtune's checkpointer into the staging directory, publish, and prune."""
         epoch, staging = progress.epochs_run, self._directory.staging
         options = {"adapter_only": True} if self._contents.adapter_only else {}
-        torchtunes = get_logger()
-        level = torchtunes.level
-        torchtunes.setLevel(logging.WARNING)  # its lines name files in the staging directory
+        torchtune_logger = get_logger()
+        level = torchtune_logger.level
+        torchtune_logger.setLevel(logging.WARNING)  # its lines name files in the staging directory
         try:
             self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
         finally:
-            torchtunes.setLevel(level)
+            torchtune_logger.setLevel(level)
         written = staging / f"epoch_{epoch}"
         os.replace(staging / store.RECIPE_STATE / store.RECIPE_STATE_FILE, written / store.RECIPE_STATE_FILE)
         torch.save(random_states, written / store.RANDOM_FILE)

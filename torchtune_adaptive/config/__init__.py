@@ -1,6 +1,6 @@
-"""Command line, keys, checked settings and components.
+"""The command line, the config's keys and their checks, and components that are built from the config.
 
-Import this package before torchtune: it filters warnings of dependencies.
+Import this package before torchtune, because it hides warnings of dependencies.
 """
 
 from torchtune_adaptive.dependencies import hide_notices

@@ -1,4 +1,4 @@
-"""Check settings before anything is built: misspelt keys and contradictory values."""
+"""Check settings before anything is built: misspelt keys, and values that exclude each other."""
 
 from __future__ import annotations
 
@@ -20,40 +20,36 @@ SECTIONS = (
     "ref_checkpointer", "metric_logger", "profiler", "tensor_parallel_plan", "batch_increase_function",
 )  # fmt: skip
 MISSPELT = 0.8
-"""Similarity, from 0 to 1, at which a key counts as a typo."""
+"""From this similarity on (from 0 to 1), an unknown key counts as a misspelling of a known one."""
 NOT_FOR_LORA = ("optimizer_in_bwd", "tensor_parallel_dim")
 NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
 
 
 def read_full_settings(cfg: DictConfig) -> Settings:
-    """Read the settings of a full finetune; refuse combinations that torchtune refuses."""
+    """Read the settings of full finetuning. Raise ConfigError for combinations that torchtune rejects."""
     return _read(cfg, "full finetuning")
 
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Read the settings of a finetune or preference training with LoRA, including those in the model's section."""
+    """Read the settings of finetuning or preference training with LoRA, and those in the section `model`."""
     read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA)
     settings, adapters = run_checks((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
-    """Read the settings of a full preference training."""
+    """Read the settings of preference training without LoRA."""
     return _read(cfg, "preference training", *NOT_FOR_PAIRS)
 
 
 def _read(cfg: DictConfig, training: str, *not_supported: str) -> Settings:
     settings = read_common(cfg)
-    refuse(
-        not_at_default(settings, not_supported, training),
-        contradictions(settings),
-        token_budget(settings),
-    )
+    refuse(not_at_default(settings, not_supported, training), contradictions(settings), token_budget(settings))
     return settings
 
 
 def contradictions(settings: Settings) -> Iterator[str]:
-    """Yield errors for values that exclude each other."""
+    """Yield an error for each combination of values that exclude each other."""
     device, dim = settings.device, settings.tensor_parallel_dim
     if settings.fsdp_cpu_offload and device.startswith("cpu"):
         yield f"fsdp_cpu_offload is True, but device is {device!r}: the weights are already on the CPU; set it to False"
@@ -80,7 +76,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
 
 
 def token_budget(settings: Settings) -> Iterator[str]:
-    """Yield errors for settings that exclude a token budget."""
+    """Yield an error for each setting that cannot be combined with a token budget."""
     adaptive, budget = settings.adaptive, settings.adaptive.token_budget
     if budget is not None and adaptive.max_batch_size is not None:
         yield (
@@ -96,29 +92,33 @@ def token_budget(settings: Settings) -> Iterator[str]:
 
 
 def not_at_default(settings: Settings, keys: Iterable[str], training: str) -> Iterator[str]:
-    """Yield errors for keys that this kind of training supports only at their defaults."""
+    """Yield an error for each of these `keys` that is not at its default, the only value that `training` supports."""
     for key in keys:
         value, allowed = getattr(settings, key), getattr(Settings, key)
         if value != allowed:
             yield f"{key} is {value}, which {training} does not support: allowed is {allowed}"
 
 
-def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> None:
-    """Refuse keys that look misspelt or misplaced; log other unknown keys."""
-    known, ours = {*keys_of(Settings), *SECTIONS, *more}, keys_of(AdaptiveConfig)
-    referred_to = set(re.findall(r"\$\{(\w+)", str(OmegaConf.to_container(cfg, resolve=False))))  # ${output_dir}/logs
-    unread = sorted(str(key) for key in cfg if key not in known | referred_to)
+def check_keys(cfg: DictConfig, more: Collection[str] = (), *, log: bool) -> None:
+    """Raise ConfigError for keys that look misspelt or misplaced. With `log`, log other unknown keys.
+
+    `more` are the keys that are known in addition to those of all recipes.
+    """
+    known, adaptive_keys = {*keys_of(Settings), *SECTIONS, *more}, keys_of(AdaptiveConfig)
+    referenced = set(re.findall(r"\$\{(\w+)", str(OmegaConf.to_container(cfg, resolve=False))))  # ${output_dir}/logs
+    unknown = sorted(str(key) for key in cfg if key not in known | referenced)
     problems = [
         f"{key} has no effect here: did you mean adaptive.{key}? If it is your own key, rename it"
-        for key in unread
-        if key in ours
+        for key in unknown
+        if key in adaptive_keys
     ]
-    for key in (key for key in unread if key not in ours):
-        near = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=MISSPELT)), None)
-        if near and not key.startswith(f"{near}_") and not key.endswith(f"_{near}"):  # ppo_batch_size is correct
+    for key in (key for key in unknown if key not in adaptive_keys):
+        similar = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=MISSPELT)), None)
+        # Accept a key that only adds a prefix or a suffix to a known one, for example ppo_batch_size.
+        if similar and not key.startswith(f"{similar}_") and not key.endswith(f"_{similar}"):
             problems.append(
-                f"{key} is not a known key: did you mean {near}? If it is your own key, give it a less similar name"
+                f"{key} is not a known key: did you mean {similar}? If it is your own key, give it a less similar name"
             )
     refuse(problems)
-    if unread and aloud:
-        logger.info("ignored config keys: %s", ", ".join(unread))
+    if unknown and log:
+        logger.info("ignored config keys: %s", ", ".join(unknown))

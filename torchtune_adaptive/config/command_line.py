@@ -1,6 +1,6 @@
 """Read the config that `--config NAME` names, and apply the `key=value` overrides of the command line.
 
-A name is a path, a config of torchtune (which `tune run` has resolved to a path) or of this package (`adaptive/...`).
+NAME is a path, the name of a config of torchtune, or the name of a config of this package (`adaptive/...`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
 
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, IndexError, RecursionError)
-"""Errors of reading YAML and overrides (IndexError for a `[`)."""
+"""Exceptions that libraries raise for invalid YAML and overrides (IndexError for a single `[`)."""
 
 
 def config_and_overrides(arguments: Sequence[str]) -> tuple[Path, list[str]]:
@@ -46,9 +46,9 @@ def name_of(path: Path) -> str:
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
-    """Return the config at a path with overrides, which have the same meaning as in torchtune."""
+    """Return the config of a file, with overrides that have the same meaning as in torchtune."""
     parts = [f"~{key}" for key, part in _read_yaml(path).items() if isinstance(part, dict) and COMPONENT in part]
-    removed = [word for word in overrides if word in parts]  # torchtune cannot remove components
+    removed = [word for word in overrides if word in parts]  # remove these below, because torchtune cannot
     overrides = [word for word in overrides if word not in removed]
     try:
         parser = TuneRecipeArgumentParser()

@@ -1,4 +1,4 @@
-"""Build components from config sections with a `_component_`. Errors name the section and the argument."""
+"""Build components from config sections that have a `_component_`. Errors name the section and the argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import shown
 
 COMPONENT = "_component_"
-LONGEST_REASON = 500
+MAX_REASON_LENGTH = 500
 
 
 def require(cfg: DictConfig, key: str) -> DictConfig:
@@ -22,7 +22,7 @@ def require(cfg: DictConfig, key: str) -> DictConfig:
 
 
 def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
-    """Return the section `key` of the config, which may be a list of sections."""
+    """Return the section, or the list of sections, at `key` of the config."""
     section = cfg.get(key)
     if section is None:
         raise ConfigError(f"{key} is missing: add a section with a _component_")
@@ -30,7 +30,7 @@ def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
 
 
 def checked_section(key: str, section: object) -> DictConfig:
-    """Raise a ConfigError if the value of `key` is not a section."""
+    """Return the value of `key`; raise a ConfigError if it is not a section."""
     if not isinstance(section, DictConfig):
         raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
     return section
@@ -53,14 +53,15 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         component = section.get(COMPONENT) if isinstance(section, DictConfig) else None
         described = component or f"{section} (a section with a _component_ is needed)"
         message = f"{key} could not be built from {described}: {in_a_line(error)}"
-        if (below := error.__cause__) and str(below) not in str(error):  # a library may wrap the actual cause
-            message += f" ({in_a_line(below)})"
-        if isinstance(section, DictConfig) and "'str'" in str(error):  # for example nan, which YAML writes .nan
-            texts = (f"{name!s} is {value!r}" for name, value in section.items() if isinstance(value, str))
-            message += f"; strings: {', '.join(texts)}"
+        if (cause := error.__cause__) and str(cause) not in str(error):  # for a library that wraps the actual cause
+            message += f" ({in_a_line(cause)})"
+        # A number may be a string by mistake, for example nan, which is .nan in YAML.
+        if isinstance(section, DictConfig) and "'str'" in str(error):
+            strings = (f"{name!s} is {value!r}" for name, value in section.items() if isinstance(value, str))
+            message += f"; these values are strings: {', '.join(strings)}"
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and isinstance(section, DictConfig) and unexpected[1] in section:
-            message += f"; remove it, on a command line by '~{key}.{unexpected[1]}'"
+            message += f"; remove it, for example by '~{key}.{unexpected[1]}' on the command line"
         raise ConfigError(message) from error
 
 
@@ -73,7 +74,7 @@ def path_of(key: str, section: object) -> str:
 
 
 def imported(key: str, path: str) -> Any:
-    """Return the object at the dotted path that is the value of `key`."""
+    """Import and return the object at the dotted path `path`, which is the value of `key`."""
     try:
         return pkgutil.resolve_name(path)
     except (Exception, SystemExit) as error:
@@ -81,8 +82,8 @@ def imported(key: str, path: str) -> Any:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return an error of another library in one line, shortened."""
+    """Return the type and the text of another library's error, in one line and shortened."""
     text = re.split(r"\. GPU \d+ has", " ".join(str(error).split()))[0].rstrip(".")  # torch's OOM errors are long
-    if len(text) > LONGEST_REASON:
-        text = f"{text[:LONGEST_REASON]} ..."
+    if len(text) > MAX_REASON_LENGTH:
+        text = f"{text[:MAX_REASON_LENGTH]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

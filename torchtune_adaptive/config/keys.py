@@ -1,4 +1,4 @@
-"""Config keys: allowed values, defaults and meanings."""
+"""The keys of the config: allowed values, defaults and meanings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """Allowed values of a key, as a predicate and as text."""
+    """The values that a key allows: `accepts` checks a value, and `allowed` describes the values in messages."""
 
     accepts: Callable[[Any], bool]
     allowed: str
@@ -50,7 +50,7 @@ NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v
 
 
 MOST_TOKENS = 2**24
-"""Upper bound for the tokens of a row. Larger values are refused before any list of that length is created."""
+"""The largest allowed number of tokens of a row, so that no list of a much larger length is created by mistake."""
 
 
 def one_of(*choices: object) -> Rule:
@@ -78,10 +78,10 @@ def some_of(*choices: str) -> Rule:
 
 
 def setting(rule: Rule, default: object = MISSING, *, convert: Callable[[Any, str], object] | None = None) -> Any:
-    """Declare a field of a section; without a default, the key is required.
+    """Declare a field of a dataclass as a config key; without a default, the key is required.
 
-    docs/keys.md shows the string below the field. Keys of torchtune have no such string.
-    `convert` takes the value and the name of the key for errors.
+    `convert` returns the field's value, given the value in the config and the name of the key for errors. The string
+    below a field is the text of the key in docs/keys.md. Keys that torchtune also has need no such string.
     """
     return field(default=default, metadata={"rule": rule, "convert": convert or _frozen})
 
@@ -91,7 +91,7 @@ def _frozen(value: object, key: str) -> object:
 
 
 def read(kind: type[T], section: Mapping[Any, object] | DictConfig | None, prefix: str = "") -> T:
-    """Return an instance of the dataclass `kind` with the values of `section`. Check each value by its rule."""
+    """Check the values of `section` by their rules, and return them as an instance of the dataclass `kind`."""
     values = plain(section, prefix.rstrip("."))
     options = declared_settings(kind)
     checked = run_checks(partial(_checked, option, values, prefix) for option in options)
@@ -99,12 +99,12 @@ def read(kind: type[T], section: Mapping[Any, object] | DictConfig | None, prefi
 
 
 def keys_of(kind: type) -> list[str]:
-    """Return the keys of a section."""
+    """Return the keys that the dataclass `kind` declares."""
     return [option.name for option in declared_settings(kind)]
 
 
 def declared_settings(kind: type) -> list[Field[Any]]:
-    """Return the fields that `setting` has declared."""
+    """Return the fields of the dataclass `kind` that `setting` has declared."""
     return [field for field in fields(kind) if "rule" in field.metadata]
 
 
@@ -112,7 +112,7 @@ def _checked(option: Field[Any], values: Mapping[Any, object], prefix: str) -> o
     rule, key = option.metadata["rule"], prefix + option.name
     if option.name not in values:
         if option.default is MISSING:
-            raise ConfigError(f"{key} is missing: give {rule.allowed}")
+            raise ConfigError(f"{key} is missing: set it to {rule.allowed}")
         return option.default
     value = values[option.name]
     check(rule, value, key)
@@ -134,7 +134,7 @@ def value_at(cfg: DictConfig, key: str) -> Any:
 
 
 def plain(section: Any, name: str) -> Mapping[Any, object]:
-    """Return a section as a mapping, empty if it is missing."""
+    """Return a section as a mapping, which is empty if the section is missing. `name` is its key in errors."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True)
     if section is None:
@@ -200,7 +200,7 @@ class AdaptiveConfig:
 
 
 def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | None, name: str) -> T:
-    """Read a section like `read`, but refuse unknown keys. The section may be missing."""
+    """Read a section like `read`, but raise ConfigError for unknown keys. The section may be missing."""
     values, known = plain(section, name), keys_of(kind)
     refuse(
         f"{name}.{key} is not a known key; allowed: {', '.join(known)}{did_you_mean(str(key), known)}"
@@ -211,17 +211,17 @@ def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | Non
 
 
 AUTO = "auto"
-IN_SECTIONS = {"tokenizer.max_seq_len": COUNT | NULL, "checkpointer.output_dir": TEXT | NULL}
-"""Keys of components that are checked here because the components report invalid values late or misleadingly."""
+COMPONENT_KEYS = {"tokenizer.max_seq_len": COUNT | NULL, "checkpointer.output_dir": TEXT | NULL}
+"""Keys of components that are checked here, because the components report invalid values late or misleadingly."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Keys of all recipes, with torchtune's names and defaults."""
+    """Keys that all recipes have, with torchtune's names and defaults."""
 
     config: DictConfig = field(default_factory=lambda: OmegaConf.create({}), repr=False, compare=False)
-    """The config itself, with the sections of the components."""
+    """The config from which the settings were read, with the sections of components."""
 
     device: str = setting(TEXT)
     dtype: str = setting(one_of("bf16", "fp32"))
@@ -282,13 +282,13 @@ class Settings:
 
     @property
     def samples_per_step(self) -> int:
-        """Return the samples of one rank in one optimizer update."""
+        """Return the number of samples that a rank trains in one step."""
         return self.batch_size * self.gradient_accumulation_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """Keys of a LoRA model's section that the recipe needs to check and save adapters."""
+    """Keys in the section of a LoRA model, which the recipe needs to save adapters."""
 
     lora_attn_modules: tuple[str, ...] = setting(some_of(*PROJECTIONS))
     apply_lora_to_mlp: bool = setting(BOOL)
@@ -298,12 +298,12 @@ class LoraSettings:
 
 
 def on_gpu(where: Settings | DictConfig) -> bool:
-    """Return True if training runs on an accelerator, that is, on any device except a CPU."""
+    """Return True if training runs on an accelerator: on any device other than the CPU."""
     return not str(where.device).startswith("cpu")
 
 
 def read_common(cfg: DictConfig) -> Settings:
-    """Read the settings of all recipes."""
-    in_sections = (partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
-    settings: Settings = run_checks([partial(read, Settings, cfg), *in_sections])[0]
+    """Read the settings that all recipes have."""
+    of_components = (partial(check, rule, value_at(cfg, key), key) for key, rule in COMPONENT_KEYS.items())
+    settings: Settings = run_checks([partial(read, Settings, cfg), *of_components])[0]
     return replace(settings, config=cfg)

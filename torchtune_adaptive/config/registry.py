@@ -1,6 +1,6 @@
-"""The recipes and named configs of this package and of torchtune.
+"""The recipes of this package and of torchtune, and the names of their configs.
 
-This module imports neither torch nor torchtune: it reads torchtune's registry from its file, so that `ls` is fast.
+This module reads torchtune's registry from its file. It imports neither torch nor torchtune, so that `ls` is fast.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _RECIPE_IN_COMMENTS = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTIL
 
 @dataclass(frozen=True)
 class Recipe:
-    """An adaptive recipe."""
+    """A recipe of this package."""
 
     name: str
     stock_name: str | None
-    """The recipe of torchtune that it replaces, or "". None: it does not train, and accepts the configs of all."""
+    """The recipe of torchtune that it replaces; empty if there is none; None if the recipe does not train."""
     saved_as: str = ""
     """The name of the recipe in the manifest of a checkpoint."""
     reader: str = ""
-    """Path of the function that reads the settings, or a pair of common and specific settings."""
+    """Dotted path of the function that returns the settings: common ones, or a pair of common and specific ones."""
     own_keys: str = ""
-    """Path of the keys that only this recipe has."""
+    """Dotted path of the keys that only this recipe has."""
 
     @property
     def is_lora(self) -> bool:
-        """Return True if it trains adapters."""
+        """Return True if the recipe trains adapters."""
         return self.saved_as.startswith("lora")
 
     @property
@@ -92,7 +92,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 @dataclass(frozen=True)
 class NamedConfig:
-    """A config with a name, and its recipe."""
+    """A config, its name, and its recipe."""
 
     recipe: str
     name: str
@@ -100,7 +100,7 @@ class NamedConfig:
 
 
 def our_configs() -> list[NamedConfig]:
-    """Return the configs of this package. Their comments name their recipes."""
+    """Return the configs of this package. The recipe of a config is the one in its comments."""
     root = Path(str(resources.files("torchtune_adaptive.configs")))
     return [
         NamedConfig(recipe_in_comments(path), PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
@@ -122,9 +122,9 @@ def supported_configs() -> Iterator[NamedConfig]:
     ours, stock = our_configs(), stock_configs()
     for recipe in RECIPES.values():
         yield from (config for config in ours if config.recipe == recipe.name)
-        if recipe is not PPO:  # torchtune's PPO configs need changes, which an error lists
+        if recipe is not PPO:  # torchtune's PPO configs need changes; an error lists them
             yield from (
-                NamedConfig(recipe.name, one.name, one.path) for one in stock if one.recipe == recipe.stock_name
+                NamedConfig(recipe.name, each.name, each.path) for each in stock if each.recipe == recipe.stock_name
             )
 
 
@@ -141,7 +141,7 @@ def config_files() -> dict[str, Path]:
 
 
 def recipe_in_comments(config: Path) -> str:
-    """Return the recipe that the comments of a config name, or ""."""
+    """Return the recipe in the `tune run` command in a config's comments, or ""."""
     command = _RECIPE_IN_COMMENTS.search(config.read_text(encoding="utf-8", errors="replace"))
     return command[1] if command else ""
 
@@ -152,19 +152,19 @@ def file_of(name: str) -> Path:
 
 
 def file_named(name: str, known: Mapping[str, Path], what: str, option: str = "") -> Path:
-    """Return the file of a known name, or the path itself; `option` precedes the name in the error."""
+    """Return the file of a known name, or `name` if it is the path of a file. `what` and `option` are for the error."""
     if name in known:
         return known[name]
     if not name.startswith(PREFIX) and os.path.isfile(name):
         return Path(name)
-    near = did_you_mean(name.removesuffix(".yaml"), known, most=4, likeness=0.5)
-    hint = near or "; tune-adaptive ls lists all names"
+    suggestion = did_you_mean(name.removesuffix(".yaml"), known, most=4, likeness=0.5)
+    hint = suggestion or "; tune-adaptive ls lists all names"
     raise ConfigError(f"{option}{name} is neither a file nor a known {what}{hint}")
 
 
 @cache
 def stock_folder() -> Path:
-    """Return the folder that contains torchtune and its recipes, without importing torchtune."""
+    """Return the folder that contains the packages `torchtune` and `recipes`, without importing torchtune."""
     spec = importlib.util.find_spec("torchtune")
     if spec is None:
         raise ModuleNotFoundError("No module named 'torchtune'", name="torchtune")
@@ -173,6 +173,6 @@ def stock_folder() -> Path:
 
 @cache
 def _stock_recipes() -> list[Any]:
-    """Return torchtune's registry: recipes with a name, a file_path, and configs with the same attributes."""
+    """Return torchtune's recipes, each with `name`, `file_path` and `configs`; a config has the first two as well."""
     recipes: list[Any] = runpy.run_path(str(stock_folder() / "torchtune" / "_recipe_registry.py"))["get_all_recipes"]()
     return recipes

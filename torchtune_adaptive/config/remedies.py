@@ -1,4 +1,4 @@
-"""Remedies of errors, in terms of config keys."""
+"""The texts of remedies in errors, expressed as config keys."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ KEYS_IN_PPO: Mapping[Remedy, str] = {
     Remedy.SHORTER_SAMPLES: "lower max_generated_tokens or tokenizer.max_seq_len",
     Remedy.SMALLER_LIMIT: "lower forward_batch_size or raise gradient_accumulation_steps",
 }
-"""Remedies in PPO, where a sample is a rollout and batch_size is the rollouts of an iteration."""
+"""Remedies in PPO and GRPO, where `batch_size` is not the size of a microbatch."""
 
 
 @contextmanager
 def without_active_remedies(cfg: DictConfig) -> Iterator[None]:
-    """Remove remedies that the config already has from errors."""
+    """Remove a remedy from errors if the config has already applied it."""
     try:
         yield
     except AdaptiveError as error:

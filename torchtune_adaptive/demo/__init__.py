@@ -1,1 +1,1 @@
-"""Models, tokenizer, datasets and checkpointer that need no download."""
+"""Small models, a tokenizer, datasets and a checkpointer for the demo configs. None of them needs a download."""

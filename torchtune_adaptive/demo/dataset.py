@@ -1,7 +1,7 @@
 """Datasets generated from a seed: instructions, pairs of answers, prompts, and digits to sort.
 
-An instruction is a list to sort, reverse, add up or count. Lengths follow a log-normal distribution, roughly like real
-instruction data: most samples are short, a few are ten times longer, which makes the memory of a batch hard to predict.
+An instruction is a list to sort, reverse, add up or count. Lengths follow a log-normal distribution, like those of real
+instructions: most samples are short, and a few are ten times longer. So the memory of a batch is hard to predict.
 """
 
 import math
@@ -40,7 +40,7 @@ TASKS: dict[str, Callable[[list[str]], list[str]]] = {
 
 
 class DemoDataset(Dataset[DemoSample]):
-    """Samples generated from their index, so that a larger dataset begins with the samples of a smaller one."""
+    """Generates each sample from its index, so that a larger dataset begins with the samples of a smaller one."""
 
     def __init__(self, samples: int, make: Callable[[int], DemoSample]) -> None:
         self._samples = samples
@@ -56,14 +56,9 @@ class DemoDataset(Dataset[DemoSample]):
 
 
 def demo_dataset(
-    tokenizer: DemoTokenizer,
-    *,
-    samples: int = 512,
-    seed: int = 0,
-    train_on_input: bool = False,
-    packed: bool = False,
+    tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0, train_on_input: bool = False, packed: bool = False
 ) -> DemoDataset | PackedDataset:
-    """Build the `dataset` component with instructions and their answers."""
+    """Return a dataset of instructions and their answers, for `dataset._component_`."""
     dataset = DemoDataset(samples, partial(demo_sample, tokenizer, seed, train_on_input=train_on_input))
     if not packed:
         return dataset
@@ -72,7 +67,7 @@ def demo_dataset(
 
 
 def demo_preferences(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
-    """Build the `dataset` component with pairs of a correct (chosen) and a wrong (rejected) answer."""
+    """Return a dataset of pairs of a correct (chosen) and a wrong (rejected) answer, for `dataset._component_`."""
 
     def pair(index: int) -> DemoSample:
         row, draw = demo_row(seed, index), random.Random(f"slip/{seed}/{index}")
@@ -89,7 +84,7 @@ def demo_preferences(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int 
 
 
 def demo_prompts(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
-    """Build the `dataset` component with prompts without letters, so that only answers contain letters."""
+    """Return a dataset of prompts for PPO. Prompts have no letters, because the demo's reward counts letters."""
 
     def prompt(index: int) -> DemoSample:
         draw = random.Random(f"prompt/{seed}/{index}")
@@ -101,7 +96,7 @@ def demo_prompts(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0)
 
 
 def digits_dataset(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
-    """Build the `dataset` component with prompts such as "73=", whose answer is "37"."""
+    """Return a dataset of prompts for GRPO, such as "73=", whose answer is "37" (the digits are sorted)."""
 
     def prompt(index: int) -> Any:
         digits = random.Random(f"digits/{seed}/{index}").choices("0123456789", k=2)
@@ -112,13 +107,16 @@ def digits_dataset(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 
 
 
 def correct_digits(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
-    """Reward the share of correct positions in an answer, including its end."""
+    """Return, for each answer, the fraction of its three positions that are correct: two digits and the end."""
     pairs = zip(completions, answer, strict=True)
-    return [sum(a == b for a, b in zip([*given, "end"], [*right, "end"], strict=False)) / 3 for given, right in pairs]
+    return [
+        sum(a == b for a, b in zip([*answered, "end"], [*expected, "end"], strict=False)) / 3
+        for answered, expected in pairs
+    ]
 
 
 def demo_row(seed: int, index: int) -> dict[str, str]:
-    """Return an instruction and its answer, which depend only on the two numbers."""
+    """Return an instruction and its answer, which depend only on `seed` and `index`."""
     draw = random.Random(f"{seed}/{index}")
     instruction = draw.choice(list(TASKS))
     count = min(MOST_ITEMS, math.ceil(draw.lognormvariate(math.log(MEDIAN_ITEMS), SPREAD)))
@@ -126,10 +124,7 @@ def demo_row(seed: int, index: int) -> dict[str, str]:
         items = [str(draw.randrange(100)) for _ in range(count)]
     else:
         items = draw.choices(WORDS, k=count)
-    return {
-        "input": f"{instruction}: {' '.join(items)}",
-        "output": " ".join(TASKS[instruction](items)),
-    }
+    return {"input": f"{instruction}: {' '.join(items)}", "output": " ".join(TASKS[instruction](items))}
 
 
 def demo_sample(tokenizer: DemoTokenizer, seed: int, index: int, *, train_on_input: bool = False) -> DemoSample:

@@ -1,4 +1,4 @@
-"""Models with less than half a million parameters, and weights that are not random, for the demo tokenizer."""
+"""Models with less than half a million parameters, and functions that construct useful weights without training."""
 
 import math
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ SIZES = {
 
 
 def demo_model(**overrides: Any) -> TransformerDecoder:
-    """Build the `model` component; `overrides` are arguments of torchtune's `llama3`."""
+    """Return the demo model, for `model._component_`; `overrides` are arguments of torchtune's `llama3`."""
     return llama3(**{**SIZES, **overrides})
 
 
 def lora_demo_model(**overrides: Any) -> TransformerDecoder:
-    """Build the same model with LoRA; `overrides` are arguments of torchtune's `lora_llama3`."""
+    """Return the demo model with LoRA; `overrides` are arguments of torchtune's `lora_llama3`."""
     return lora_llama3(**{**SIZES, "lora_rank": 8, "lora_alpha": 16, **overrides})
 
 
@@ -49,14 +49,15 @@ CONSTANT = 100.0
 
 
 def demo_classifier(**overrides: Any) -> TransformerDecoder:
-    """Build the `reward_and_value_model` component; `overrides` are arguments of torchtune's `mistral_classifier`."""
+    """Return a value or reward model for PPO; `overrides` are arguments of torchtune's `mistral_classifier`."""
     return mistral_classifier(**{**CLASSIFIER_SIZES, **overrides})
 
 
 def lowercase_share_weights() -> dict[str, Tensor]:
-    """Return weights of a classifier whose output is the share of lowercase letters among the tokens so far.
+    """Return weights of a reward model whose output is the fraction of lowercase letters among the tokens so far.
 
-    The first layer averages all tokens; one value of an embedding marks lowercase letters. The second layer adds zero.
+    One value of a token's embedding marks lowercase letters. The first layer averages this value over all tokens, and
+    the second layer adds zero.
     """
     weights = {name: torch.zeros_like(weight) for name, weight in demo_classifier().state_dict().items()}
     for name, weight in weights.items():
@@ -66,7 +67,7 @@ def lowercase_share_weights() -> dict[str, Tensor]:
     scale = math.sqrt(width) / CONSTANT  # factor of the normalization
     weights["tok_embeddings.weight"][:, 0] = CONSTANT
     weights["tok_embeddings.weight"][torch.tensor([*ascii_lowercase.encode()]), 1] = 1.0
-    # Without queries and keys, attention averages the values. The share is the first value of every head.
+    # Queries and keys are zero, so attention averages the values. The fraction is the first value of every head.
     head = width // CLASSIFIER_SIZES["num_heads"]
     weights["layers.0.attn.v_proj.weight"][0, 1] = 1.0
     weights["layers.0.attn.output_proj.weight"][2, 0] = 1.0 / scale
@@ -76,9 +77,9 @@ def lowercase_share_weights() -> dict[str, Tensor]:
 
 
 def random_digits_weights(sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return weights of a model that answers with random digits and ends, all about equally likely.
+    """Return weights of a model that generates the ten digits and the end of an answer with about equal probability.
 
-    It represents a model that has learned the format of answers only.
+    Such a model represents one that has learned only the format of answers.
     """
     weights: dict[str, Tensor] = demo_model(**sizes).state_dict()
     weights["tok_embeddings.weight"][:, 0] = 8.0  # other values are about 1

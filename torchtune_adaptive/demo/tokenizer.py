@@ -17,8 +17,8 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 class DemoTokenizer:
     """A byte tokenizer with the interface that torchtune's datasets, recipes and generation require.
 
-    A message becomes the token of its role, its bytes and, at the end of a turn, `<|eot|>`. As in torchtune's Llama 3
-    tokenizer, bos and eos never count in the loss, but the end of an assistant's turn does.
+    The tokens of a message are that of its role, its bytes and, at the end of a turn, `<|eot|>`. As in torchtune's
+    Llama 3 tokenizer, `<|bos|>` and `<|eos|>` never count in the loss, but `<|eot|>` counts if its message does.
     """
 
     def __init__(self, max_seq_len: int | None = None) -> None:
@@ -46,12 +46,12 @@ class DemoTokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Return the tokens of a conversation, and a mask of those that the loss ignores.
 
-        Without `add_end_tokens`, the last message has no end, so that a model can continue it.
+        Without `add_end_tokens`, no token marks the end of the last message, so that a model can continue it.
         """
         pairs = [(self.bos_id, True)]
         for position, message in enumerate(messages, start=1):
-            closed = message.eot and (add_end_tokens or position < len(messages))
-            tokens = [*message.text_content.encode(), *[self.eot_id] * closed]
+            ends = message.eot and (add_end_tokens or position < len(messages))
+            tokens = [*message.text_content.encode(), *[self.eot_id] * ends]
             pairs += [(token, message.masked) for token in (SPECIAL_TOKENS[f"<|{message.role}|>"], *tokens)]
         last = (self.eos_id, True) if add_end_tokens else None
         if last:
@@ -68,5 +68,5 @@ class DemoTokenizer:
 
 
 def demo_tokenizer(max_seq_len: int | None = None) -> DemoTokenizer:
-    """Build the `tokenizer` component."""
+    """Return the tokenizer, for `tokenizer._component_`."""
     return DemoTokenizer(max_seq_len=max_seq_len)

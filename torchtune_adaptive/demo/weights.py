@@ -1,4 +1,4 @@
-"""Initial weights of the demo models, generated from a seed on first use and then read like any checkpoint."""
+"""The weight files of the demo models, which are generated on first use and then read like any checkpoint."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +25,18 @@ def demo_checkpointer(
     sizes: Mapping[str, int] | None = None,
     **others: Any,
 ) -> FullModelTorchTuneCheckpointer:
-    """Build torchtune's checkpointer, after generating missing files of the demo. Ranks may call it concurrently.
+    """Generate missing files of the demo, and return torchtune's checkpointer. Ranks may call this concurrently.
 
-    `sizes` are the arguments that the config passes to `demo_model`.
+    `sizes` must equal the arguments that the config passes to `demo_model`.
     """
-    made: dict[str, Callable[[], Mapping[str, object]]] = {
+    generators: dict[str, Callable[[], Mapping[str, object]]] = {
         WEIGHTS_FILE: lambda: demo_model(**(sizes or {})).state_dict(),
         VALUE_FILE: lambda: demo_classifier().state_dict(),
         REWARD_FILE: lowercase_share_weights,
         DIGITS_FILE: lambda: random_digits_weights(sizes or {}),
     }
-    for name in made.keys() & set(checkpoint_files):
-        ensure_made(Path(checkpoint_dir) / name, made[name], seed=seed)
+    for name in generators.keys() & set(checkpoint_files):
+        generate_if_missing(Path(checkpoint_dir) / name, generators[name], seed=seed)
     return FullModelTorchTuneCheckpointer(
         checkpoint_dir=checkpoint_dir,
         checkpoint_files=list(checkpoint_files),
@@ -46,14 +46,14 @@ def demo_checkpointer(
     )
 
 
-def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: int = 0) -> None:
+def generate_if_missing(path: Path, generate: Callable[[], Mapping[str, object]], *, seed: int = 0) -> None:
     """Save generated weights at `path` unless the file exists."""
     if path.is_file():
         return
-    buffer = io.BytesIO()  # torch.save would write the name of a file into it
+    buffer = io.BytesIO()  # given a file, torch.save would write its name into it
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        torch.save(make(), buffer)
+        torch.save(generate(), buffer)
     try:
         replace_file(path, buffer.getvalue())
     except OSError as error:

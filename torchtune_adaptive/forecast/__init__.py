@@ -1,1 +1,1 @@
-"""`adaptive_plan`: predict the memory of a recipe by rehearsing it on a null device."""
+"""`adaptive_plan`: predict the memory and speed of a recipe by running it on a null device (a simulated GPU)."""

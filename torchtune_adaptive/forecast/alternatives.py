@@ -1,4 +1,4 @@
-"""Rehearse other settings that need less memory, starting with those that cost the least time."""
+"""Rehearse other settings that need less memory, beginning with those that slow training down the least."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torchtune_adaptive.rehearse.remedies import MORE_RANKS, that_fit
 ENOUGH = 2
 """Stop after this many settings that fit, unless `advise` is True."""
 IN_8_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
-KEPT_IN_8_BITS = {COMPONENT, "lr", "betas", "eps", "weight_decay", "amsgrad"}
-"""Arguments that torchao's optimizers accept."""
+ARGUMENTS_IN_8_BITS = {COMPONENT, "lr", "betas", "eps", "weight_decay", "amsgrad"}
+"""Keys of an optimizer's section that torchao's optimizers accept."""
 FEWER_ROWS: Overrides = ("use_maximum_batch_size=True",)
 EVERY_SECOND_LAYER: Overrides = ("enable_activation_checkpointing=False", "ac_mode=selective", "ac_option=2")
 
 
 def try_alternatives(request: PlanRequest) -> list[Forecast]:
-    """Return settings that fit: fewer rows, or else changes; with `advise=True`, all single changes."""
+    """Return settings that fit: fewer rows or, if none fit, other changes; with `advise=True`, all single changes."""
     single = [request.with_overrides(each) for each in changes_that_save_memory(request)]
     if request.plan.advise:
         return _that_fit(single, enough=0)
-    fewer = [request.with_overrides(FEWER_ROWS)] * ((request.batch_size or 1) > 1)
-    together = [request.with_overrides(each) for each in _run_checks([each.changes for each in single])]
+    fewer_rows = [request.with_overrides(FEWER_ROWS)] * ((request.batch_size or 1) > 1)
+    combined = [request.with_overrides(each) for each in _combined([each.changes for each in single])]
     more_ranks = [request.with_ranks(times * request.ranks) for times in MORE_RANKS]
-    return _that_fit(fewer, enough=1) or _that_fit([*single, *together, *more_ranks], ENOUGH)
+    return _that_fit(fewer_rows, enough=1) or _that_fit([*single, *combined, *more_ranks], ENOUGH)
 
 
 def _that_fit(candidates: Sequence[PlanRequest], enough: int) -> list[Forecast]:
@@ -47,19 +47,19 @@ def _attempt(candidate: PlanRequest) -> Forecast | None:
         return None
 
 
-def _run_checks(single: Sequence[Overrides]) -> list[Overrides]:
-    """Return each change with all cheaper ones. Checkpointing of all layers replaces that of every second one."""
+def _combined(single: Sequence[Overrides]) -> list[Overrides]:
+    """Combine each change with all changes before it, except for activation checkpointing of every second layer."""
     found: list[Overrides] = []
-    together: dict[str, str] = {}
+    combined: dict[str, str] = {}
     for overrides in single:
         if "ac_mode=selective" not in overrides:
-            together |= {each.partition("=")[0]: each for each in overrides}
-            found.append(tuple(together.values()))
+            combined |= {each.partition("=")[0]: each for each in overrides}
+            found.append(tuple(combined.values()))
     return found[1:]
 
 
 def changes_that_save_memory(request: PlanRequest) -> list[Overrides]:
-    """Return single changes, those first that cost the least time."""
+    """Return single changes that save memory, beginning with those that slow training down the least."""
     cfg, lora, optimizer = request.cfg, request.recipe.is_lora, request.cfg.optimizer.get(COMPONENT)
     all_layers: Overrides = ("enable_activation_checkpointing=True", *["ac_mode=null"] * bool(cfg.get("ac_mode")))
     found: list[Overrides] = []
@@ -72,16 +72,16 @@ def changes_that_save_memory(request: PlanRequest) -> list[Overrides]:
     if request.ranks > 1 and cfg.get("fsdp_reshard_after_forward") is False:
         found.append(("fsdp_reshard_after_forward=True",))
     if optimizer in IN_8_BITS and not lora:
-        removed = (f"~optimizer.{key}" for key in cfg.optimizer if key not in KEPT_IN_8_BITS)
+        removed = (f"~optimizer.{key}" for key in cfg.optimizer if key not in ARGUMENTS_IN_8_BITS)
         found.append((f"optimizer.{COMPONENT}={IN_8_BITS[optimizer]}", *removed))
     found.append((*all_layers, "enable_activation_offloading=True"))
     if lora:
-        takes = inspect.signature(_get_component_from_path(cfg.model.get(COMPONENT))).parameters
-        if "quantize_base" in takes and not takes["quantize_base"].default:
+        parameters = inspect.signature(_get_component_from_path(cfg.model.get(COMPONENT))).parameters
+        if "quantize_base" in parameters and not parameters["quantize_base"].default:
             found.append(("model.quantize_base=True",))
     found.append(("fsdp_cpu_offload=True",))
-    without_effect = (tuple(each for each in overrides if override(cfg, (each,)) != cfg) for overrides in found)
-    return [overrides for overrides in without_effect if overrides]
+    with_effect = (tuple(each for each in overrides if override(cfg, (each,)) != cfg) for overrides in found)
+    return [overrides for overrides in with_effect if overrides]
 
 
 def _is_valid(candidate: PlanRequest) -> bool:
@@ -89,5 +89,5 @@ def _is_valid(candidate: PlanRequest) -> bool:
         settings = candidate.settings
     except AdaptiveError:
         return False
-    # Inductor would compile CPU kernels to update torchao's states on the host
+    # With optimizer states on the host, torchao would let Inductor compile kernels for the CPU.
     return not (settings.fsdp_cpu_offload and str(candidate.cfg.optimizer.get(COMPONENT)).startswith("torchao.optim."))

@@ -1,4 +1,4 @@
-"""Forecasts as text and as JSON, and the command that trains with their settings."""
+"""Print forecasts as text or as JSON, with the command that trains with their settings."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torchtune_adaptive.forecast.request import PlanRequest
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rehearse.step_time import time_lines
-from torchtune_adaptive.rehearse.sweep import as_table, preference
+from torchtune_adaptive.rehearse.sweep import as_table, ranking_of
 from torchtune_adaptive.rl.settings import POLICY_SECTION
 
 
 def as_text(forecast: Forecast) -> str:
-    """Return the heading, a table for each search, memory and time of training, the command and notes."""
+    """Return a heading, a table for each search, memory and time of training, the command, and notes."""
     lines, rehearsal, row = [_heading(forecast.request)], forecast.rehearsal, forecast.row
     for stage, search in forecast.searches.items():
         cells = [_cells(size) for size in sizes_of(forecast) if size["stage"] == stage]
         lines += [f"{stage}:"] * bool(stage) + [in_columns([("rows", "tokens", "allocated", ""), *cells])]
         lines += [f"{count_of(search['rows'], 'row')}: {search['reason']}"] * (search.get("reason") is not None)
     if forecast.fits:
-        sizes = [format_bytes(forecast.most[f"{name}_bytes"]) for name in ("allocated", "reserved")]
+        sizes = [format_bytes(forecast.maxima[f"{name}_bytes"]) for name in ("allocated", "reserved")]
         flushing = sum(step["flushes"] > 0 for step in rehearsal.steps)
         steps = f"the cache is flushed in {flushing} of {count_of(len(rehearsal.steps), 'step')}"
         over_time = f"; {steps} (slow)" if flushing else ""
@@ -43,20 +43,20 @@ def as_text(forecast: Forecast) -> str:
 
 
 def table(forecasts: Sequence[Forecast]) -> str:
-    """Return a table of settings, and the command of the best that fits."""
+    """Return a table of settings, and the command that trains with the best one that fits."""
     best, *_ = best_first(forecasts)
     command = f"\ntrain with: {training_command(best)}" if best.fits else ""
     return as_table([each.row for each in forecasts]) + command
 
 
 def best_first(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Sort settings by cost; without prices, by speed. Those that do not fit are last."""
-    order = preference([each.row for each in forecasts])
-    return sorted(forecasts, key=lambda each: order(each.row))
+    """Sort settings by cost or, without prices, by speed; those that do not fit are last."""
+    ranking = ranking_of([each.row for each in forecasts])
+    return sorted(forecasts, key=lambda each: ranking(each.row))
 
 
 def as_json(forecasts: Sequence[Forecast]) -> str:
-    """Return a row for each setting, as `tune-adaptive rehearse` does, with more figures."""
+    """Return an object for each setting: the keys of a row of `tune-adaptive rehearse`, and more."""
     return json.dumps([_as_dict(forecast) for forecast in forecasts], indent=2)
 
 
@@ -67,7 +67,7 @@ def _as_dict(forecast: Forecast) -> dict[str, Any]:
         "overrides": " ".join(forecast.request.changes),
         "tokens": forecast.request.length,
         "rows": forecast.rows,
-        "allocated_bytes": forecast.most["allocated_bytes"],
+        "allocated_bytes": forecast.maxima["allocated_bytes"],
         "command": training_command(forecast) if forecast.fits else None,
         "sizes": list(sizes_of(forecast)),
         "steps": forecast.rehearsal.timed_steps,
@@ -93,7 +93,7 @@ def _heading(request: PlanRequest) -> str:
 
 
 def sizes_of(forecast: Forecast) -> Iterator[dict[str, Any]]:
-    """Yield each size that a search measured, by stage."""
+    """Yield each microbatch size that a search measured, stage by stage."""
     for stage, search in forecast.searches.items():
         for probe in search.get("probes") or search["points"]:
             peak = probe["peak"]
@@ -122,31 +122,31 @@ def notes(forecast: Forecast) -> list[str]:
     """Return the assumptions and limits of a forecast."""
     request, cfg = forecast.request, forecast.request.cfg
     on_rollouts = request.recipe.trains_on_rollouts
-    given = request.plan.sequence_length or request.lengths or value_at(cfg, "tokenizer.max_seq_len")
+    has_length = request.plan.sequence_length or request.lengths or value_at(cfg, "tokenizer.max_seq_len")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
     searches = on_rollouts or cfg.get("use_maximum_batch_size")
     other_rows = forecast.fits and not searches and forecast.rows not in (None, configured)
     overhead = format_bytes(request.overhead_bytes)
-    applies = {
+    conditions = {
         f"{overhead} are reserved for the CUDA context, NCCL and libraries (memory_overhead)": True,
         "reserved is for rows of one length; varying lengths fragment the cache more": not request.lengths,
-        f"sequence_length is not set: {request.length} tokens are assumed": not given,
+        f"sequence_length is not set: {request.length} tokens are assumed": not has_length,
         "in the rehearsed steps, answers end at once: the table of stages has the memory of whole answers": on_rollouts,
         f"batch_size={forecast.rows} makes a rank's step {(forecast.rows or 0) * microbatches} samples instead of "
         f"{configured * microbatches}; use_maximum_batch_size=True finds the same rows and keeps the step": other_rows,
     }
-    return [note for note, holds in applies.items() if holds]
+    return [note for note, applies in conditions.items() if applies]
 
 
 def training_command(forecast: Forecast) -> str:
-    """Return the command that trains with these settings, with the overrides of the request."""
+    """Return the command that trains with these settings and with the overrides of the request."""
     request, rows, cfg = forecast.request, forecast.rows, forecast.request.cfg
     own_keys = {field.name for field in fields(request.plan)}
     words = {word.partition("=")[0]: word for word in request.overrides if word.partition("=")[0] not in own_keys}
     changes: dict[str, object] = {}
     if request.recipe.trains_on_rollouts:
         changes["use_maximum_batch_size"] = True
-    elif rows is not None and not cfg.get("use_maximum_batch_size"):  # otherwise the run searches itself
+    elif rows is not None and not cfg.get("use_maximum_batch_size"):  # otherwise, the run searches
         changes["batch_size"] = rows
     if request.plan.sequence_length is not None and value_at(cfg, "tokenizer.max_seq_len") != request.length:
         changes["tokenizer.max_seq_len"] = request.length

@@ -1,4 +1,4 @@
-"""Rehearse the recipe of a request: its search for the batch size, then steps of the size found."""
+"""Rehearse the recipe of a request: run its search for the batch size, and then a few steps with the result."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ from torchtune_adaptive.tune.preference import POLICY
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
 SAMPLES = 4096
-"""Samples of a rank: more than fit on any card."""
+"""Samples of a rank in a step: more than fit on any GPU, so that the search finds the limit."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A rehearsal for one number of ranks and one length."""
+    """The rehearsal of a request for one number of ranks, one length and one GPU."""
 
     request: PlanRequest
     rehearsal: RehearsalResult
 
     @property
     def fits(self) -> bool:
-        """True if the recipe trained."""
+        """True if the recipe trained without running out of memory."""
         return self.rehearsal.fits
 
     @property
     def searches(self) -> Mapping[str, Mapping[str, Any]]:
-        """Results of searches by stage; empty if the batch size was given."""
+        """The results of searches by stage; empty if the request has a batch size."""
         return {each["stage"]: each["result"] for each in self.rehearsal.searches}
 
     @property
     def recipe_error(self) -> str:
         """The error with which the recipe ended."""
-        return self.rehearsal.message.replace(KEYS[Remedy.LARGER_BUDGET], "raise memory_limit (a larger card)")
+        return self.rehearsal.message.replace(KEYS[Remedy.LARGER_BUDGET], "raise memory_limit (a larger GPU)")
 
     @property
     def why_not(self) -> str:
         """The reason why the config does not fit; the recipe's error if its search failed."""
-        of_a_search = self.request.batch_size is None and self.recipe_error
-        return f"does not fit: {self.recipe_error}" if of_a_search else self.rehearsal.verdict()
+        search_failed = self.request.batch_size is None and self.recipe_error
+        return f"does not fit: {self.recipe_error}" if search_failed else self.rehearsal.verdict()
 
     @property
     def rows(self) -> int | None:
-        """Rows of a microbatch in the stage that trains; None under a token budget and with several such stages."""
+        """Rows of a microbatch in the stage that trains; None under a token budget, and if several stages train."""
         if self.request.batch_size is not None:
             return self.request.batch_size
         return next((self.searches[stage].get("rows") for stage in ("", POLICY) if stage in self.searches), None)
 
     @property
-    def most(self) -> dict[str, int]:
-        """Maxima over the steps: peaks and allocator flushes."""
+    def maxima(self) -> dict[str, int]:
+        """The maxima over the steps, of peak memory and of allocator flushes."""
         names = ("allocated_bytes", "reserved_bytes", "flushes")
         return {name: max((step[name] for step in self.rehearsal.steps), default=0) for name in names}
 
     @property
     def row(self) -> SweepRow:
-        """The row of a table of GPUs."""
+        """The row of this forecast in a table."""
         request, found, plan = self.request, self.rehearsal, self.request.plan
-        reserved = self.most["reserved_bytes"] if self.fits else found.run_peaks["reserved_bytes"]
+        reserved = self.maxima["reserved_bytes"] if self.fits else found.run_peaks["reserved_bytes"]
         rows = f"{count_of(self.rows, 'row')} of " if self.rows else ""
         label = f"{rows}{request.length} tokens {' '.join(request.changes)}".strip()
         price = (plan.price or {}).get(request.gpu.name)
@@ -81,7 +81,7 @@ class Forecast:
 
 
 def rehearse_recipe(request: PlanRequest) -> Forecast:
-    """Rehearse the recipe; raises an AdaptiveError if it ends for a reason other than memory."""
+    """Rehearse the recipe. Raise an AdaptiveError if it fails for a reason other than memory."""
     at = f"{count_of(request.ranks, 'rank')} of {request.gpu.name}, {request.length} tokens at most"
     print(f"rehearsing {' '.join(request.changes) or 'the config'} ({at})", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="forecast-") as name:
@@ -98,10 +98,10 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
                     variables={"OMP_NUM_THREADS": "1"},
                 )
             except NullCudaError as error:
-                raise AdaptiveError(f"adaptive_plan rehearses the recipe on a null device: {error}") from error
+                raise AdaptiveError(f"adaptive_plan runs the recipe on a null device: {error}") from error
         if rehearsal.interrupted:
             raise KeyboardInterrupt
-        if request.recipe.trains_on_rollouts:  # answers end at once, so the time of a step is unknown
+        if request.recipe.trains_on_rollouts:  # rehearsed answers end at once, so the time of a step is unknown
             rehearsal = replace(rehearsal, traced={})
         forecast = Forecast(request, rehearsal)
         if not rehearsal.fits and not rehearsal.errors:
@@ -112,7 +112,7 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
 
 
 def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
-    """Return the config with stand-ins for weights, tokenizer and data, and with `folder` for all output."""
+    """Return the config to rehearse, with stand-ins for weights, tokenizer and data, and all output in `folder`."""
     cfg: dict[str, Any] = OmegaConf.to_container(request.cfg, resolve=True)  # type: ignore[assignment]
     for key in keys_of(PlanSettings):
         cfg.pop(key, None)
@@ -120,8 +120,8 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
     files = {"checkpoint_dir": str(folder), "checkpoint_files": ["none"], "output_dir": str(folder)}
     for key in [key for key in cfg if key.endswith("checkpointer")]:
         cfg[key] = {COMPONENT: f"{STAND_INS}.NoWeights", **files, "model_type": "LLAMA3"}
-    a_step = int(cfg["batch_size"]) * int(cfg.get("gradient_accumulation_steps") or 1)
-    samples = max(SAMPLES, a_step * (request.steps + 1))  # the epoch must not end before the last step
+    per_step = int(cfg["batch_size"]) * int(cfg.get("gradient_accumulation_steps") or 1)
+    samples = max(SAMPLES, per_step * (request.steps + 1))  # the epoch must not end before the last step
     adaptive = cfg.get("adaptive") or {}
     by_tokens = adaptive.get("token_budget") is not None
     return OmegaConf.create(
@@ -131,7 +131,7 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
             "dataset": {
                 COMPONENT: f"{STAND_INS}.SyntheticDataset",
                 "lengths": request.lengths or [request.length],
-                "samples": request.ranks * samples // a_step * a_step,
+                "samples": request.ranks * samples // per_step * per_step,
             },
             **({"reward_functions": [{COMPONENT: f"{STAND_INS}.reward"}]} if "reward_functions" in cfg else {}),
             "output_dir": str(folder),
@@ -149,7 +149,7 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
             "use_maximum_batch_size": request.batch_size is None and not by_tokens,
             "adaptive": {
                 **adaptive,
-                # end at the first out-of-memory error of a given size; with `lengths`, recover and count them
+                # With a given batch size, the first out-of-memory error ends the run. With `lengths`, count them.
                 **({"recover_from_oom": False} if request.batch_size and not request.lengths else {}),
                 "memory_limit": None,
                 "sequence_length": None,

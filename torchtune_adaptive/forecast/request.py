@@ -1,4 +1,4 @@
-"""The input of `adaptive_plan`: a config with its recipe, the GPU, and the lengths to rehearse."""
+"""A request to `adaptive_plan`: a config and its recipe, the GPU, the number of ranks, and the lengths of samples."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 
 Overrides = tuple[str, ...]
-"""Changes of a config, as on a command line."""
+"""Changes of a config, in the form of command-line arguments."""
 STEPS, STEPS_WITH_LENGTHS = 2, 200
-"""Steps to rehearse: at least two, because the first backward runs without optimizer state in memory."""
+"""Steps to rehearse: at least two, because the optimizer state is not yet in memory in the first backward."""
 DRAWN_LENGTHS = 4099
-"""A prime, so that repeated lengths are grouped into different steps."""
+"""The number of random lengths. It is a prime, so that each pass through them groups them into different steps."""
 DEFAULT_TOKENS = 4096
 
 
@@ -44,7 +44,7 @@ def _are_prices(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """Keys of `adaptive_plan`, which also takes the keys of the recipe."""
+    """The keys that `adaptive_plan` accepts in addition to those of the recipe."""
 
     world_size: int | tuple[int, ...] = setting(_one_or_several(65_536), 1)
     """number of ranks, or several numbers to compare, such as `[1,2,4,8]`. Only one rank is rehearsed, so any number
@@ -77,7 +77,7 @@ class PlanSettings:
 
 
 PLAN_KEYS = (*PPO_KEYS, *GRPO_KEYS, *keys.keys_of(PlanSettings))
-"""Keys that `adaptive_plan` takes in addition to those of finetuning."""
+"""Keys that `adaptive_plan` accepts in addition to those of finetuning."""
 
 
 def recipe_of(cfg: DictConfig) -> Recipe:
@@ -101,11 +101,11 @@ class PlanRequest:
     config_name: str
     overrides: Sequence[str] = ()
     changes: Overrides = ()
-    """The overrides that this request adds to the command line, if it is an alternative."""
+    """The overrides that distinguish an alternative from the request of the command line."""
 
     @property
     def ranks(self) -> int:
-        """The number of ranks, or the first of several."""
+        """The number of ranks; if the request has several, the first."""
         return self.plan.rank_counts[0]
 
     @cached_property
@@ -115,16 +115,16 @@ class PlanRequest:
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings as the recipe reads them; raises the recipe's ConfigError."""
+        """The settings that the recipe reads from the config; raises the recipe's ConfigError."""
         return self.recipe.read(self.cfg)[0]
 
     def variants(self) -> Iterator[PlanRequest]:
         """Yield a request for each number of ranks, length and GPU."""
         lengths, memory = self.plan.sequence_length, self.plan.memory_limit
         every_length = lengths if isinstance(lengths, tuple) else (lengths,)
-        cards = memory.split(",") if isinstance(memory, str) else (memory,)
-        for ranks, length, card in product(self.plan.rank_counts, every_length, cards):
-            plan = replace(self.plan, world_size=ranks, sequence_length=length, memory_limit=card)
+        gpus = memory.split(",") if isinstance(memory, str) else (memory,)
+        for ranks, length, gpu in product(self.plan.rank_counts, every_length, gpus):
+            plan = replace(self.plan, world_size=ranks, sequence_length=length, memory_limit=gpu)
             yield replace(self, plan=plan)
 
     def with_ranks(self, ranks: int) -> PlanRequest:
@@ -151,39 +151,39 @@ class PlanRequest:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row; in reinforcement learning, of the longest prompt."""
+        """The number of tokens of the longest row; in reinforcement learning, of the longest prompt."""
         if self.lengths and self.plan.sequence_length is None:
             return max(self.lengths)
-        given: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
-        return int(given or value_at(self.cfg, "tokenizer.max_seq_len") or min(DEFAULT_TOKENS, self.max_seq_len))
+        requested: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
+        return int(requested or value_at(self.cfg, "tokenizer.max_seq_len") or min(DEFAULT_TOKENS, self.max_seq_len))
 
     @cached_property
     def max_seq_len(self) -> int:
-        """The longest sequence that the model accepts."""
+        """The number of tokens of the longest sequence that the model accepts."""
         with torch.device("meta"):
             model = components.build(POLICY_SECTION if POLICY_SECTION in self.cfg else "model", self.cfg)
         return max_seq_len_of([model]) or MOST_TOKENS
 
     @property
     def steps(self) -> int:
-        """Steps to rehearse after the search."""
+        """The number of steps to rehearse after the search."""
         return self.plan.steps or (STEPS_WITH_LENGTHS if self.lengths else STEPS)
 
     @property
     def batch_size(self) -> int | None:
-        """The batch size of the command line; None to search the largest."""
-        given = any(word.startswith("batch_size=") for word in self.overrides)
-        return int(self.cfg.batch_size) if given and not self.cfg.get("use_maximum_batch_size") else None
+        """The batch size, if the command line sets one; None: search for the largest."""
+        is_set = any(word.startswith("batch_size=") for word in self.overrides)
+        return int(self.cfg.batch_size) if is_set and not self.cfg.get("use_maximum_batch_size") else None
 
     @property
     def gpu(self) -> Gpu:
-        """The GPU, with the memory of the rank that has the least."""
+        """The GPU to simulate, with the smallest memory limit of any rank."""
         memory = self.plan.memory_limit
         if memory is None:
             limits = self.settings.adaptive.memory_limit
             if limits is None or any(limit.is_fraction for limit in limits):
-                cards = ", ".join(GPUS)
-                raise ConfigError(f"memory_limit is null: set it to an amount (24GiB, 80GB) or a card ({cards})")
+                gpus = ", ".join(GPUS)
+                raise ConfigError(f"memory_limit is null: set it to an amount (24GiB, 80GB) or a GPU ({gpus})")
             return GPUS["h100"]._replace(memory=min(int(limit.amount) for limit in limits))
         name = str(memory).strip().lower()
         if name in GPUS:
@@ -191,11 +191,11 @@ class PlanRequest:
         try:
             return GPUS["h100"]._replace(memory=parse_amount(memory, "memory_limit"))
         except ConfigError as error:
-            raise ConfigError(f"{error}; or a card: {', '.join(GPUS)}") from error
+            raise ConfigError(f"{error}; or a GPU: {', '.join(GPUS)}") from error
 
     @property
     def overhead_bytes(self) -> int:
-        """Memory that tensors cannot use."""
+        """The memory of a rank that tensors cannot use."""
         overhead = self.plan.memory_overhead
         if overhead is None:
             return overhead_of(self.ranks)
@@ -203,17 +203,16 @@ class PlanRequest:
 
 
 def read_request(cfg: DictConfig, config_name: str, overrides: Sequence[str]) -> PlanRequest:
-    """Read and check the settings; raises a ConfigError if they are invalid or the recipe would refuse them."""
+    """Read the settings and check them. Raise a ConfigError if they are invalid, or if the recipe would reject them."""
     request = PlanRequest(cfg, keys.read(PlanSettings, cfg), config_name, overrides)
     sections = {str(key) for key in cfg if value_at(cfg, f"{key!s}.{COMPONENT}") is not None}
     if unknown := sorted(sections - {*SECTIONS, *PLAN_KEYS}):
         raise ConfigError(
-            f"{', '.join(unknown)}: not a section of any recipe that adaptive_plan knows, so the forecast would be "
-            f"wrong: rehearse the recipe itself, tune-adaptive rehearse --ranks {request.ranks} -- tune run RECIPE "
-            f"--config {config_name}"
+            f"{', '.join(unknown)}: not a section of any recipe that adaptive_plan supports, so the forecast would be "
+            f"wrong: use tune-adaptive rehearse --ranks {request.ranks} -- tune run RECIPE --config {config_name}"
         )
     if not str(cfg.get("device", "cuda")).startswith("cuda"):
-        raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
+        raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not support: set device=cuda")
     request.settings  # noqa: B018
     for variant in request.variants():
         variant.gpu  # noqa: B018
@@ -221,7 +220,7 @@ def read_request(cfg: DictConfig, config_name: str, overrides: Sequence[str]) ->
 
 
 def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:
-    """Return a copy of the config with these overrides, as torchtune's parser applies them."""
+    """Return a copy of the config, to which the overrides are applied as by torchtune's parser."""
     copy = cfg.copy()
     for removed in (each[1:] for each in overrides if each.startswith("~")):
         section, _, key = removed.rpartition(".")
@@ -232,7 +231,7 @@ def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:
 
 
 def _log_normal(median: int, longest: int) -> list[int]:
-    """Draw lengths from a log-normal distribution (typical of instructions); one in a thousand is the longest."""
+    """Draw lengths from a log-normal distribution, which is typical of instructions; one in 1,000 has the maximum."""
     if not 1 <= median <= longest:
         raise ValueError("the median must be at least 1 and at most the maximum")
     drawn, spread = random.Random(0), math.log(longest / median) / 3.09

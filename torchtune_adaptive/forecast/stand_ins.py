@@ -1,4 +1,4 @@
-"""Stand-ins for weights, tokenizer, data and rewards. Each takes the arguments of the component that it replaces."""
+"""Stand-ins for checkpointer, tokenizer, dataset and rewards. Each accepts the arguments of what it replaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchtune_adaptive.tune.model import Unfilled
 from torchtune_adaptive.tune.samples import PAIR, TEXT
 
 TOKEN = 1
-"""A token that every vocabulary has and that is not padding."""
+"""A token that every vocabulary contains, and that is not the padding token."""
 
 
 class NoWeights:
@@ -22,7 +22,7 @@ class NoWeights:
         """Ignore all arguments."""
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """Return weights that take memory but have no values."""
+        """Return a marker, with which parameters are allocated but not initialized."""
         return {training.MODEL_KEY: Unfilled()}
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
@@ -44,12 +44,12 @@ class NoTokenizer:
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    """Return a different reward for each answer; GRPO would leave out a group of equal rewards."""
-    return [float(place) for place in range(len(completions))]
+    """Return a different reward for each answer, because a group with equal rewards does not train in GRPO."""
+    return [float(index) for index in range(len(completions))]
 
 
 class SyntheticDataset(Dataset[dict[str, Any]]):
-    """Samples with the fields of every recipe; their lengths cycle through `lengths`."""
+    """Generates samples with the fields of all recipes; their lengths cycle through `lengths`."""
 
     def __init__(self, tokenizer: Any, *, lengths: Sequence[int], samples: int) -> None:
         self._lengths, self._samples = list(lengths), samples

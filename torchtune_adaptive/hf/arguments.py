@@ -1,4 +1,4 @@
-"""The arguments of AdaptiveMixin, and remedies in terms of these arguments and of TrainingArguments."""
+"""The arguments of AdaptiveMixin, and remedies expressed as arguments of AdaptiveMixin and Trainer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class AdaptiveArguments:
         metadata={"help": "After an out-of-memory error, repeat the step on all ranks in smaller microbatches."},
     )
     regrow_after: int = field(
-        default=200,
-        metadata={"help": "Steps without OOM errors before a reduced limit grows again; 0: never."},
+        default=200, metadata={"help": "Steps without OOM errors before a reduced limit grows again; 0: never."}
     )
     use_maximum_batch_size: bool = field(
         default=False, metadata={"help": "Measure the largest microbatch of the longest sample before training."}
@@ -43,7 +42,7 @@ class AdaptiveArguments:
             parse_size(self.memory_limit, "memory_limit")
 
 
-IN_ARGUMENTS: Mapping[Remedy, str] = {
+REMEDIES_AS_ARGUMENTS: Mapping[Remedy, str] = {
     **{remedy: remedy.value for remedy in Remedy},
     Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
     Remedy.LARGER_BUDGET: "raise memory_limit if it is set",
@@ -55,4 +54,4 @@ IN_ARGUMENTS: Mapping[Remedy, str] = {
     Remedy.CAP_MEMORY: "set memory_limit, for example to 8GiB",
     Remedy.MEASURE: "measure on the device with use_maximum_batch_size=True",
 }
-"""Remedies in terms of TrainingArguments and AdaptiveArguments."""
+"""The text of each remedy, expressed as a value of TrainingArguments or AdaptiveArguments."""

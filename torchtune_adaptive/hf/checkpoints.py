@@ -1,4 +1,4 @@
-"""Find the checkpoint of a Trainer to resume from."""
+"""Find the checkpoint from which a Trainer resumes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def newest_complete(args: Any) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if the file that Trainer writes last is readable, and the random state of each rank.
+    """Return True if the file that Trainer writes last, and the random state of each rank, are readable.
 
-    Ranks save their random state on their own, so a kill may cut it after rank 0 has written the last file.
-    AdaptiveMixin removes that file before a checkpoint is overwritten.
+    Each rank writes its random state independently. If it is killed, this file may be incomplete although rank 0 has
+    written the last file. AdaptiveMixin deletes the last file before a checkpoint is overwritten.
     """
     try:
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))

@@ -1,4 +1,4 @@
-"""`evaluate` and `predict` after an out-of-memory error: all ranks repeat the batch in smaller pieces."""
+"""Recovery in `evaluate` and `predict`: after an out-of-memory error, all ranks repeat the batch in smaller pieces."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from torchtune_adaptive.hf.steps import (
     enforced_memory_limit,
     only_fsdp_communicates,
     other_models,
-    replaced,
-    snapshot,
+    override_attributes,
+    remember_random_state,
     sums_of,
 )
 
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 class Evaluator:
-    """Runs `prediction_step` for the batches of a Trainer's evaluations, as a stage without a backward pass."""
+    """Runs the `prediction_step` of a Trainer for each batch of an evaluation, as a stage without a backward pass."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -63,60 +63,61 @@ class Evaluator:
         self._is_preprocessed = False
 
     @contextmanager
-    def opened(self, dataloader: Any) -> Iterator[None]:
-        """Collective: let this dataloader keep the samples of its batches, if a batch may be repeated."""
+    def keeping_samples(self, dataloader: Any) -> Iterator[None]:
+        """Collective: add the samples to the batches of this dataloader within the context, if it is supported."""
         trainer, loader = self.trainer, getattr(dataloader, "base_dataloader", dataloader)
         dispatches, several = isinstance(dataloader, DataLoaderDispatcher), trainer.accelerator.num_processes > 1
         generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
-        is_even = not several or (trainer.accelerator.even_batches and not dispatches)
-        if not (trainer.adaptive.recover_from_oom and isinstance(loader, DataLoader) and is_even) or generates:
+        equal_batches = not several or (trainer.accelerator.even_batches and not dispatches)
+        if not (trainer.adaptive.recover_from_oom and isinstance(loader, DataLoader) and equal_batches) or generates:
             yield
             return
         self._collate, self._preprocess = KeepSamples(loader.collate_fn), trainer.preprocess_logits_for_metrics
-        with ExitStack() as self._while_open:
-            self._while_open.enter_context(replaced(loader, collate_fn=self._collate))
+        with ExitStack() as self._evaluation_stack:
+            self._evaluation_stack.enter_context(override_attributes(loader, collate_fn=self._collate))
             if self._preprocess is not None:
-                self._while_open.enter_context(replaced(trainer, preprocess_logits_for_metrics=self._preprocess_once))
+                once = override_attributes(trainer, preprocess_logits_for_metrics=self._preprocess_once)
+                self._evaluation_stack.enter_context(once)
             yield
             average_metrics(trainer, "eval")
 
     def close(self) -> None:
-        """Drop the runner, whose recovery is being closed, but keep its limit."""
+        """Delete the runner, because its recovery ends now, but keep its limit for the next evaluation."""
         if self._runner is not None:
             self._limit, self._runner = self._runner.state_dict(), None
 
     def predict(self, model: nn.Module, inputs: Any, prediction_step: Callable[[Any], tuple[Any, Any, Any]]) -> Any:
-        """Collective: return the prediction for a batch. If any rank runs out of memory, predict it in pieces."""
+        """Collective: return the results of `prediction_step`. If any rank runs out of memory, split the batch."""
         batch: CollatedBatch | None = inputs.pop(SAMPLES_KEY, None) if isinstance(inputs, MutableMapping) else None
         self._is_preprocessed = False
         generates = getattr(self.trainer.args, "predict_with_generate", False) and not is_whole(model)
         has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-        if batch is None or generates or has_gradients or not self._is_ready(model, len(batch.samples)):
+        if batch is None or generates or has_gradients or not self._prepare_runner(model, len(batch.samples)):
             return prediction_step(inputs)
         assert self._runner is not None
         self._model, self._inputs, self._samples, self._prediction_step = model, inputs, batch.samples, prediction_step
-        # Trainer may add up the labels of all ranks here, and a pass must not communicate: call it before the pass.
+        # This may be a collective of Trainer, which must not run inside the pass, so call it here.
         self._items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
-        self._restore, self._batches_run = snapshot(self.trainer), self._batches_run + 1
+        self._restore, self._batches_run = remember_random_state(self.trainer), self._batches_run + 1
         self._pieces: dict[tuple[int, ...], Piece] = {}
         try:
             self._runner.run(range(len(batch.samples)), step=self._batches_run)
             first, *others = self._pieces.values()
             if not others:
                 return first.loss, *first.outputs
-            loss, pieces = self._loss([first, *others]), [*map(self._preprocessed, (first, *others))]
+            loss, pieces = self._loss([first, *others]), [*map(self._preprocess_piece, (first, *others))]
             self._is_preprocessed = True
-            return loss, *(self._joined(pieces, index) for index in (0, 1))
+            return loss, *(self._concatenate(pieces, index) for index in (0, 1))
         finally:
             del self._inputs, self._samples, self._prediction_step, self._pieces
 
     def begin_attempt(self) -> None:
-        """Drop the pieces of a failed attempt, and restore random generators and counters."""
+        """Delete the pieces of a failed attempt, and restore random generators and counters."""
         self._pieces.clear()
         self._restore()
 
-    def _is_ready(self, model: nn.Module, rows: int) -> bool:
-        """Collective: create the runner for batches of this size, unless a pass of this model cannot be repeated."""
+    def _prepare_runner(self, model: nn.Module, rows: int) -> bool:
+        """Collective: create the runner if there is none. Return False if passes of this model cannot be repeated."""
         trainer = self.trainer
         if self._runner is not None:
             return True
@@ -130,9 +131,9 @@ class Evaluator:
                 recovery = Recovery(*models, regrow_after=regrow_after, on_attempt=lambda *_: self.begin_attempt())
             if recovery is None:
                 return False
-            self._while_open.callback(recovery.close)
-            self._while_open.callback(self.close)
-            memory = self._while_open.enter_context(enforced_memory_limit(trainer, models))
+            self._evaluation_stack.callback(recovery.close)
+            self._evaluation_stack.callback(self.close)
+            memory = self._evaluation_stack.enter_context(enforced_memory_limit(trainer, models))
         kind = SampleKind[int](length_of=lambda row: self._samples[row].length, filler=lambda row: row)
         limit = RowLimit(max(rows, trainer.args.eval_batch_size))
         self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=STAGE)
@@ -143,41 +144,41 @@ class Evaluator:
         return True
 
     def _forward(self, rows: Sequence[int]) -> Totals:
-        """Run `prediction_step` on some rows of the batch. The results of a piece go to the host."""
+        """Run `prediction_step` on some rows of the batch. Outputs of a part of the batch are moved to the host."""
         is_piece = len(rows) < len(self._samples)
-        inputs = self._rows(rows) if is_piece else copy(self._inputs)
+        inputs = self._inputs_of(rows) if is_piece else copy(self._inputs)
         targets = targets_of(inputs, len(rows)) if is_piece else (0, 0)
-        counts = hasattr(self.trainer, "_metrics")  # of TRL's trainers, which gather metrics in every pass
-        alone = only_fsdp_communicates(self.trainer, self._model) if counts else nullcontext()
-        with alone, replaced(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
+        gathers_metrics = hasattr(self.trainer, "_metrics")  # TRL's trainers, in every pass
+        isolated = only_fsdp_communicates(self.trainer, self._model) if gathers_metrics else nullcontext()
+        with isolated, override_attributes(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
             loss, logits, labels = self._prediction_step(inputs)
         if is_piece:
             logits, labels = recursively_apply(Tensor.cpu, (logits, labels))
         self._pieces[tuple(rows)] = Piece(len(rows), targets, loss, (logits, labels))
         return Totals(torch.zeros(()), 0)
 
-    def _rows(self, rows: Sequence[int]) -> Any:
-        """Return the inputs for some rows; collate them again if tensors have another number of rows, as in DPO."""
+    def _inputs_of(self, rows: Sequence[int]) -> Any:
+        """Return the inputs of some rows. If a tensor has several rows per sample, as in DPO, collate samples again."""
         tensors = {name: each for name, each in self._inputs.items() if isinstance(each, Tensor) and each.dim()}
         if any(len(tensor) != len(self._samples) for tensor in tensors.values()):
             return CollatedBatch.of([self._samples[row] for row in rows], self._collate).inputs
         return {**self._inputs, **{name: tensor[list(rows)] for name, tensor in tensors.items()}}
 
-    def _preprocessed(self, piece: Piece) -> Piece:
-        """Collective: call `preprocess_logits_for_metrics` as Trainer does, after padding to the longest rank."""
+    def _preprocess_piece(self, piece: Piece) -> Piece:
+        """Collective: as Trainer does, pad outputs to the longest rank and call `preprocess_logits_for_metrics`."""
         if self._preprocess is None or piece.outputs[0] is None:
             return piece
         pad = partial(self.trainer.accelerator.pad_across_processes, dim=1, pad_index=-100)
-        given = (
+        padded = (
             None if each is None else pad(each) for each in send_to_device(piece.outputs, self.trainer.args.device)
         )
-        return piece._replace(outputs=(self._preprocess(*given), piece.outputs[1]))
+        return piece._replace(outputs=(self._preprocess(*padded), piece.outputs[1]))
 
     def _preprocess_once(self, logits: Any, labels: Any) -> Any:
         return logits if self._is_preprocessed else self._preprocess(logits, labels)
 
-    def _joined(self, pieces: Sequence[Piece], index: int) -> Any:
-        """Return the logits or labels of the whole batch, on the device."""
+    def _concatenate(self, pieces: Sequence[Piece], index: int) -> Any:
+        """Return the logits (index 0) or labels (index 1) of the whole batch, on the device."""
         for piece in pieces:
             for tensor in tree_leaves(piece.outputs[index]):
                 if isinstance(tensor, Tensor) and tensor.shape[:1] != (piece.rows,):
@@ -194,26 +195,23 @@ class Evaluator:
         """Collective: compute the loss of the batch from the losses of its pieces."""
         if pieces[0].loss is None:
             return None
-        reduction = self._reduction = self._reduction or self._learn_reduction()
+        reduction = self._reduction = self._reduction or self._find_reduction()
         batch = len(self._samples), sums_of([piece.targets for piece in pieces])
         weights = [reduction.weight((piece.rows, piece.targets), batch) for piece in pieces]
-        # Without labels a mean is not a number, even times 0.
+        # The mean loss of a piece without labels is NaN, even times 0, so leave it out.
         return sum(piece.loss * weight for piece, weight in zip(pieces, weights, strict=True) if weight)
 
-    def _learn_reduction(self) -> Reduction:
-        """Collective: compare the loss of two rows in one batch with their separate losses.
-
-        The rows have different numbers of labels, if possible.
-        """
-        targets = [targets_of(self._rows([row]), 1) for row in range(len(self._samples))]
+    def _find_reduction(self) -> Reduction:
+        """Collective: find out how losses add up, from two rows of the batch with different numbers of labels."""
+        targets = [targets_of(self._inputs_of([row]), 1) for row in range(len(self._samples))]
         second = max(range(len(targets)), key=targets.__getitem__)
         first = min(set(range(len(targets))) - {second}, key=lambda row: (not targets[row][1], targets[row]))
         assert self._runner is not None
         result, _ = self._runner.attempt([[first], [second], [first, second]])
         if result is None:
-            raise RecoveryUnsupportedError(f"{CANNOT_SPLIT}, since two rows do not fit (to compare losses); {REMEDY}")
+            raise RecoveryUnsupportedError(f"{CANNOT_SPLIT}: two rows must fit (to compare losses); {REMEDY}")
         both, one, other = (float(self._pieces[rows].loss) for rows in ((first, second), (first,), (second,)))
-        tried = TwoSamples(both, one, other, targets=(targets[first], targets[second]), drew=False)
+        tried = TwoSamples(both, one, other, targets=(targets[first], targets[second]), is_random=False)
         reduction = how_losses_add_up(
             from_all_ranks(tried),
             next_tokens=getattr(self.trainer, "_loss_shifts_labels", True),

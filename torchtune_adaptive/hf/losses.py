@@ -1,4 +1,4 @@
-"""Find out how the losses of microbatches add up to the loss of a batch, by comparing the losses of two samples."""
+"""Find out if the loss of a batch is the sum or a mean of its microbatches' losses, by a comparison of two samples."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-FULL, TF32, HALF = 3e-5, 0.002, 0.02
-"""Tolerances relative to the loss, by the precision of the model."""
-ROUNDING = 1e-6
-"""Differences up to this are rounding in full precision."""
+FP32_TOLERANCE, TF32_TOLERANCE, HALF_TOLERANCE = 3e-5, 0.002, 0.02
+"""Tolerances relative to the loss, by the precision of the model; HALF is 16 bits."""
+ROUNDING_ERROR = 1e-6
+"""The largest rounding error relative to the loss in full precision."""
 
 
 class Reduction(Enum):
-    """How the loss of a batch follows from the losses of its microbatches."""
+    """How the losses of microbatches are combined to the loss of a batch."""
 
     SUM = "sum"
     MEAN_OF_ROWS = "mean over rows"
@@ -28,7 +28,7 @@ class Reduction(Enum):
     MEAN_OF_NEXT_TOKENS = "mean over labels of next tokens"
 
     def weight(self, part: tuple[int, tuple[int, int]], whole: tuple[int, tuple[int, int]]) -> float:
-        """Return the factor for the loss of a part, given the rows and targets of the part and of the whole."""
+        """Return the factor of a microbatch's loss, given (rows, targets) of the microbatch and of the whole batch."""
         if self is Reduction.SUM:
             return float(part[0] > 0)
         if self is Reduction.MEAN_OF_ROWS:
@@ -38,22 +38,22 @@ class Reduction(Enum):
 
 
 class TwoSamples(NamedTuple):
-    """The losses of two samples on one rank: in one batch, and in a batch each."""
+    """The losses of two samples on one rank: in one batch, and in separate batches."""
 
     both: float
     first: float
     second: float
     targets: tuple[tuple[int, int], tuple[int, int]]
-    """For each sample: its labels, and its labels without the first position."""
-    drew: bool
-    """True if random numbers were drawn, so that the losses cannot be compared."""
+    """For each sample: the number of its labels, and the number without the first position."""
+    is_random: bool
+    """True if the forward pass drew random numbers, so that the losses cannot be compared."""
 
     def errors(self, scale: float) -> dict[Reduction, float]:
-        """Return the error of each reduction, relative to the loss of both samples or to `scale`."""
-        ones, others = self.targets
+        """Return the error of each reduction, relative to the loss of both samples or to `scale` if that is larger."""
+        first_targets, second_targets = self.targets
         of_labels, of_next = (
             (self.first * one + self.second * other) / max(1, one + other)
-            for one, other in zip(ones, others, strict=True)
+            for one, other in zip(first_targets, second_targets, strict=True)
         )
         expected = {
             Reduction.SUM: self.first + self.second,
@@ -68,18 +68,19 @@ class TwoSamples(NamedTuple):
 def how_losses_add_up(
     on_ranks: Sequence[TwoSamples], *, next_tokens: bool, tolerance: float, scale: float = 0.0
 ) -> Reduction | None:
-    """Return the reduction with the smallest error on all ranks; None if every error exceeds the tolerance.
+    """Return the reduction with the smallest error over all ranks; None if every error exceeds the tolerance.
 
-    `next_tokens` selects one of the two means over labels; in full precision, the other one if only that one is exact.
+    `next_tokens` selects the likely one of the two means over labels. In full precision, the other one is preferred if
+    only its error is small enough to be rounding.
     """
     worst = {each: worst_error(on_ranks, each, scale) for each in Reduction}
     likely, other = Reduction.MEAN_OF_NEXT_TOKENS, Reduction.MEAN_OF_LABELS
     if not next_tokens:
         likely, other = other, likely
-    if tolerance == FULL and worst[likely] > ROUNDING > worst[other]:
+    if tolerance == FP32_TOLERANCE and worst[likely] > ROUNDING_ERROR > worst[other]:
         likely = other
-    candidates = (likely, Reduction.SUM, Reduction.MEAN_OF_ROWS)  # of equals, `min` returns the first
-    best = min(candidates, key=lambda each: max(worst[each], ROUNDING))
+    candidates = (likely, Reduction.SUM, Reduction.MEAN_OF_ROWS)  # if several errors are equal, `min` takes the first
+    best = min(candidates, key=lambda each: max(worst[each], ROUNDING_ERROR))
     return None if worst[best] > tolerance else best
 
 
@@ -92,28 +93,28 @@ def tolerance_of(model: nn.Module, *, mixed_precision: bool) -> float:
     """Return the tolerance for the precision in which the model computes."""
     parameter = next(model.parameters())
     if mixed_precision or parameter.dtype.itemsize < 4:
-        return HALF
+        return HALF_TOLERANCE
     if parameter.device.type == "cuda" and (
         torch.backends.cuda.matmul.fp32_precision == "tf32"
         or any(isinstance(module, _ConvNd) for module in model.modules())  # in TF32 by default
     ):
-        return TF32
-    return FULL
+        return TF32_TOLERANCE
+    return FP32_TOLERANCE
 
 
-def draw(device: torch.device) -> tuple[float, ...]:
+def draw_numbers(device: torch.device) -> tuple[float, ...]:
     """Draw one number from every random generator that a forward pass may use."""
     return random.random(), np.random.random(), torch.rand(()).item(), torch.rand((), device=device).item()
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Disable dropout, also in attention, while the model stays in training mode."""
+    """Disables dropout, including that of attention, while the model stays in training mode."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if function is nn.functional.dropout:
-            return args[0] if args else given["input"]
+            return args[0] if args else options["input"]
         if function is nn.functional.scaled_dot_product_attention:
             args = args if len(args) <= 4 else (*args[:4], 0.0, *args[5:])
-            given.pop("dropout_p", None)
-        return function(*args, **given)
+            options.pop("dropout_p", None)
+        return function(*args, **options)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torchtune_adaptive.errors import ConfigError
 
 SAMPLES_KEY = "adaptive_samples"
-"""Key of a CollatedBatch in the batch that a data loader yields."""
+"""The key under which the batch of a data loader contains its CollatedBatch."""
 IGNORED = -100
 """Label of a token that does not count in the loss."""
 ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
-"""In TRL, a sample has a row for each of these, which follows its `prompt_ids`."""
+"""Fields of TRL's samples. Each of them becomes a row, after the `prompt_ids`."""
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 
 
@@ -29,7 +29,7 @@ class RawSample:
 
     @property
     def row_lengths(self) -> list[int]:
-        """Return the tokens of each row; 1 if the sample is not tokenized yet, such as an image."""
+        """Return the number of tokens of each row; 1 if the sample has no tokens yet, for example an image."""
         features = self.features if isinstance(self.features, Mapping) else {}
         if answers := [features[name] for name in ANSWERS if name in features]:
             return [_tokens(features.get("prompt_ids", ())) + _tokens(answer) for answer in answers]
@@ -37,28 +37,28 @@ class RawSample:
 
     @property
     def length(self) -> int:
-        """Return the tokens of the longest row."""
+        """Return the number of tokens of the longest row."""
         return max(self.row_lengths)
 
     @property
     def label(self) -> Any:
-        """Return the class of a sample with a single label, otherwise None."""
+        """Return the label of a sample in classification; None if each token has a label."""
         label = self.features.get("label", self.features.get("labels")) if isinstance(self.features, Mapping) else None
         return None if hasattr(label, "__len__") else label
 
-    def as_targets(self, *, few: bool = False) -> RawSample:
-        """Return a copy with a loss on every token, or with `few` on the first two, which get equal labels."""
+    def with_targets(self, *, few: bool = False) -> RawSample:
+        """Return a copy in which every token has a label; with `few`, only the first two, with the same label."""
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
         features, labels = dict(self.features), self.features.get("labels", 0)
         tokens = len(features["input_ids"])
-        learned = 2 if few else tokens
+        labelled = 2 if few else tokens
         if hasattr(labels, "__len__") and len(labels) == tokens:
             known = next((label for label in labels if label != IGNORED), 0)
             filled = [known if few or label == IGNORED else label for label in labels]
-            filled[learned:] = [IGNORED] * (len(filled) - learned)
+            filled[labelled:] = [IGNORED] * (len(filled) - labelled)
             features["labels"] = labels.new_tensor(filled) if isinstance(labels, Tensor) else filled
-        mask = [1] * min(learned, tokens) + [0] * (tokens - learned)
+        mask = [1] * min(labelled, tokens) + [0] * (tokens - labelled)
         masks = {name: mask for name in TARGET_MASKS if name in features}
         return replace(self, features={**features, **masks})
 
@@ -66,27 +66,27 @@ class RawSample:
 class GeneratedRow(RawSample):
     """A row that a trainer such as TRL's GRPOTrainer has generated and scored.
 
-    Its features are tensors with one row, and scalar tensors that all rows of the batch share.
+    Its features are tensors with one row, and scalar tensors that are equal for all rows of the batch.
     """
 
     @staticmethod
     def all_of(inputs: Mapping[str, Tensor | None]) -> list[GeneratedRow]:
-        """Return the rows of a batch that such a trainer has prepared."""
-        given = {name: value for name, value in inputs.items() if value is not None}
-        rows = len(given["completion_ids"]) if "completion_ids" in given else 0
-        for name, value in given.items():
+        """Split the batch that `_prepare_inputs` returned into rows."""
+        tensors = {name: value for name, value in inputs.items() if value is not None}
+        rows = len(tensors["completion_ids"]) if "completion_ids" in tensors else 0
+        for name, value in tensors.items():
             if not isinstance(value, Tensor) or (value.dim() and len(value) != rows):
                 raise ConfigError(
                     f"a batch from _prepare_inputs cannot be split: {name!r} does not have one row per completion; "
                     "return tensors with one row per completion, or scalars"
                 )
         return [
-            GeneratedRow({name: value[row : row + 1] if value.dim() else value for name, value in given.items()})
+            GeneratedRow({name: value[row : row + 1] if value.dim() else value for name, value in tensors.items()})
             for row in range(rows)
         ]
 
     def scored(self, advantage: float, targets: int) -> RawSample:
-        """Return a copy with this advantage and a loss on the first `targets` tokens."""
+        """Return a copy with this advantage, in which only the first `targets` tokens count in the loss."""
         mask, advantages = self.features["completion_mask"].clone(), self.features["advantages"]
         mask[:, :targets], mask[:, targets:] = 1, 0
         score = {"completion_mask": mask, "advantages": torch.full_like(advantages, advantage)}
@@ -97,7 +97,7 @@ class GeneratedRow(RawSample):
 class CollatedBatch:
     """A collated batch and its samples.
 
-    Not a tuple, dict or tensor: accelerate and torch's pin_memory leave such an object in the inputs unchanged.
+    It is no tuple, dict or tensor, so accelerate and torch's pin_memory leave it in the inputs unchanged.
     """
 
     samples: Sequence[RawSample]
@@ -107,7 +107,7 @@ class CollatedBatch:
 
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
-        """Collate samples with the collator of their data loader; join rows that were generated."""
+        """Collate samples with the collator of their data loader; concatenate generated rows."""
         features = [copy(sample.features) for sample in samples]
         if isinstance(samples[0], GeneratedRow):
             rows = {
@@ -120,25 +120,25 @@ class CollatedBatch:
         return replace(batch, samples=samples, inputs=inputs)
 
     def is_reproducible(self, collate: Callable[[list[Any]], Any]) -> bool:
-        """Return True if collating the samples again gives the same batch. Synchronizes with the device."""
-        again = CollatedBatch.of(self.samples, collate).inputs
-        mine, made = (
-            {name: value for name, value in each.items() if value is not None} for each in (self.inputs, again)
+        """Return True if collating the samples again gives the same batch. Waits for the device."""
+        first, second = (
+            {name: value for name, value in inputs.items() if value is not None}
+            for inputs in (self.inputs, CollatedBatch.of(self.samples, collate).inputs)
         )
-        return mine.keys() == made.keys() and all(
-            torch.equal(value.cpu(), made[name].cpu()) for name, value in mine.items() if isinstance(value, Tensor)
+        return first.keys() == second.keys() and all(
+            torch.equal(value.cpu(), second[name].cpu()) for name, value in first.items() if isinstance(value, Tensor)
         )
 
 
 @dataclass(frozen=True)
 class KeepSamples:
-    """A data collator that adds the samples to the batch of another collator."""
+    """Wraps a data collator; adds the samples to its batch."""
 
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, features: list[Any]) -> Any:
         """Collate the features and add them to the batch."""
-        samples = [RawSample(copy(each)) for each in features]  # some collators remove keys
+        samples = [RawSample(copy(each)) for each in features]  # copies, because some collators remove keys
         inputs = self.collate(features)
         if isinstance(inputs, MutableMapping):
             inputs[SAMPLES_KEY] = CollatedBatch(samples, targets_of(inputs, len(samples)))
@@ -146,9 +146,9 @@ class KeepSamples:
 
 
 def targets_of(inputs: Mapping[str, Any], samples: int) -> tuple[int, int]:
-    """Return the number of labels in the loss, with and without the first position of each row.
+    """Return two numbers of labels in the loss: of all positions, and without the first position of each row.
 
-    Without labels per token, both are the number of samples. Synchronizes with the device of the labels.
+    If labels are not per token, both are the number of samples. Waits for the device of the labels.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.dim() < 2:

@@ -1,8 +1,8 @@
 """`adaptive(SFTTrainer)` or `class T(AdaptiveMixin, SFTTrainer)`: run the optimizer steps of a Trainer by the engine.
 
-Trainer's loop is unchanged and calls `training_step` for each batch. `CollectsBatches` replaces Trainer's own
-`training_step`: it collects the samples that the data collator has added to each batch, and runs the whole step with
-the last batch. For trainers that generate, the samples come from `_prepare_inputs`.
+Trainer's loop is unchanged and calls `training_step` for each batch. `CollectsBatches` overrides Trainer's
+`training_step`: it collects the samples of each batch, and runs the whole step when it gets the last batch. The data
+collator adds the samples to the batch. For trainers that generate, they come from `_prepare_inputs` instead.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
-from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
+from torchtune_adaptive.hf.arguments import REMEDIES_AS_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
-from torchtune_adaptive.hf.steps import OptimizerSteps, replaced
+from torchtune_adaptive.hf.steps import OptimizerSteps, override_attributes
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -38,13 +38,13 @@ else:
 
 
 class CollectsBatches(Trainer):
-    """Replaces Trainer's `training_step`, as the class directly before Trainer in the method resolution order.
+    """Overrides Trainer's `training_step`, as the class directly before Trainer in the method resolution order.
 
-    So a `training_step` of a subclass of Trainer, such as TRL's, calls this one by `super()`.
+    So `super().training_step` in a subclass of Trainer, such as TRL's, calls this method.
     """
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collective: collect a batch; with the last batch of a step, run forward and backward on all of them."""
+        """Collective: collect a batch; with the last batch of a step, run forward and backward of all its batches."""
         assert isinstance(self, AdaptiveMixin)
         if self._batches is None:  # called outside of train()
             return super().training_step(model, inputs, num_items_in_batch)
@@ -52,10 +52,10 @@ class CollectsBatches(Trainer):
 
 
 class AdaptiveMixin(Base):
-    """Adds recovery and batch-size search to a Trainer: `class T(AdaptiveMixin, Trainer)`, see also `adaptive`.
+    """Adds recovery and batch-size search to a Trainer: `class T(AdaptiveMixin, Trainer)`; see also `adaptive`.
 
-    Every step has the samples, loss and gradients that it has without the mixin. Only its split into microbatches
-    depends on memory; `per_device_train_batch_size` is the initial size of a microbatch.
+    Samples, loss and gradients of a step are the same as without the mixin. Only the split of a step into microbatches
+    changes, depending on memory. `per_device_train_batch_size` is the initial size of a microbatch.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -79,10 +79,10 @@ class AdaptiveMixin(Base):
         _refuse_unsupported(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Collective: see Trainer.train; True resumes from the newest complete checkpoint."""
+        """Collective: see Trainer.train. `resume_from_checkpoint=True` takes the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args)
-        with ExitStack() as self._while_training, self._explaining_errors():
+        with ExitStack() as self._training_stack, self._explaining_errors():
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
@@ -91,37 +91,38 @@ class AdaptiveMixin(Base):
 
     @contextmanager
     def _explaining_errors(self) -> Iterator[None]:
-        """Explain out-of-memory errors that are not recovered, and name arguments of Trainer as remedies."""
+        """Explain out-of-memory errors that are not recovered, and express remedies as arguments of Trainer."""
         try:
-            with fatal_on_oom(self._explained):
+            with fatal_on_oom(self._explain):
                 yield
         except AdaptiveError as error:
             if self.args.gradient_checkpointing:
                 error.remedies = without_backward(error.remedies)
-            error.fact, error.remedies = error.in_words(IN_ARGUMENTS), ()
+            error.fact, error.remedies = error.in_words(REMEDIES_AS_ARGUMENTS), ()
             raise
 
-    def _explained(self, error: Exception) -> RecoveryUnsupportedError:
+    def _explain(self, error: Exception) -> RecoveryUnsupportedError:
+        """Return an error with the place where memory ran out, and the remedies that help there."""
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         functions = {frame.f_code.co_name for frame in frames}
-        own = {frame.f_code.co_name for frame in frames if frame.f_locals.get("self") is self}
-        helps = [Remedy.LESS_STATE, Remedy.MORE_RANKS]
-        if "evaluation_loop" in own:
-            where, helps = "in evaluation (lower per_device_eval_batch_size or set prediction_loss_only=True)", []
+        own_methods = {frame.f_code.co_name for frame in frames if frame.f_locals.get("self") is self}
+        remedies = [Remedy.LESS_STATE, Remedy.MORE_RANKS]
+        if "evaluation_loop" in own_methods:
+            where, remedies = "in evaluation (lower per_device_eval_batch_size or set prediction_loss_only=True)", []
         elif any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
             where = "in the optimizer, whose state does not depend on the batch"
         elif "_forward_backward" in functions and not self.adaptive.recover_from_oom:
-            where, helps = "in training, and recovery is off", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
+            where, remedies = "in training, and recovery is off", [Remedy.SMALLER_LIMIT, Remedy.RECOVERY]
         else:
-            where, helps = "in code that cannot be repeated", [Remedy.SMALLER_LIMIT, *helps]
+            where, remedies = "in code that cannot be repeated", [Remedy.SMALLER_LIMIT, *remedies]
         return RecoveryUnsupportedError(
-            f"out of memory on rank {rank()} {where}: {error}", *helps, Remedy.LARGER_BUDGET
+            f"out of memory on rank {rank()} {where}: {error}", *remedies, Remedy.LARGER_BUDGET
         )
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return Trainer's data loader, whose batches also contain their samples. ms-swift passes `skip_batches`."""
+        """Return Trainer's data loader, whose collator adds the samples to a batch. ms-swift passes `skip_batches`."""
         self.keeps_samples = KeepSamples(self.data_collator)
-        with replaced(self, data_collator=self.keeps_samples):
+        with override_attributes(self, data_collator=self.keeps_samples):
             loader = super().get_train_dataloader(*args, **kwargs)
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(
@@ -131,7 +132,7 @@ class AdaptiveMixin(Base):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of one optimizer step; fewer than `num_batches` at the end of a stream."""
+        """Return the batches of one optimizer step; at the end of a streamed dataset, fewer than `num_batches`."""
         if self._batches is not None:
             self._refuse_training_step("does not call Trainer's by super() for every batch of a step")
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -140,7 +141,7 @@ class AdaptiveMixin(Base):
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Collective: run the training_step of the trainer, which must call Trainer's by `super()`."""
+        """Collective: run the training_step of the subclass, and check that it calls Trainer's by `super()`."""
         before = len(self._batches or ())
         loss = super().training_step(*args, **kwargs)
         if self._batches is not None and len(self._batches) == before:
@@ -148,35 +149,38 @@ class AdaptiveMixin(Base):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Collective: see Trainer. If a callback has ended the epoch within a step, run the collected batches first."""
+        """Collective: see Trainer. If a callback ended the epoch within a step, run the collected batches before."""
         if self._batches:
             tr_loss += self._run_collected(self._batches, *self._model_and_items)
             assert self._steps is not None
             self._steps.keep_gradients()
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
-    def _refuse_training_step(self, does: str) -> NoReturn:
-        raise ConfigError(f"training_step of {type(self).__name__} {does}, so a step cannot be split")
+    def _refuse_training_step(self, fact: str) -> NoReturn:
+        raise ConfigError(
+            f"training_step of {type(self).__name__} {fact}, so a step cannot be split: call it once for every batch"
+        )
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Collective: see Trainer.evaluation_loop."""
         loop = super().evaluation_loop
-        is_own = getattr(loop, "__func__", None) is not Trainer.evaluation_loop  # it may not call prediction_step
-        with self._explaining_errors(), nullcontext() if is_own else self._evaluator.opened(dataloader):
+        # An overridden loop may not call prediction_step.
+        is_overridden = getattr(loop, "__func__", None) is not Trainer.evaluation_loop
+        with self._explaining_errors(), nullcontext() if is_overridden else self._evaluator.keeping_samples(dataloader):
             return loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Collective: run the prediction_step of the trainer; in evaluation_loop, repeat it in pieces if necessary."""
+        """Collective: run the prediction_step of the subclass; in evaluation_loop, split the batch if necessary."""
         step = super().prediction_step
         return self._evaluator.predict(model, inputs, lambda inputs: step(model, inputs, *args, **kwargs))
 
     def _collect(self, collected: list[CollatedBatch], model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """Collect a batch. Collective: run the step with its last batch."""
+        """Collect a batch. With the last batch of a step, run the step (which is collective) and return its loss."""
         if isinstance(inputs, MutableMapping) and SAMPLES_KEY in inputs:
             if len(collected) == self._expected:
-                self._refuse_training_step("calls Trainer's twice for a batch")
+                self._refuse_training_step("calls Trainer's by super() more than once for a batch")
             collected.append(replace(inputs.pop(SAMPLES_KEY), inputs=inputs))
-        elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # it generates
+        elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # a trainer that generates
             model.train()
             inputs = self._prepare_inputs(inputs)
             rows = GeneratedRow.all_of(inputs)
@@ -185,7 +189,7 @@ class AdaptiveMixin(Base):
             raise ConfigError(
                 f"training_step got a {type(inputs).__name__} without its samples: AdaptiveMixin needs Trainer's "
                 "get_train_dataloader, a data collator that returns a dict of tensors, and a training_step that passes "
-                "on the batch that it got"
+                "its batch to super().training_step"
             )
         self._model_and_items = model, num_items
         is_last = self.accelerator.sync_gradients
@@ -194,31 +198,31 @@ class AdaptiveMixin(Base):
         loss = self._run_collected(collected, model, num_items)
         if not is_last:
             assert self._steps is not None
-            self._steps.refuse_without_steps()
+            self._steps.check_dataset_fills_a_step()
             self._steps.keep_gradients()
         return loss
 
     def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
-        """Collective: run the batches of a step, or only the first ones if the epoch ends within it."""
+        """Collective: run the collected batches of a step; if the epoch ends within the step, these are not all."""
         self._batches = None
         if self._steps is None:
-            self._steps = OptimizerSteps(self, model, collected, num_items, self._while_training)
+            self._steps = OptimizerSteps(self, model, collected, num_items, self._training_stack)
         return self._steps.run(collected, num_items)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Collective: see Trainer. While a checkpoint is overwritten, it does not count as complete."""
+        """Collective: see Trainer. A checkpoint that is being overwritten does not count as complete."""
         if self.args.should_save:
             state = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", TRAINER_STATE_NAME)
             state.unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Collective: see Trainer. All ranks save before rank 0 writes the file that completes the checkpoint."""
+        """Collective: see Trainer. Wait for all ranks, because rank 0 then writes the file that marks completeness."""
         super()._save_rng_state(output_dir)
         from_all_ranks(None)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Collective in training: log with the number of recoveries and the microbatch limit."""
+        """Collective for a training loss: log the number of recoveries and the microbatch limit with it."""
         if self._steps is not None and "loss" in logs:
             logs |= self._steps.metrics()
         super().log(logs, *args, **kwargs)

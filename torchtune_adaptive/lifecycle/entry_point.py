@@ -63,7 +63,7 @@ def run_query(query: Callable[[DictConfig, Path, Sequence[str]], None], keys: Co
     def run() -> None:
         path, overrides = config_and_overrides(sys.argv[1:])
         cfg = read_config(path, overrides)
-        check_keys(cfg, keys, aloud=True)
+        check_keys(cfg, keys, log=True)
         with printing():
             query(cfg, path, overrides)
 
@@ -73,7 +73,7 @@ def run_query(query: Callable[[DictConfig, Path, Sequence[str]], None], keys: Co
 
 def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
-    check_keys(cfg, keys, aloud=rank() == 0)
+    check_keys(cfg, keys, log=rank() == 0)
     try:
         with without_active_remedies(cfg):
             recipe = recipe_type(cfg)

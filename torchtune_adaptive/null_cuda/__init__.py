@@ -1,7 +1,7 @@
-"""Null devices: torch's CUDA code, its allocator and its errors, on a machine without a GPU.
+"""Null devices: simulated GPUs, which run torch's CUDA code and its allocator on a machine without a GPU.
 
-Device memory is counted but not used, kernels return immediately, and copies copy. docs/null-device.md describes the
-limits. This package is independent of the rest of torchtune_adaptive.
+Device memory is counted but not allocated, kernels return without computing anything, and copies copy data.
+docs/null-device.md describes the limits. This package is independent of the rest of torchtune_adaptive.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ _PINNED, _MANAGED = MAX_DEVICES, MAX_DEVICES + 1  # as in null.h
 
 
 def environment(
-    *,
-    memory: int | str | None = None,
-    devices: int | str | None = None,
-    capability: str | None = None,
+    *, memory: int | str | None = None, devices: int | str | None = None, capability: str | None = None
 ) -> dict[str, str]:
     """Return the environment variables that give a child process null devices, and build the library if needed.
 
-    Without arguments, a process has one device of 80 GiB and compute capability 9.0. Processes do not share device
-    memory.
+    Without arguments, a process has one device of 80 GiB and compute capability 9.0. Each process has device memory of
+    its own.
     """
     size = parse_amount(memory, "memory") if isinstance(memory, str) else memory
-    given = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability}
+    options = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability}
     library = build()
     return {
         "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
         "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", str(library.parent)),
-        **{f"NULL_CUDA_{key}": str(value) for key, value in given.items() if value is not None},
+        **{f"NULL_CUDA_{key}": str(value) for key, value in options.items() if value is not None},
     }
 
 
@@ -49,13 +46,13 @@ def _prepended(variable: str, path: str) -> str:
 
 
 def set_card(*, memory: int, devices: int) -> None:
-    """Set the devices of this process and its children. torch must not have initialized CUDA."""
+    """Set the devices of this process and of its children. Call it before torch initializes CUDA."""
     os.environ.update(NULL_CUDA_MEMORY=str(memory), NULL_CUDA_DEVICES=str(devices))
     _function("null_cuda_read_environment")()
 
 
 def set_memory(memory: int, *, device: int = 0, pinned: bool = False) -> None:
-    """Set the size of a device, or of pinned memory. Allocated memory stays allocated."""
+    """Set the memory limit of a device, or of pinned memory. Memory that is already allocated stays allocated."""
     _function("null_cuda_set_memory")(ctypes.c_int(_PINNED if pinned else device), ctypes.c_size_t(memory))
 
 
@@ -67,17 +64,17 @@ def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False)
 
 
 def used_convolutions() -> bool:
-    """Return whether the process ran a convolution of cuDNN, whose workspaces are not counted."""
+    """Return True if this process ran a convolution of cuDNN, whose workspace is not counted as memory."""
     return _counter(ctypes.c_int, "null_cuda_convolutions") > 0
 
 
 def used_flops() -> float:
-    """Return the FLOPs of all matrix multiplications that cuBLAS was asked for."""
+    """Return the FLOPs of all matrix multiplications of cuBLAS that this process called."""
     return _counter(ctypes.c_double, "null_cuda_flops")
 
 
 def _counter(kind: type[ctypes.c_int] | type[ctypes.c_double], name: str) -> float:
-    """Return a counter; 0 if the process has no null device."""
+    """Return a counter of the library; 0 if the process has no null device."""
     library = ctypes.CDLL(None)
     return kind.in_dll(library, name).value if hasattr(library, name) else 0
 

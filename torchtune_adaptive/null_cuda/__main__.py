@@ -1,4 +1,4 @@
-"""Print the variables of null devices, as in `env $(python -m torchtune_adaptive.null_cuda 80GB) python train.py`."""
+"""Print the variables of null devices: `env $(python -m torchtune_adaptive.null_cuda 80GB) python train.py`."""
 
 import sys
 

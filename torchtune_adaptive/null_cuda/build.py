@@ -1,4 +1,4 @@
-"""Compile the library for the installed torch, once: the C files, and stubs for all other symbols that torch needs."""
+"""Compile and cache the library of null devices: the C files, and stubs for the other CUDA functions of this torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 LIBRARY = "libcuda.so.1"
-_NVIDIAS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
+_CUDA_FUNCTIONS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
 """Names of functions of CUDA and its libraries. NVRTC, a compiler, works without a GPU and has no stubs."""
 
 _SIZES = {
@@ -46,31 +46,31 @@ _SIZES = {
     r"cudnnGetBatchNormalizationBackwardExWorkspaceSize": (10,),
     r"cudnnGetBatchNormalizationTrainingExReserveSpaceSize": (5,),
 }
-"""Queries of libraries, and the indices of their arguments that point to a size."""
-_REFUSED = r"cu(solver|sparse|dnn)\w*([bB]ufferSize|SpaceSize|SpaceSizes|GetWorkspace|CompressedSize2)"
-"""Other queries: without an output, the caller would read uninitialized memory."""
+"""Functions that return sizes, and the indices of the arguments that point to a size."""
+_UNSUPPORTED = r"cu(solver|sparse|dnn)\w*([bB]ufferSize|SpaceSize|SpaceSizes|GetWorkspace|CompressedSize2)"
+"""Other functions that return sizes. They fail, because otherwise the caller would read an uninitialized size."""
 
-_LIBRARIES = ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCH", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH")
+_VERSION_MACROS = ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCH", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH")
 
 
 class NullCudaError(RuntimeError):
-    """This machine or process has no null device."""
+    """A null device cannot be built on this machine, or does not exist in this process."""
 
 
 def build() -> Path:
-    """Return the path of the library, after building it if the cache does not contain it.
+    """Build the library unless the cache contains it, and return its path.
 
-    Concurrent builds use separate folders. The first folder that is renamed to its final name stays.
+    Each build uses a folder of its own, which is then renamed. If several processes build at once, the first one wins.
     """
     torch_folder, version, cuda = _torch()
-    made_of = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
+    sources_hash = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
-    if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD would split it
+    if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD splits its value at these
         raise NullCudaError(
             f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another path"
         )
-    library = cache / f"null_cuda-{version}-{made_of.hexdigest()[:12]}" / LIBRARY
-    if library.parent.exists():  # a folder appears with all its files
+    library = cache / f"null_cuda-{version}-{sources_hash.hexdigest()[:12]}" / LIBRARY
+    if library.parent.exists():  # renamed into place with all its files
         if library.exists() and library.stat().st_size:
             return library
         shutil.rmtree(library.parent, ignore_errors=True)
@@ -119,8 +119,8 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         "torch._C._cuda_getArchFlags())"
     )
     found = _run(sys.executable, "-c", ask).split()
-    codes = ",".join(code.removeprefix("sm_") for code in found[len(_LIBRARIES) :] if re.fullmatch(r"sm_\d+", code))
-    versions = {"CUDA": f"{major}0{minor}0", "CODES": codes, **dict(zip(_LIBRARIES, found, strict=False))}
+    codes = ",".join(flag.removeprefix("sm_") for flag in found if re.fullmatch(r"sm_\d+", flag))
+    versions = {"CUDA": f"{major}0{minor}0", "CODES": codes, **dict(zip(_VERSION_MACROS, found, strict=False))}
     (folder / "stubs.c").write_text(_stubs(_required(nm, torch_folder) - _implemented()))
     _run(
         *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
@@ -128,11 +128,11 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         f"-I{Path(__file__).parent}", *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"),
         f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl", remedy="; set CC to a working C compiler",
     )  # fmt: skip
-    (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices by NVML
+    (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices through NVML
 
 
 def _required(nm: str, torch_folder: Path) -> set[str]:
-    """Return the undefined symbols of torch's libraries, and the functions that they look up by name."""
+    """Return the CUDA functions that torch and Triton need: undefined symbols, and those that they look up by name."""
     libraries = [str(path) for path in sorted((torch_folder / "lib").glob("lib*.so*"))]
     undefined = _run(nm, "-D", "--undefined-only", *libraries).split()
     by_name = (torch_folder / "lib" / "libc10_cuda.so").read_bytes().split(b"\0")
@@ -141,25 +141,26 @@ def _required(nm: str, torch_folder: Path) -> set[str]:
     if triton and triton.submodule_search_locations:
         for source in Path(triton.submodule_search_locations[0]).glob("backends/nvidia/driver.c"):
             names |= set(re.findall(r"\bcu[A-Z]\w+(?=\s*[()])", source.read_text()))
-    return {name for name in names if _NVIDIAS.match(name) and name.isidentifier()}
+    return {name for name in names if _CUDA_FUNCTIONS.match(name) and name.isidentifier()}
 
 
 def _implemented() -> set[str]:
+    """Return the functions that the C files define."""
     text = "\n".join(path.read_text() for path in SOURCES)
     return set(re.findall(r"^(?:API [^(]*?\W|[A-Z_]+\()(\w+)[(),]", text, re.MULTILINE))
 
 
 def _stubs(names: set[str]) -> str:
-    """Return stubs that succeed: created objects and strings are not null, and sizes are 0."""
+    """Return C code of functions that do nothing and succeed. Created objects and strings are not null, sizes are 0."""
     lines = ['#include "null.h"']
     for name in sorted(names):
         sizes = next((at for pattern, at in _SIZES.items() if re.fullmatch(pattern, name)), None)
         if sizes:
             kind = "int" if re.match(r"cusolverDn[SDCZ]", name) else "size_t"
             arguments = ", ".join(f"{kind} *{'out' if at in sizes else 'a'}{at}" for at in range(max(sizes) + 1))
-            answers = ", ".join(f"*out{at} = 0" for at in sizes)
-            lines.append(f"API int {name}({arguments}) {{ return {answers}, SUCCESS; }}")
-        elif re.match(_REFUSED, name):
+            outputs = ", ".join(f"*out{at} = 0" for at in sizes)
+            lines.append(f"API int {name}({arguments}) {{ return {outputs}, SUCCESS; }}")
+        elif re.match(_UNSUPPORTED, name):
             lines.append(f"API int {name}(void) {{ return NOT_SUPPORTED; }}")
         elif name.endswith(("String", "LastError")):
             lines.append(f'API const char *{name}(void) {{ return "not available on a null device"; }}')

@@ -1,4 +1,4 @@
-// The simulated card: its properties, from environment variables, and the functions that query them.
+// The properties of the simulated GPU ("card"), which come from environment variables, and the functions that return them.
 #include "null.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -8,7 +8,7 @@
 static Card the_card;
 static _Thread_local int device, last_error;
 
-// triton selects kernels by the shared memory of a block and of a multiprocessor.
+// Properties by compute capability. Triton selects kernels by the shared memory of a block and of a multiprocessor.
 static const struct { int capability, multiprocessors, per_block, per_multiprocessor; } generations[] = {
     {80, 108, 166912, 167936}, {86, 84, 101376, 102400},   {89, 142, 101376, 102400},
     {90, 132, 232448, 233472}, {100, 148, 232448, 233472}, {120, 188, 101376, 102400},
@@ -29,7 +29,7 @@ API void null_cuda_read_environment(void) {
       c->shared_per_block = generations[i].per_block;
       c->shared_per_multiprocessor = generations[i].per_multiprocessor;
     }
-  // torch caches compiled kernels by this name, and kernels for one compute capability do not run on another
+  // torch caches compiled kernels under this name, so it must differ between compute capabilities.
   if (name) snprintf(c->name, sizeof c->name, "%s", name);
   else snprintf(c->name, sizeof c->name, "null device %d.%d", c->major, c->minor);
 }
@@ -95,17 +95,17 @@ API int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { return *le
 API int cudaDeviceGetAttribute(int *out, int attribute, int which) {
   const Card *c = card();
   switch (attribute) {
-  case 1: case 2: case 3: *out = 1024; break; // threads of a block, its x and y
-  case 4: *out = 64; break;
-  case 5: *out = 2147483647; break; // grid's x
-  case 6: case 7: *out = 65535; break;
-  case 8: *out = 49152; break; // shared memory of a block, by default
-  case 10: *out = 32; break;   // warp
-  case 12: case 82: *out = 65536; break; // registers of a block, of a multiprocessor
-  case 13: case 36: *out = 1000000; break; // clocks, in kHz
+  case 1: case 2: case 3: *out = 1024; break; // threads of a block: in total, in x, in y
+  case 4: *out = 64; break; // in z
+  case 5: *out = 2147483647; break; // blocks of a grid in x
+  case 6: case 7: *out = 65535; break; // in y, in z
+  case 8: *out = 49152; break; // default shared memory of a block
+  case 10: *out = 32; break;   // threads of a warp
+  case 12: case 82: *out = 65536; break; // registers of a block, and of a multiprocessor
+  case 13: case 36: *out = 1000000; break; // clock rates of the GPU and of its memory, in kHz
   case 16: *out = c->multiprocessors; break;
   case 37: *out = 5120; break; // bits of the memory bus
-  case 38: *out = 50 << 20; break; // L2
+  case 38: *out = 50 << 20; break; // bytes of the L2 cache
   case 39: *out = 2048; break; // threads of a multiprocessor
   case 41: *out = 1; break; // unified addressing
   case 75: *out = c->major; break;
@@ -120,7 +120,7 @@ API int cudaDeviceGetAttribute(int *out, int attribute, int which) {
   return SUCCESS;
 }
 
-// Fills cudaDeviceProp of CUDA 13, which the caller allocates: 1008 bytes, with values at these offsets.
+// Fills the caller's cudaDeviceProp. In CUDA 13, it has 1008 bytes. `place` is the offset of an attribute's value in it.
 API int cudaGetDeviceProperties(char *out, int which) {
   static const struct { int place, attribute; } ints[] = {
       {304, 12}, {308, 10}, {320, 1}, {324, 2}, {328, 3}, {332, 4}, {336, 5}, {340, 6}, {344, 7}, {360, 75}, {364, 76},
@@ -144,7 +144,7 @@ API int cudaGetDeviceProperties(char *out, int which) {
   return SUCCESS;
 }
 
-// The same queries in the driver API, which triton calls, and in NVML, with which torch counts devices.
+// The same queries in the driver API, which Triton calls, and in NVML, through which torch counts devices.
 API int cuInit(unsigned flags) { return SUCCESS; }
 API int cuDriverGetVersion(int *out) { return *out = CUDA, SUCCESS; }
 API int cuDeviceGetCount(int *out) { return cudaGetDeviceCount(out); }

@@ -1,4 +1,5 @@
-// Files: written zeros become holes, so that checkpoints of weights that were never computed do not fill the disk. Holes read as zeros.
+// Files: a large write of zeros makes a hole, which reads as zeros but takes no disk space. Weights on a null device are zeros, so
+// their checkpoints would otherwise fill the disk.
 #define _GNU_SOURCE
 #include "null.h"
 #include <dlfcn.h>
@@ -26,7 +27,7 @@ API ssize_t write(int file, const void *from, size_t bytes) {
   return bytes >= LARGE && all_zeros(from, bytes) && leave_hole(file, bytes) ? (ssize_t)bytes : real(file, from, bytes);
 }
 
-API ssize_t writev(int file, const struct iovec *parts, int count) { // torch.save writes through libstdc++, which calls this
+API ssize_t writev(int file, const struct iovec *parts, int count) { // called by libstdc++, and thereby by torch.save
   static ssize_t (*real)(int, const struct iovec *, int);
   if (!real) real = dlsym(RTLD_NEXT, "writev");
   int large = 0;

@@ -1,4 +1,5 @@
-// Memory: address ranges whose bytes count towards the card's memory. Pages that were never written take no host memory and read as zeros.
+// Memory: an allocation reserves host addresses and counts towards the memory of a card. Its pages read as zeros, and take host memory
+// only when they are written.
 #include "null.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -13,12 +14,12 @@ enum { PAGE = 4096, GRANULE = 2 << 20 };
 
 typedef struct Block {
   char *start;
-  size_t bytes, counted; // `counted` is 0 for a range that cuMemMap fills: cuMemCreate counts its bytes
+  size_t bytes, counted; // `counted` is 0 for addresses of cuMemAddressReserve, because cuMemCreate counts the memory
   int place;
   struct Block *next;
 } Block;
 
-typedef struct { size_t bytes; int place; } Physical; // handle that cuMemCreate returns
+typedef struct { size_t bytes; int place; } Physical; // what a handle of cuMemCreate points to
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Block *blocks;
@@ -28,7 +29,7 @@ static int limited[PLACES];
 static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 static size_t limit_of(int place) { return limited[place] ? limits[place] : place >= PINNED ? SIZE_MAX : card()->memory; }
 
-// Changes the limit for later allocations. Memory in use stays allocated, even above the limit. Tests reduce memory in this way.
+// Changes the limit for later allocations. Memory in use stays allocated, even above the limit. Tests use this to reduce memory.
 API void null_cuda_set_memory(int place, size_t bytes) {
   pthread_mutex_lock(&lock);
   limits[place] = bytes;
@@ -37,8 +38,9 @@ API void null_cuda_set_memory(int place, size_t bytes) {
 }
 API size_t null_cuda_used(int place) { return used[place]; }
 
-// NULL_CUDA_REHEARSAL is "PID FILE": a rehearsed process and a descriptor of its record. If another process allocates memory of
-// a card, the rehearsal would not count it. So it appends its command line to the record, as JSON, and kills the rehearsed process.
+// A rehearsal counts the memory of one process. If another process, for example a child, allocates memory of a card, this function
+// ends the rehearsal: it appends the other process's command line to the rehearsal's record, as JSON, and kills the rehearsed process.
+// NULL_CUDA_REHEARSAL is "PID FD": the rehearsed process, and its file descriptor of the record.
 static void end_rehearsal_of_another(void) {
   const char *rehearsal = getenv("NULL_CUDA_REHEARSAL");
   int process, number;
@@ -102,7 +104,7 @@ int release(void *memory) {
   return SUCCESS;
 }
 
-// Returns -1 for host memory that this library did not allocate.
+// Returns the place of an address; -1 for host memory that this library did not allocate.
 static int place_of(const void *memory) {
   int place = -1;
   pthread_mutex_lock(&lock);
@@ -180,7 +182,7 @@ API int cuMemMap(void *at, size_t bytes, size_t offset, void *memory, uint64_t f
 API int cuMemUnmap(void *at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED), SUCCESS; }
 API int cuMemSetAccess(void *at, size_t bytes, const void *access, size_t count) { return SUCCESS; }
 
-// Copies transfer the data. Pages of zeros are cleared instead, which takes no host memory.
+// Copies transfer the data. Where the source is zero, `clear` frees the pages of the target instead, so that they take no host memory.
 static const char zeros[PAGE];
 static void clear(char *at, size_t bytes) {
   char *first = (char *)round_up((size_t)at, PAGE), *last = (char *)((size_t)(at + bytes) / PAGE * PAGE);
@@ -191,12 +193,12 @@ static void clear(char *at, size_t bytes) {
   memset(at, 0, first - at);
   if (place_of(at) >= 0) madvise(first, last - first, MADV_DONTNEED);
   else
-    for (char *page = first; page < last; page += PAGE) // host memory: comparing does not allocate a page, writing would
+    for (char *page = first; page < last; page += PAGE) // in other host memory, compare first, because a write would allocate the page
       if (memcmp(page, zeros, PAGE)) memset(page, 0, PAGE);
   memset(last, 0, at + bytes - last);
 }
 
-// Returns 1 if a page was written or read: it is present or swapped out. One read of /proc/self/pagemap answers for 512 pages.
+// Returns 1 if a page was written or read, so that it is present or swapped out. Reads /proc/self/pagemap for 512 pages at a time.
 typedef struct { int file; size_t first; uint64_t entries[512]; } Pagemap;
 static int written(Pagemap *map, const char *at) {
   size_t page = (size_t)at / PAGE;
@@ -215,7 +217,7 @@ static void copy(char *to, const char *from, size_t bytes) {
     return;
   }
   Pagemap map = {known ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1, SIZE_MAX};
-  for (size_t done = 0; done < bytes;) { // a run of pages that are all zeros, or all not
+  for (size_t done = 0; done < bytes;) { // for each run of pages that are all zero, or all not zero
     size_t run = 0;
     int empty = -1;
     while (done + run < bytes) {

@@ -7,7 +7,8 @@
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, NO_ADDRESSES = 304, NOT_SUPPORTED = 801 };
 
-enum { MAX_DEVICES = 16, PINNED = MAX_DEVICES, MANAGED, PLACES }; // places of memory: a card, or pinned or managed host memory
+// A "place" of memory is a card (0 to 15), or pinned or managed host memory.
+enum { MAX_DEVICES = 16, PINNED = MAX_DEVICES, MANAGED, PLACES };
 
 typedef struct {
   size_t memory; // bytes of each card

@@ -1,10 +1,10 @@
-// Work: functions of streams, events, kernels and libraries succeed without doing anything. Only host functions run, immediately.
+// Work: functions of streams, events, kernels and libraries succeed without doing anything. Only host functions are run, at once.
 #include "null.h"
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
-// Returns a handle for an opaque object: an address that is readable, writable and unique among the last 65,536 handles.
+// Returns a handle for an opaque object: an address of 16 bytes that can be read and written. After 65,536 handles, addresses repeat.
 void *new_handle(void) {
   static char handles[1 << 16][16];
   static unsigned count;
@@ -26,7 +26,7 @@ MAKES_HANDLE(cudaEventCreateWithFlags)
 MAKES_HANDLE(cudaDeviceGetDefaultMemPool)
 ANSWERS(cudaStreamGetPriority, int, 0)
 API int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *out) { return *out = 0, SUCCESS; }
-// Graphs are empty. Captured operations run during the capture, with memory from the graph's pool. A capture includes all streams.
+// CUDA graphs are empty. Captured operations run during the capture, with memory from the graph's pool. All streams count as captured.
 static uint64_t captures;
 static int capturing;
 ANSWERS(cudaStreamIsCapturing, int, capturing)
@@ -42,7 +42,7 @@ API int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id, void *
 MAKES_HANDLE(cudaGraphInstantiate)
 MAKES_HANDLE(cudaGraphInstantiateWithFlags)
 API int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) { return *count = 1, SUCCESS; }
-// One second: autotuners repeat a kernel until the measured time is long enough, so they run it once.
+// Every interval is one second. Autotuners repeat a kernel until its time is long enough, so they run it once.
 API int cudaEventElapsedTime(float *out, void *start, void *end) { return *out = 1000, SUCCESS; }
 API int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *with) { return function(with), SUCCESS; }
 API int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), void *with, unsigned flags) {
@@ -72,7 +72,8 @@ API int __cudaPopCallConfiguration(Dim *grid, Dim *block, size_t *shared, void *
 API void **__cudaRegisterFatBinary(void *binary) { return new_handle(); }
 API int __cudaGetKernel(void **out, void *function) { return *out = function, SUCCESS; }
 API int cudaFuncGetAttributes(char *out, const void *function) { // threads of a block, registers, versions
-  static const int codes[] = {CODES}; // architectures that torch was compiled for. CUB asks which one runs here: a card of 8.9 runs code for 8.6
+  // Architectures for which torch was compiled. CUB asks which one is in use: a card of capability 8.9 runs code for 8.6.
+  static const int codes[] = {CODES};
   int code = codes[0];
   for (size_t i = 0; i < sizeof codes / sizeof *codes; i++)
     if (codes[i] <= card()->major * 10 + card()->minor) code = codes[i];
@@ -96,7 +97,7 @@ MAKES_HANDLE(cudaLibraryLoadData)
 MAKES_HANDLE(cudaLibraryLoadFromFile)
 MAKES_HANDLE(cudaLibraryGetKernel)
 
-// torch looks up driver functions by name. Those that this library lacks succeed without doing anything.
+// torch looks up driver functions by name. If this library does not have one, it gets a function that succeeds without doing anything.
 static int nothing(void) { return SUCCESS; }
 API int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version, uint64_t flags, int *result) {
   *out = dlsym(RTLD_DEFAULT, name);
@@ -114,7 +115,7 @@ API int cublasLtMatmulAlgoGetHeuristic(void *of, void *what, void *a, void *b, v
   memset(out, 0, 96); // one algorithm, which needs no workspace
   return *found = 1, SUCCESS;
 }
-// FLOPs of cuBLAS's matrix multiplications since the process started.
+// FLOPs of all matrix multiplications of cuBLAS since the process started.
 API double null_cuda_flops;
 static void multiply(double m, double n, double k, double batch) { null_cuda_flops += 2 * m * n * k * batch; }
 API int cublasGemmEx(void *of, int ta, int tb, int m, int n, int k) { return multiply(m, n, k, 1), SUCCESS; }
@@ -151,7 +152,7 @@ API int cudnnBackendCreateDescriptor(int kind, void **out) { // kind 1 is a conv
   null_cuda_convolutions |= kind == 1;
   return *out = new_handle(), SUCCESS;
 }
-// Every operation has one plan, without a workspace: a list of objects has one entry, a list of numbers has one 0.
+// Every operation has one plan, which needs no workspace: a list of objects has one entry, and a list of numbers consists of one 0.
 API int cudnnBackendGetAttribute(void *of, int name, int type, int64_t most, int64_t *count, void *out) {
   enum { INT64 = 3, OBJECT = 15, INT32 = 23 };
   int number = type == INT64 || type == INT32;
@@ -160,7 +161,7 @@ API int cudnnBackendGetAttribute(void *of, int name, int type, int64_t most, int
   return SUCCESS;
 }
 
-// NCCL: communicators of any size. Their collectives return at once and send nothing.
+// NCCL: communicators of any size, whose collectives return at once and send nothing.
 typedef struct { int ranks, rank; } Communicator;
 typedef struct { char bytes[128]; } UniqueId;
 static int new_communicator(Communicator **out, int ranks, int rank) {

@@ -1,6 +1,6 @@
-"""Rehearse an unmodified training script as one rank of many on GPUs that are absent: `tune-adaptive rehearse`.
+"""`tune-adaptive rehearse`: run an unmodified training script as one rank of many on simulated GPUs, to predict memory.
 
-`start` starts the script on a null device in a separate process. There, `run_script` prepares torch and runs it,
-`fake_ranks` replaces the other ranks, `device_values` answers reads from the GPU, and `step_recorder` records each
-step. `result` reads the record. The package works with any script. Of the other packages here, it needs `null_cuda`.
+`start` starts the script in a process with a null device (a simulated GPU, see `null_cuda`). In this process,
+`run_script` prepares torch and runs the script, `fake_ranks` replaces the other ranks, `device_values` supplies the
+values that the script reads from the GPU, and `step_recorder` writes a record of each step. `result` reads the record.
 """

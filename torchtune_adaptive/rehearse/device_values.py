@@ -1,8 +1,8 @@
-"""Supply the values that a script reads from a device that runs no kernels; report sizes that may depend on them.
+"""Supply the values that a script reads from a null device, which runs no kernels; report guesses that may be sizes.
 
-Integers that a script reads by `.item()`, `int(...)` and `float(...)` are followed through its source: arithmetic,
-names, attributes, constant keys and returns. An integer that is only divided, printed, logged or passed to a Triton
-kernel does not become a size.
+If a script reads an integer by `.item()`, `int(...)` or `float(...)`, its source is parsed to find out how the integer
+is used: through arithmetic, names, attributes, constant keys and returns. An integer that is only divided, printed,
+logged or passed to a Triton kernel does not become the size of a tensor, so it is not reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchtune_adaptive.rehearse.fake_ranks import replace_everywhere
 from torchtune_adaptive.rehearse.result import INTEGER, MASK
 
 LARGE = 2**20
-"""Tensors with this many elements or more are not computed on the host."""
+"""The values of tensors with this many elements or more are not computed."""
 _RETURN_INTEGERS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge",
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
@@ -38,11 +38,11 @@ _RETURN_INTEGERS = (
     "sub", "mul", "floor_divide", "remainder", "clamp", "prod", "cumsum", "diff", "cat", "stack", "pad",
     "repeat_interleave", "index_select",
 )  # fmt: skip
-"""Functions that can return integers or masks; the host computes such results from values of the host."""
+"""Functions that can return integers or masks. If all inputs are known, the host computes their results."""
 _CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_like")
-"""Functions whose integers and masks the host knows."""
+"""Functions that create tensors with known values."""
 _ALWAYS_TRUE = "_null_device_true"
-"""Attribute of results of `all` and `isfinite`."""
+"""An attribute of results of `all` and `isfinite`, which are read as True."""
 
 
 class Source(Enum):
@@ -59,18 +59,18 @@ class Source(Enum):
 class DeviceValues:
     """Replaces the functions that read values from the device.
 
-    Integers, masks and single floats from the host are correct, and so are their counts and comparisons. Other numbers
-    are 0, and other masks select everything. Checks for NaN are false; `all` and `assert` are true. `all` of unknown
-    values is false in a condition that ends a loop, which then runs to its limit.
+    Values are correct if they are integers, masks or single floats that come from the host, or counts and comparisons
+    of these. All other values are guessed: numbers are 0, masks select everything, checks for NaN are false, and `all`
+    and assertions are true. But `all` is false in a condition that ends a loop, so that the loop runs to its limit.
     """
 
     def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
-        """Call `on_guess` when an unknown integer is read as 0, or an unknown mask selects everything."""
+        """Call `on_guess` when an unknown integer is read as 0, or when an unknown mask selects everything."""
         self._on_guess = on_guess
         self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
-        """By the place that reads a number and its caller: true if the number can become a size."""
+        """For each place that reads a number, and its caller: True if the number can become a size."""
         self._writes = dict[int, tuple[StorageWeakRef, int | None]]()
-        """The host's writes, by address: the storage, and the version of the tensor."""
+        """Writes of the host, by address: the storage, and the version of the tensor after the write."""
 
     def install(self) -> None:
         """Replace torch's functions and operations."""
@@ -83,7 +83,7 @@ class DeviceValues:
         for name in "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor":
             operation = attrgetter(name)(torch.ops.aten)
             library.impl(name, self._with_dynamic_size(operation), "CUDA")
-        self._library = library  # its implementations live as long as it does
+        self._library = library  # deleting it would remove its implementations
         self._cpu, to_int = torch.Tensor.cpu, torch.Tensor.__int__
         for name in "cpu", "to", "cuda", "copy_", "clone", "contiguous":
             setattr(torch.Tensor, name, self._track_copy(getattr(torch.Tensor, name)))
@@ -149,7 +149,7 @@ class DeviceValues:
         replace_everywhere(gather_into, all_gather_into_tensor)
 
     def _track_copy(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap a function that copies: record copies to the device, and return only known values from it."""
+        """Wrap a function that copies: record copies to the device, and replace unknown values in copies from it."""
 
         @functools.wraps(function)
         def copy(given: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -179,7 +179,7 @@ class DeviceValues:
         return copy
 
     def _compute_on_host_too(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that returns integers or masks: compute results from the host's values."""
+        """Wrap a function that returns integers or masks: compute its result if the values of all inputs are known."""
 
         @functools.wraps(function)
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -224,14 +224,14 @@ class DeviceValues:
         return tensor.numel() < LARGE and self._source_of(tensor) is Source.HOST
 
     def _on_host(self, given: Any) -> Any:
-        """Return a tensor with the same values: copy the storage, since non-contiguous tensors need a kernel."""
+        """Return a copy on the host. It copies the storage, because copying a non-contiguous tensor needs a kernel."""
         if not isinstance(given, torch.Tensor) or not given.is_cuda:
             return "cpu" if isinstance(given, torch.device) else given
         storage = given.untyped_storage().cpu()
         return given.new_empty(0, device="cpu").set_(storage, given.storage_offset(), given.size(), given.stride())
 
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:
-        """Replace values of a copy on the host that a kernel would have computed."""
+        """Replace values in a copy on the host if a kernel would have computed them."""
         source = self._source_of(original)
         if source is Source.HOST:
             if not original.is_contiguous():
@@ -261,7 +261,7 @@ class DeviceValues:
             return not _ends_loop(reader)
         source = self._source_of(tensor)
         if tensor.is_floating_point() and source is not Source.HOST:
-            # optimizers divide by their step count, which is on the device after their state was loaded
+            # Optimizers divide by their step count, which is on the device after their state was loaded: return 1.
             return float(reader.f_code is _get_value.__code__)
         if tensor.dtype is torch.bool and source is not Source.HOST:
             return any(_is_in_assert(frame) for frame in (reader, reader.f_back) if frame)
@@ -278,20 +278,20 @@ class DeviceValues:
         return self._reads[place]
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
-        """Select every element, which needs the most memory, unless the host wrote the mask."""
+        """Select all elements of an unknown mask, because this needs the most memory."""
         if self._source_of(mask) is Source.HOST:
             return self._on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
         self._on_guess(MASK, _caller())
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        known = self._source_of(mask) is Source.HOST  # read before the mask is expanded, which loses its version
+        known = self._source_of(mask) is Source.HOST  # before the mask is expanded, because that changes its version
         tensor, expanded = torch.broadcast_tensors(tensor, self._on_host(mask) if known else mask)
         selected = expanded.nonzero().to(tensor.device) if known else self._nonzero(expanded)
         return tensor[tuple(selected.unbind(1))]
 
     def _with_dynamic_size(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an operation whose result sizes depend on values: run it on the host."""
+        """Wrap an operation whose result has a size that depends on values: run it on the host."""
 
         def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._source_of(tensor) is not Source.HOST:
@@ -302,17 +302,17 @@ class DeviceValues:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor with a storage: not a subclass, and not inside vmap or grad."""
+    """Return True for a tensor with a storage: not for a subclass, and not inside vmap or grad of torch.func."""
     return type(value) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Return how many times a tensor was changed in place; None in inference mode, which does not count."""
+    """Return how often a tensor was changed in place; None in inference mode, where torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _caller() -> FrameType:
-    """Return the caller's caller. Autograd's threads have no Python caller: return the main thread's frame there."""
+    """Return the caller's caller; in a thread of autograd, which has no Python caller, the frame of the main thread."""
     called = sys._getframe(1)
     return called.f_back or sys._current_frames()[threading.main_thread().ident or 0]
 
@@ -327,21 +327,23 @@ def _ends_loop(frame: FrameType) -> bool:
 
 
 def _all(tensor: torch.Tensor) -> torch.Tensor:
-    """Return true, without a kernel, for checks such as `isfinite(x).all()`."""
+    """Return a result that is read as True, for checks such as `isfinite(x).all()`."""
     result = tensor.new_empty((), dtype=torch.bool)
     setattr(result, _ALWAYS_TRUE, True)
     return result
 
 
-_SHOW = {
+_NOT_SIZES = {
     "print", "float", "str", "repr", "log", "debug", "info", "warning", "write", "set_postfix", "set_description",
     "add_scalar", "add_scalars", "log_metrics", "isnan", "isfinite",
 }  # fmt: skip
+"""Functions whose arguments do not become sizes."""
 _PASS_ON = {"int", "max", "min", "abs", "round", "sum"}
+"""Functions whose result may become a size if their argument may."""
 _DIVIDE = {"fused_linear_cross_entropy_forward"}
-"""Functions of libraries (liger) that count labels to divide by the count."""
+"""Functions of libraries (Liger) that read a number of labels only to divide by it."""
 _Variable = tuple[str, str]
-"""A kind of variable (name, attribute, key) and its name."""
+"""The kind of a variable (name, attribute or key), and its name."""
 
 
 class _Parsed:
@@ -352,7 +354,7 @@ class _Parsed:
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     def ends_loop_at(self, line: int) -> bool:
-        """Return whether a condition on this line can end a loop or a function."""
+        """Return True if a condition on this line can end a loop or a function."""
         for node in self.nodes:
             if isinstance(node, ast.If | ast.While) and node.test.lineno <= line <= (node.test.end_lineno or 0):
                 return isinstance(node, ast.While) or any(
@@ -366,7 +368,7 @@ class _Parsed:
         return next((each for each in calls if at(each) == position), None)
 
     def reads(self, place: _Variable, near: ast.AST) -> Iterator[ast.expr]:
-        """Yield where a variable is read: a name in its function, an attribute or a key in the whole file."""
+        """Yield all reads of a variable: of a name in its function, of an attribute or a key in the whole file."""
         scope: ast.AST | None = near
         while scope is not None and not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             scope = self.parents.get(scope)
@@ -376,7 +378,7 @@ class _Parsed:
 
 
 def may_become_size(frame: FrameType) -> bool:
-    """Return whether the number that this frame reads can become a size; True if unknown."""
+    """Return False if the number that this frame reads cannot become the size of a tensor."""
     return frame.f_code.co_name not in _DIVIDE and _may_become_size(frame, ("item", "int", "float"))
 
 
@@ -415,7 +417,7 @@ def _reaches_size(node: ast.AST, source: _Parsed, frame: FrameType, seen: set[_V
             return False
         case ast.Call(func=ast.Subscript()):  # kernel[grid](...)
             return False
-        case ast.Call() if above.func is not node and _name(above.func) in _SHOW:
+        case ast.Call() if above.func is not node and _name(above.func) in _NOT_SIZES:
             return False
         case ast.Call() if above.func is not node and _name(above.func) not in _PASS_ON:
             return True

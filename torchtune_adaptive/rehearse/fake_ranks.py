@@ -1,4 +1,4 @@
-"""Stand-ins for the other ranks: process groups are torch's fake ones, and launchers run the script in this process."""
+"""Stand-ins for the other ranks: torch's fake process groups, and launchers that run the script in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def set_rank_variables(rank: int, ranks: int) -> None:
     """Set the environment variables that torchrun sets for a rank."""
     local = min(ranks, ONE_MACHINE)
     cores = os.cpu_count() or 1
-    os.cpu_count = lambda: max(cores, local)  # scripts divide the cores by the ranks of a machine
+    os.cpu_count = lambda: max(cores, local)  # scripts divide the number of cores by the ranks of a machine
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
         GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",
@@ -122,7 +122,7 @@ class FakeRanks:
 
 
 def replace_simple_launcher(run: Callable[[Sequence[str]], None]) -> None:
-    """Replace accelerate's launcher for a single rank, which does not use torchrun: run its script in this process."""
+    """Let accelerate's launcher for a single rank, which does not use torchrun, run the script in this process."""
     from accelerate.commands import launch
 
     def simple_launcher(args: Namespace) -> None:
@@ -155,7 +155,7 @@ def _skip_reductions_of_ddp() -> None:
 
 
 def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return DDP's bucket as it is: the fake group's all-reduce returns no tensor."""
+    """Return DDP's bucket unchanged, in place of an all-reduce, for which a fake group returns no tensor."""
     RECORDER.add_bucket(bucket.buffer().nbytes)
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
@@ -163,7 +163,7 @@ def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch
 
 
 def _save_checkpoints_without_other_ranks() -> None:
-    """Let distributed checkpoints contain the shards of this rank only."""
+    """Let a distributed checkpoint contain only the shards of this rank."""
     from torch.distributed.checkpoint import default_planner, utils
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -203,7 +203,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
-    """Patch a module now, or when the script imports it."""
+    """Call `patch` with a module: now if it is imported already, otherwise when the script imports it."""
     if name in sys.modules:
         patch(sys.modules[name])
     else:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """Peak rates of a GPU: dense TFLOP/s by type, then GB/s. The last fields are what kernels reach in practice."""
+    """Peak rates of a GPU (dense TFLOP/s by type, then GB/s), and how closely kernels reach them."""
 
     bf16: float
     """Also the rate of fp16."""
@@ -17,20 +17,20 @@ class Rates(NamedTuple):
     fp32: float
     memory: float
     link: float
-    """To the other GPUs of a machine, in one direction: NVLink or else PCIe."""
+    """To another GPU of the machine, in one direction: NVLink or, without it, PCIe."""
     pcie: float
     network: float
-    """To other machines, each GPU's share in one direction."""
+    """To other machines, per GPU and in one direction."""
     matmul_efficiency: float
-    """Share of the peak that matrix multiplications reach."""
+    """The fraction of the peak that matrix multiplications reach."""
     memory_efficiency: float = 0.9
     kernel_s: float = 2e-6
-    """The shortest kernel."""
+    """The time of the shortest kernel."""
     launch_s: float = 8e-6
-    """The host's time to launch a kernel from Python."""
+    """The time of the host to launch a kernel from Python."""
 
     def peak(self, kind: str) -> float:
-        """Return the peak FLOP/s of a kind of kernel."""
+        """Return the peak FLOP/s of a type, for example "bf16"."""
         return float(getattr(self, kind)) * 1e12
 
 
@@ -69,7 +69,7 @@ GPUS = {name: Gpu(int(gib * 2**30), version, name, rates) for name, (gib, versio
 
 
 def local_gpu(found: Gpu) -> Gpu:
-    """Return a GPU that torch has named, with the name and the rates that rehearsals know."""
+    """Return a GPU, of which torch has returned the name, with its name and rates in `GPUS` if it is there."""
     words = re.split(r"[ -]", found.name.lower().replace("nvidia ", ""))
     names = [name for name in GPUS if name.partition("-")[0] in words]
     name = min(names, key=lambda name: abs(GPUS[name].memory - found.memory), default="-".join(words))

@@ -32,13 +32,13 @@ FIGURES = "allocated_bytes", "reserved_bytes", "seconds"
 
 
 class Comparison(NamedTuple):
-    """A rehearsal, and a run on the same GPU."""
+    """The results of a rehearsal and of a run on the same GPU."""
 
     rehearsed: RehearsalResult
     real: RehearsalResult
 
     def differences(self) -> list[dict[str, Any]]:
-        """Return both figures of each step that both have, and their differences as shares of the real figures."""
+        """Return the figures of each step in both runs, and their difference as a fraction of the real figure."""
         rows = []
         for rehearsed, real in zip(self.rehearsed.timed_steps, self.real.timed_steps, strict=False):
             row: dict[str, Any] = {"step": real["step"]}

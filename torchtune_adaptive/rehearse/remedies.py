@@ -1,6 +1,6 @@
-"""Find settings with which a run fits: changes are rehearsed in parallel, and those that fit are returned.
+"""Find settings with which a run fits: rehearse changes of its arguments in parallel, and return those that fit.
 
-`changes` has the arguments of trainers that save memory; `forecast.alternatives` has the config keys.
+This module has the arguments of transformers' Trainer and of torchtitan. `forecast.alternatives` has config keys.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from contextlib import closing
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, preference, row_of
+from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, ranking_of, row_of
 
 
 class TrainerArguments(NamedTuple):
-    """Arguments of a trainer that change the memory of a step."""
+    """The arguments of a trainer that change the memory of a step."""
 
     recognized_by: str
-    """Pattern of an argument by which a command of this trainer is recognized."""
+    """A pattern: a command with an argument that matches it belongs to this trainer."""
     batch_size: str
     accumulation: str
-    """Argument that keeps the samples of a step if the batch is smaller; empty if there is none."""
+    """The argument for gradient accumulation, which keeps the samples of a step; "" if there is none."""
     others: Sequence[tuple[str, str]]
 
 
@@ -42,7 +42,7 @@ TRAINERS = (
 )  # fmt: skip
 """transformers' TrainingArguments, and torchtitan."""
 MORE_RANKS = 2, 4, 8
-"""Multiples of the number of ranks to try."""
+"""The multiples of the number of ranks that are tried."""
 
 
 class _Row(Protocol):
@@ -54,7 +54,7 @@ _R = TypeVar("_R", bound=_Row)
 
 
 def that_fit(attempt: Callable[..., _R | None], cases: Mapping[str, tuple[Any, ...]], enough: int = 0) -> list[_R]:
-    """Attempt the cases in parallel, in this order; return those that fit. Stop as soon as `enough` do (0: never)."""
+    """Try the cases in parallel, in this order, and return those that fit. Stop after `enough` of them (0: never)."""
     fitting: list[_R] = []
     with closing(in_parallel(attempt, cases)) as results:
         for _, row in results:
@@ -81,7 +81,7 @@ def argument_changes(command: Sequence[str]) -> list[Mapping[str, str]]:
 
 
 def with_changes(command: Sequence[str], changed: Mapping[str, str]) -> list[str]:
-    """Return the command with arguments replaced or, if it lacks them, added."""
+    """Return the command with these arguments, which replace those that it has."""
     kept: list[str] = []
     is_value = False
     for word in command:
@@ -92,12 +92,12 @@ def with_changes(command: Sequence[str], changed: Mapping[str, str]) -> list[str
 
 
 def _name(word: str) -> str:
-    """Return the name of an argument such as --batch-size=4, with underscores; empty for other words."""
+    """Return the name of an argument: --batch_size for --batch-size=4; empty for a word that is not an argument."""
     return "--" + word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
 
 
 def _arguments(command: Sequence[str]) -> dict[str, str]:
-    """Return the arguments of a command; the value of one without a value is True."""
+    """Return the arguments of a command and their values; the value of a flag is "True"."""
     values = [*command[1:], "--"]
     return {
         _name(word): word.partition("=")[2] or ("True" if value.startswith("--") else value)
@@ -107,9 +107,9 @@ def _arguments(command: Sequence[str]) -> dict[str, str]:
 
 
 def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[SweepRow]:
-    """Return the changes with which the command fits, the fastest first. Changes that the script refuses are left out.
+    """Return the changes with which the command fits, the fastest first. Changes that the script rejects are left out.
 
-    More ranks are tried only if there is more than one already: a script for one process would not shard its model.
+    More ranks are tried only if there are several already, because a script for one process may not shard its model.
     """
     cases = {
         " ".join(f"{name} {value}" for name, value in changed.items()): (with_changes(command, changed), card, ranks)
@@ -119,7 +119,7 @@ def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: i
         cases |= {f"--ranks {times * ranks}": (list(command), card, times * ranks) for times in MORE_RANKS}
     attempts = {label: (rehearse, label, *case) for label, case in cases.items()}
     rows = that_fit(_attempt, attempts)
-    return sorted(rows, key=preference(rows))
+    return sorted(rows, key=ranking_of(rows))
 
 
 def _attempt(rehearse: Rehearse, label: str, command: Sequence[str], card: Gpu, ranks: int) -> SweepRow:

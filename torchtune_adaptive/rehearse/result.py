@@ -18,8 +18,8 @@ from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, seco
 
 GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
-RISES = 1.02
-"""Steps differ if one allocates more than this multiple of another."""
+DIFFERENT_ABOVE = 1.02
+"""Steps have different peaks if one allocates more than this multiple of another."""
 INTEGER, MASK = "integer", "mask"
 """Kinds of guessed values on which a tensor size may depend."""
 _GUESSED = {
@@ -39,7 +39,7 @@ KINDS = ("step", "out_of_memory", "end", "share", "child", "guess", "work", "sea
 _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
 )
-"""Errors of Python that a number that is 0 can cause."""
+"""Errors of Python that a wrong 0 can cause."""
 _ERROR_WITHOUT_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
 """Errors of a script that needs torchrun."""
 _ERROR_OF_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
@@ -52,29 +52,29 @@ _KILLED_BY: dict[int, str] = {
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """Peaks, errors and exit status of a rehearsed script, read from the record of its steps."""
+    """The peaks, the errors and the exit status of a rehearsed script, which are read from its record."""
 
     usable_bytes: int
-    """Memory of the GPU without the overhead."""
+    """The memory of the GPU without the overhead."""
     overhead_bytes: int
-    """Memory of the CUDA context, NCCL and libraries."""
+    """The memory of the CUDA context, NCCL and libraries."""
     rank: int
     ranks: int
     status: int
     """The script's exit status."""
     interrupted: bool = False
     last_error: str = ""
-    """The script's last line of standard error that looks like an error, or else its last line."""
+    """The script's last line of standard error that looks like an error; if no line does, its last line."""
     steps: list[dict[str, int]] = field(default_factory=list)
-    """Peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes."""
+    """The peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes, flops."""
     errors: list[dict[str, Any]] = field(default_factory=list)
     """All out-of-memory errors of the allocator, including those that the script caught."""
     rest: dict[str, Any] = field(default_factory=dict)
-    """Peaks after the last step, and facts about the end; empty if the script was killed."""
+    """The peaks after the last step, and facts about the end of the script; empty if it was killed."""
     guesses: list[dict[str, Any]] = field(default_factory=list)
-    """Places that read a value that a kernel would have computed, and on which sizes may depend."""
+    """Places where the script reads a guessed value, on which the size of a tensor may depend."""
     child: str = ""
-    """The command line of a child process that used a GPU."""
+    """The command line of a child process that used a GPU; empty if none did."""
     traced: dict[str, Any] = field(default_factory=dict)
     """The step whose work was recorded, and its work."""
     gpu: Gpu | None = None
@@ -117,31 +117,32 @@ class RehearsalResult:
         error = str(self.rest.get("error") or "exit status")
         by_memory = self.rest.get("by_memory") or "out of memory" in error or error.startswith("exit status")
         failed = self.status > 0 or self.status == -signal.SIGABRT
-        return self.unfinished if failed and by_memory else None
+        return self.unresolved_oom if failed and by_memory else None
 
     @property
-    def swallowed(self) -> dict[str, Any] | None:
-        """The out-of-memory error after which the script ended with success, but without another complete step.
+    def unreported_oom(self) -> dict[str, Any] | None:
+        """The out-of-memory error after which the script completed no step, although it ended with success.
 
         None if the error belongs to a search, which causes such errors on purpose.
         """
-        return None if self.status or self.unfinished is None or self.unfinished["tried"] else self.unfinished
+        error = self.unresolved_oom
+        return None if self.status or error is None or error["in_search"] else error
 
     @property
-    def unfinished(self) -> dict[str, Any] | None:
-        """The last out-of-memory error, if no step was complete after it."""
+    def unresolved_oom(self) -> dict[str, Any] | None:
+        """The last out-of-memory error, if the script completed no step after it."""
         return self.errors[-1] if self.errors and self.errors[-1]["step"] > len(self.steps) else None
 
     @property
     def caught(self) -> list[dict[str, Any]]:
         """Out-of-memory errors that did not end the script."""
-        return [each for each in self.errors if each is not self.out_of_memory and not each["tried"]]
+        return [each for each in self.errors if each is not self.out_of_memory and not each["in_search"]]
 
     @property
     def fits(self) -> bool:
-        """True if the script ended with success, used a GPU, and a second step would fit."""
+        """True if the script ended with success, used a GPU, and could take a second step if it took only one."""
         used = any(each["reserved_bytes"] for each in self.all_peaks)
-        return self.status == 0 and self.swallowed is None and used and self.next_bytes <= self.usable_bytes
+        return self.status == 0 and self.unreported_oom is None and used and self.next_bytes <= self.usable_bytes
 
     @property
     def fits_or_not(self) -> bool | None:
@@ -150,10 +151,10 @@ class RehearsalResult:
 
     @property
     def next_bytes(self) -> int:
-        """Estimated peak of a second step. 0 unless the script took a single step, at whose end it allocated state."""
-        first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unfinished else 0
+        """The estimated peak of a second step; 0 unless the script took one step and then allocated optimizer state."""
+        first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unresolved_oom else 0
         state = int(self.rest.get("state_bytes", 0))
-        return first + state if first and state > (RISES - 1) * first else 0
+        return first + state if first and state > (DIFFERENT_ABOVE - 1) * first else 0
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -167,23 +168,23 @@ class RehearsalResult:
         return {name: max((each[name] for each in every), default=0) for name in ("allocated_bytes", "reserved_bytes")}
 
     @property
-    def rises(self) -> bool:
-        """True if the script was stopped after steps with different peaks: later steps may need more."""
+    def peaks_differ(self) -> bool:
+        """True if the script was stopped after steps with different peaks, so that later steps may need more memory."""
         later = [each["allocated_bytes"] for each in self.steps[2:]]
-        return bool(self.rest.get("stopped")) and len(later) > 1 and max(later) > RISES * min(later)
+        return bool(self.rest.get("stopped")) and len(later) > 1 and max(later) > DIFFERENT_ABOVE * min(later)
 
     def verdict(self) -> str:
         """Return the result in one line."""
         places = ", ".join(self._places(what) for what in _GUESSED if self._places(what))
         guessed = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
         if (error := self.out_of_memory) is not None:
-            had = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
-            if (room := int(error["allowed_bytes"])) < self.usable_bytes:  # the script has limited itself
-                had = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(room)}"
+            allocated = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
+            if (limit := int(error["allowed_bytes"])) < self.usable_bytes:  # the script has limited itself
+                allocated = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(limit)}"
             asked = f"{_size(error['asked_bytes'])} more requested"
-            when = f" in step {error['step']}" if error["trains"] else ""
+            when = f" in step {error['step']}" if error["has_optimizer"] else ""
             when += f" on device {error['device']}" if len(self.devices) > 1 else ""
-            return f"does not fit: out of memory{when}, {had}, {asked}{guessed}"
+            return f"does not fit: out of memory{when}, {allocated}, {asked}{guessed}"
         if self.status and self.interrupted:
             before = f"; before that, {self._most_reserved}" if self.all_peaks else ""
             return f"no answer: interrupted in step {len(self.steps) + 1}{before}"
@@ -206,13 +207,13 @@ class RehearsalResult:
             by_zero = " (a rehearsal reads numbers of the GPU as 0)" if _ERROR_OF_ZERO.match(why) else ""
             alone = " (torchrun sets it: put torchrun before the script)" if _ERROR_WITHOUT_LAUNCHER.match(why) else ""
             devices = OTHER_DEVICES if _ERROR_OF_DEVICE.search(why) else ""
-            memory = "; it ran out of memory before (see below)" if self.unfinished else ""
+            memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
             hints = f"{by_zero}{devices}" * (not self.real) + f"{alone}{memory}{guessed}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
-        if self.swallowed is not None:
+        if self.unreported_oom is not None:
             return (
-                f"no answer: memory ran out in step {self.swallowed['step']}, and no step followed, but the script "
-                "ended with success: it caught the error, or the error ended a thread"
+                f"no answer: memory ran out in step {self.unreported_oom['step']}, and no step followed, but the "
+                "script ended with success: it caught the error, or the error ended a thread"
             )
         if self.next_bytes > self.usable_bytes:
             needs = f"{_gib(self.next_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
@@ -230,10 +231,10 @@ class RehearsalResult:
         errors = count_of(len(self.caught), "out-of-memory error")
         recovered = f"; the script recovered from {errors}" if self.caught else ""
         idle = "; an optimizer took no step (see below)" if self.rest.get("idle_bytes") else ""
-        rises = "; later steps may need more (see below)" if self.rises else ""
+        later_steps = "; later steps may need more (see below)" if self.peaks_differ else ""
         if self.next_bytes:
-            rises = f"; a second step would need about {_size(self.next_bytes)} allocated"
-        return f"{fits}; the cache is {flushed}{recovered}{guessed}{idle}{rises}"
+            later_steps = f"; a second step would need about {_size(self.next_bytes)} allocated"
+        return f"{fits}; the cache is {flushed}{recovered}{guessed}{idle}{later_steps}"
 
     @property
     def _most_reserved(self) -> str:
@@ -257,7 +258,7 @@ class RehearsalResult:
         return work if work and work.operations else None
 
     def step_time(self, step: dict[str, Any], gpu: Gpu | None = None) -> StepTime | None:
-        """Estimate a step: its work is that of the recorded step, in proportion to its matrix multiplications."""
+        """Estimate a step, assuming that its work is proportional to that of the recorded step, like its FLOPs are."""
         card = gpu or self.gpu
         if self.work is None or card is None or card.rates is None:
             return None
@@ -270,7 +271,7 @@ class RehearsalResult:
 
     @property
     def timed_steps(self) -> list[dict[str, Any]]:
-        """The steps with their estimated or measured seconds."""
+        """The steps with their seconds, which are measured on a real GPU and otherwise estimated."""
         estimated = [time.seconds if (time := self.step_time(each)) else None for each in self.steps]
         seconds = self.rest.get("seconds") or estimated
         return [{**each, "seconds": time} for each, time in zip(self.steps, seconds, strict=False)]
@@ -308,7 +309,7 @@ class RehearsalResult:
                     f"{each[name]:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}"
                     for each in peaks
                 ]
-        if (error := self.unfinished) is not None and not self.fits:
+        if (error := self.unresolved_oom) is not None and not self.fits:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
                 "",
@@ -334,7 +335,7 @@ class RehearsalResult:
         if self.rest.get("stopped"):
             why = (
                 "these steps have different peaks, and later ones were not run"
-                if self.rises
+                if self.peaks_differ
                 else "stopped here, so the rest of the script, such as saving, was not run"
             )
             lines.append(f"{why}: --steps 0 runs the script to its end")
@@ -354,7 +355,7 @@ class RehearsalResult:
         return ", ".join(places[:SHOWN_PLACES]) + (f" and {more} more" if more > 0 else "")
 
     def _shown(self) -> list[dict[str, Any]]:
-        """Return all steps; of many, the last one and those with a new peak or a flush."""
+        """Return the steps to show: all or, if there are many, the last one and those with a new peak or a flush."""
         steps, most, shown = self.timed_steps, 0, []
         for each in steps:
             if each["reserved_bytes"] > most or each["flushes"] or each is steps[-1] or len(steps) <= SHOWN_STEPS:

@@ -1,9 +1,9 @@
-"""Run a script as one rank of many, started as `python -P -m ...run_script RECORD SETTINGS script args`.
+"""The process of a rehearsal, which `start` starts as `python -P -m ...run_script RECORD SETTINGS script args`.
 
-1. Set the environment variables of the rank, and replace process groups and launchers (`fake_ranks`). A launcher's
-   script runs in this process.
+1. Set the environment variables of the rank, and replace process groups and launchers (`fake_ranks`). A launcher then
+   runs its script in this process.
 2. Skip work that has no effect on GPU memory: random weights, offloaded copies, autotuning.
-3. Replace reads from the GPU (`device_values`).
+3. Replace the functions that read values from the GPU (`device_values`).
 4. Run the script, and record each optimizer step (`step_recorder`).
 """
 
@@ -122,7 +122,7 @@ def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> None:
 
 
 def _exit(status: int) -> None:
-    """End like Python, but without C++ destructors, some of which abort if no kernel has run."""
+    """End the process like Python does, but skip C++ destructors, because some of them abort if no kernel has run."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     flush()
@@ -130,7 +130,7 @@ def _exit(status: int) -> None:
 
 
 def _skip_random_weights() -> None:
-    """Skip the random initialization of large weights on the host, so that their pages take no memory."""
+    """Skip the random initialization of large weights on the host; pages that are not written take no memory."""
     for where, name in (torch.Tensor, "normal_"), (torch.Tensor, "uniform_"), (torch.nn.init, "_no_grad_trunc_normal_"):
         function = getattr(where, name)
 
@@ -142,9 +142,9 @@ def _skip_random_weights() -> None:
 
 
 def _skip_offloaded_copies() -> None:
-    """Never write large weights and gradients on the host, so that their pages take no memory.
+    """Do not write large weights and gradients on the host, because pages that are not written take no memory.
 
-    Pinning and changes of type do not copy them, gradients are not accumulated or scaled, and optimizers skip them.
+    Pinning and conversions allocate but do not copy, gradients are not accumulated or scaled, and optimizers skip them.
     """
     pin, hidden = torch.Tensor.pin_memory, []
 
@@ -191,7 +191,7 @@ def _skip_offloaded_copies() -> None:
 
 
 def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
-    """Use torch's native kernels: a null device does not know the layout of cuDNN's weights."""
+    """Use torch's native kernels, because a null device cannot compute the layout of cuDNN's weights."""
     torch.nn.RNNBase.flatten_parameters = lambda _: None  # type: ignore[method-assign,assignment]
     for layer in torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN:
         layer_forward = layer.forward
@@ -206,7 +206,7 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
 
 
 def _skip_autotuning() -> None:
-    """Take the first candidate of Triton's autotuners instead of compiling and timing all of them."""
+    """Let Triton's autotuners use their first candidate, instead of compiling and timing all of them."""
     try:
         from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
     except ImportError:
@@ -224,7 +224,7 @@ def run(command: Sequence[str]) -> None:
     command = without_python(command)
     if command[0] == "-m":
         sys.argv = list(command[1:])
-        if command[1] in LAUNCHERS:  # runpy would run a copy without the replaced functions
+        if command[1] in LAUNCHERS:  # runpy would run a copy of the module, in which no function is replaced
             import_module(command[1]).main()
             return
         sys.path.insert(0, os.getcwd())
@@ -237,11 +237,11 @@ def run(command: Sequence[str]) -> None:
 
 
 MODEL_KEYS = ("dtype", "torch_dtype", "attn_implementation")
-"""Arguments of from_pretrained that have an effect without weights."""
+"""Arguments of `from_pretrained` that also apply to a model without weights."""
 
 
 def _build_models_without_weights(transformers: Any) -> None:
-    """Let `from_pretrained` build models without local weights from their config."""
+    """Let `from_pretrained` build a model from its config if this machine does not have the weights."""
     models = transformers.PreTrainedModel
     load = models.from_pretrained.__func__
 
@@ -260,7 +260,7 @@ def _build_models_without_weights(transformers: Any) -> None:
         return model if device_map is None else _dispatch(model, device_map, max_memory)
 
     def quantized(cls: Any, name: Any, config: Any, kwargs: dict[str, Any]) -> Any:
-        """Save weights of zeros, and load them with the quantizer, which needs files to replace the model's layers."""
+        """Save weights of zeros, and load these, because a quantizer replaces layers only while it loads files."""
         built = from_pretrained(cls, name, config=config, **{key: kwargs[key] for key in MODEL_KEYS if key in kwargs})
         with tempfile.TemporaryDirectory() as folder:
             built.save_pretrained(folder)
@@ -271,7 +271,7 @@ def _build_models_without_weights(transformers: Any) -> None:
 
 
 def _dispatch(model: Any, device_map: Any, max_memory: Any) -> Any:
-    """Distribute the layers over the devices like transformers."""
+    """Distribute the layers over the devices, as transformers does."""
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 

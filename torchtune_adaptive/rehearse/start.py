@@ -1,4 +1,4 @@
-"""Check the command, and run it in a process on null devices until it ends."""
+"""Check the command to rehearse, and run it in a process with null devices until it ends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torchtune_adaptive.rehearse.result import RehearsalResult
 
 
 class CannotRehearse(NullCudaError):
-    """The rehearsal has no result; the message is one line."""
+    """The command cannot be rehearsed; the message is one line."""
 
 
 ONE_MACHINE = 8
-"""Ranks per machine, if there are at least this many."""
+"""The number of GPUs of a machine; with more ranks, there are several machines."""
 LAUNCHERS = (
     "torchrun", "tune", "accelerate", "accelerate-launch",
     "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
@@ -45,7 +45,7 @@ def without_python(command: Sequence[str]) -> list[str]:
 
 
 def script_of(word: str) -> str | None:
-    """Return the path of a file, or of a program in this environment or in PATH; None if there is neither."""
+    """Return `word` if it is a file, else the path of a program in this environment or in PATH, else None."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return word if Path(word).is_file() else shutil.which(word, path=path)
 
@@ -78,16 +78,16 @@ def check_command(command: Sequence[str]) -> None:
 
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
-"""Memory of a GPU that tensors cannot use: the CUDA context and libraries, and with several ranks NCCL's buffers."""
+"""Memory of a GPU that tensors cannot use: the CUDA context and libraries and, with several ranks, NCCL's buffers."""
 INTERRUPT_S = 10
-"""An interrupted script is killed after this time."""
+"""A script that is interrupted but does not end is killed after this time."""
 _ERROR_LINE = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OF_OTHER_LAUNCH = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)"
-    r"|TORCH_DISTRIBUTED_DEBUG"  # it wraps process groups, which fake ones do not support
+    r"|TORCH_DISTRIBUTED_DEBUG"  # wraps process groups, which does not work with fake ones
 )
-"""Variables of an earlier launch that a shell may still contain."""
+"""Variables of an earlier launch, which may still be set in the shell."""
 
 
 def overhead_of(ranks: int) -> int:
@@ -129,7 +129,7 @@ class RankSettings(NamedTuple):
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends."""
+    """Let the operating system kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
 
@@ -137,16 +137,16 @@ def rehearse(
     command: Sequence[str], gpu: Gpu, settings: RankSettings, *, output: IO[str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> RehearsalResult:  # fmt: skip
-    """Run a command as one rank of many, and return its peaks.
+    """Run a command as one rank of many on null devices, and return the result.
 
-    Raises CannotRehearse, or a NullCudaError if this machine has no null device. The output of the command is copied
-    to `output`, by default standard error.
+    Raises CannotRehearse, or a NullCudaError if a null device cannot be built. The output of the command is copied to
+    `output`, by default standard error.
     """
     settings = settings._replace(memory=gpu.memory)
     likely = settings.ranks or likely_ranks(command, settings.rank)
     share = settings.share(likely)
     device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the execution trace prints warnings when it starts and stops
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of torch's execution trace
     environ = script_environment({**quiet, **os.environ, **device, **(variables or {})})
     with tempfile.TemporaryFile() as file:
         record = Path(f"/proc/self/fd/{file.fileno()}")
@@ -158,9 +158,9 @@ def execute(
     record: str, settings: RankSettings, command: Sequence[str], environ: Mapping[str, str],
     output: IO[str] | None = None, pass_fds: Sequence[int] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Run the command until it ends; return its exit status, its last error, and whether Ctrl-C ended it."""
+    """Run the command until it ends; return its exit status, its last error, and True if Ctrl-C ended it."""
     printed, shown = bytearray(), output.fileno() if output else 2
-    # -P: put the script's folder on the path instead of this one
+    # -P: do not put the current folder on the path; `run` adds the script's folder
     runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
     with interrupted_by_signals():
         script = subprocess.Popen(
@@ -187,7 +187,7 @@ def execute(
 
 
 def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
-    """Copy the output of a script, and keep its end."""
+    """Copy the output of a script, and keep the last 8 KiB in `last`."""
     while part := os.read(source.fileno(), 2**16):
         last += part
         del last[: -(2**13)]
@@ -196,24 +196,24 @@ def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
 
 
 def _last_error(printed: str) -> str:
-    """Return the last line that looks like an error, else the last one."""
+    """Return the last line that looks like an error; if no line does, the last line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if _ERROR_LINE.search(line)), "".join(lines[-1:]))
 
 
 def script_environment(variables: Mapping[str, str], keep: str = "") -> dict[str, str]:
-    """Return the variables without those of an earlier launch; raise CannotRehearse for another allocator."""
+    """Return the variables without those of an earlier launch. Raise CannotRehearse for another CUDA allocator."""
     settings = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables or "cudaMallocAsync" in settings:
         raise CannotRehearse(
-            "only torch's own caching allocator can be rehearsed: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and take "
-            "backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
+            "only torch's own caching allocator can be rehearsed: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and remove "
+            "backend:cudaMallocAsync from PYTORCH_ALLOC_CONF"
         )
     return {name: value for name, value in variables.items() if name == keep or not _OF_OTHER_LAUNCH.fullmatch(name)}
 
 
 def _wait(script: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Return the exit status, and whether Ctrl-C interrupted the script. A second Ctrl-C or a timeout kills it."""
+    """Return the exit status, and True if Ctrl-C interrupted the script. A second Ctrl-C or a timeout kills it."""
     try:
         return script.wait(), False
     except KeyboardInterrupt:
@@ -232,7 +232,7 @@ def _signal(script: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Treat signals that end this process as Ctrl-C."""
+    """Within the context, treat signals that would end this process as Ctrl-C."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt

@@ -44,7 +44,7 @@ SILENT_S = 300
 class StepRecorder:
     """Detects steps by hooks on the optimizers.
 
-    The number of optimizers is unknown at first. So the first step ends when an optimizer steps for the second time.
+    At first, the number of optimizers is unknown, so the first step ends when an optimizer steps for the second time.
     Each later step ends when all optimizers of the first step have stepped.
     """
 
@@ -82,7 +82,7 @@ class StepRecorder:
 
     def __enter__(self) -> None:
         self._watch()
-        # do not initialize CUDA before the script: this would change the device of a DeviceMesh, and forbid forks
+        # Do not initialize CUDA here. That would change the device of a DeviceMesh, and the script could not fork.
         torch.cuda._lazy_call(
             lambda: torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
         )
@@ -157,7 +157,7 @@ class StepRecorder:
         self.write("share", {**share, "gpu": gpu, "visible_devices": torch.cuda.device_count()})
 
     def _exclude_probes(self, probes: Any) -> None:
-        """Exclude the steps of a search by this package's engine."""
+        """Exclude the steps that a search of this package's engine runs."""
         probing = probes.probing
 
         @contextmanager
@@ -193,7 +193,7 @@ class StepRecorder:
             self._state_bytes += max(_allocated() - self._allocated, 0)
         _add(usage, self._peaks.read())
         self._have_stepped.add(parameter)
-        gone = any(each() is None for each in self._stepped)  # freed: the script trains a new model in each step
+        gone = any(each() is None for each in self._stepped)  # the script trains a new model in each step
         if gone or parameter in self._stepped:
             self._all = None if gone else self._stepped
             self._end_step()
@@ -204,7 +204,7 @@ class StepRecorder:
         self._stepped = self._stepped | {parameter}
         if self._stepped == self._all:
             self._end_step()
-        # not the first step, which allocates optimizer state and compiles
+        # Do not trace the first step, which allocates the optimizer state and compiles.
         if self._traced is None and (self.steps or self._first_step_is_complete):
             self._traced, self._graphs = self.steps + 1 + self._first_step_is_complete, _compiled_graphs()
             RECORDER.start()
@@ -231,10 +231,10 @@ class StepRecorder:
         if self.steps == self._most_steps:
             self._write_end({}, stopped=True)
             flush()
-            os._exit(0)  # the script cannot catch this, and runs no exit handlers
+            os._exit(0)  # cannot be caught by the script, and runs no exit handlers
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
-        """Record an error; the allocator calls this on the thread whose request failed."""
+        """Record an out-of-memory error. The allocator calls this on the thread whose request failed."""
         frames = _stack(sys._getframe().f_back) or _stack(sys._current_frames()[threading.main_thread().ident or 0])
         node = torch._C._current_autograd_node()
         place = _outside_torch(frames)
@@ -245,8 +245,8 @@ class StepRecorder:
             "out_of_memory",
             {
                 "step": self.steps + 1 + self._first_step_is_complete,
-                "tried": self._searching,
-                "trains": bool(self._optimizers),
+                "in_search": self._searching,
+                "has_optimizer": bool(self._optimizers),
                 "device": device,
                 "file": place[0],
                 "line": place[1],
@@ -262,7 +262,7 @@ class StepRecorder:
         )
 
     def guessed(self, what: str, frame: FrameType) -> None:
-        """Record a place that read a guessed value, unless it is recorded already."""
+        """Record the place where the script reads a guessed value, unless it is recorded already."""
         file, line = innermost(frame)
         if (what, file, line) not in self._guesses:
             self._guesses.add((what, file, line))
@@ -286,7 +286,7 @@ def _compiled_graphs() -> int:
 
 
 def _parameter_of(optimizer: torch.optim.Optimizer) -> WeakIdRef:
-    """Return the first parameter. It identifies an optimizer, even if the script constructs a new one in each step."""
+    """Return an optimizer's first parameter, which identifies it even if the script constructs it anew in each step."""
     return WeakIdRef(next((each for group in optimizer.param_groups for each in group["params"]), optimizer))
 
 
@@ -327,7 +327,7 @@ def _message(error: BaseException | None) -> str | None:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error is an out-of-memory error, was caused by one, or was raised while one was handled."""
+    """Return True for an out-of-memory error, and for an error that was caused by one or raised while handling one."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error is not None
@@ -339,17 +339,17 @@ Statistics = dict[str, Any]
 
 @dataclass
 class Usage:
-    """Peaks of a period on one device."""
+    """The peaks of a device in a period of time."""
 
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     flushes: int = 0
-    """How many times the allocator released its cache and retried."""
+    """How often the allocator released its cache and tried again."""
     flops: float = 0
     """FLOPs of matrix multiplications."""
 
     def add(self, other: Usage) -> None:
-        """Extend the period by another one."""
+        """Extend the period by that of `other`."""
         self.allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, other.reserved_bytes)
         self.flushes += other.flushes
@@ -357,7 +357,7 @@ class Usage:
 
 
 Usages = dict[int, Usage]
-"""By device."""
+"""The usage of each device."""
 
 
 def _add(total: Usages, other: Usages) -> None:
@@ -366,7 +366,7 @@ def _add(total: Usages, other: Usages) -> None:
 
 
 def _fullest(usages: Usages) -> Usage:
-    """Return the peaks of the device that reserved most, with the flushes and FLOPs of all devices."""
+    """Return the peaks of the device that reserved the most memory, and the flushes and FLOPs of all devices."""
     most = max(usages.values(), key=attrgetter("reserved_bytes"), default=Usage())
     every = usages.values()
     return replace(most, flushes=sum(each.flushes for each in every), flops=sum(each.flops for each in every))
@@ -432,7 +432,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer"
 
 
 def memory_by_holder(device: int) -> dict[str, int]:
-    """Return the allocated bytes of a device by purpose, from the allocator's snapshot."""
+    """Return the bytes of parameters, gradients, optimizer states and other tensors that are allocated on a device."""
     owners = _owners(device)
     held: Counter[str] = Counter()
     for segment in torch.cuda.memory._snapshot(device)["segments"]:
@@ -443,10 +443,10 @@ def memory_by_holder(device: int) -> dict[str, int]:
 
 
 def _owners(device: int) -> dict[int, str]:
-    """Return the holder of each storage of parameters, buffers, gradients and optimizer states, by address."""
+    """Return the purpose of each storage by address: of parameters, buffers, gradients and optimizer states."""
     owners: dict[int, str] = {}
     for thing in gc.get_objects():
-        kind = type(thing)  # isinstance would import lazy modules
+        kind = type(thing)  # isinstance reads __class__, which would import lazy modules
         if issubclass(kind, torch.Tensor) and isinstance(thing, torch.nn.Parameter):
             owners[_address(thing, device)] = PARAMETERS
             if thing.grad is not None:

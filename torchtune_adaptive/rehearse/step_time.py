@@ -15,7 +15,7 @@ class Operation(NamedTuple):
     """A kernel, or a copy between host and GPU."""
 
     kind: str
-    """The type that determines its FLOP rate; MEMORY without FLOPs; HOST for a copy between host and GPU."""
+    """The type of its matrices, for example BF16; MEMORY for other kernels; HOST for a copy between host and GPU."""
     flops: float
     bytes: int
     update: bool = False
@@ -26,27 +26,27 @@ class Transfer(NamedTuple):
     """A collective."""
 
     bytes: int
-    """Bytes of the whole tensor: the output of a gather, or the input of a reduction."""
+    """The bytes of the whole tensor: the output of a gather, or the input of a reduction."""
     share: float
-    """Fraction of these bytes that a rank sends."""
+    """The fraction of these bytes that a rank sends."""
     ranks: int
     per_machine: int
-    """Ranks of the group on one machine."""
+    """The number of ranks of the group on one machine."""
     hidden: bool
-    """True if it overlaps with computation. Otherwise computation waits for it."""
+    """True if the collective overlaps with computation, False if computation waits for it."""
 
 
 class Work(NamedTuple):
     """The work of a rank in a step."""
 
     operations: Sequence[tuple[Operation, int]]
-    """The number of times that each kernel runs."""
+    """Each kind of kernel, and how often it runs."""
     collectives: Sequence[tuple[Transfer, int]]
     tokens: int
     """0 if unknown."""
     samples: int
     ranks_per_sample: int = 1
-    """Ranks that share a sample."""
+    """The number of ranks that process the same sample, for example under tensor parallelism."""
 
     @classmethod
     def from_json(cls, found: Any) -> Work:
@@ -73,9 +73,9 @@ class Work(NamedTuple):
 
 
 LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 20e-6
-"""Share of the bandwidth that collectives reach, and their latency."""
+"""The fraction of the bandwidth that collectives reach, and their latency."""
 UNCERTAINTY = 0.8, 1.35
-"""Range of measured times, as shares of the estimate (comparisons: docs/rehearsing.md and docs/published.md)."""
+"""Measured times are between these multiples of the estimate (see docs/rehearsing.md and docs/published.md)."""
 
 
 class StepTime(NamedTuple):
@@ -83,14 +83,15 @@ class StepTime(NamedTuple):
 
     seconds: float
     parts: dict[str, float]
-    """Seconds by limiting resource. Launches and hidden communication overlap with the others."""
+    """The seconds of each resource. Launches and hidden communication overlap with the others."""
     limit: str
+    """The resource that determines the duration."""
     least_seconds: float
-    """Lower bound: at the GPU's peak rates, without communication and launches."""
+    """A lower bound: the time at the GPU's peak rates, without communication and launches."""
 
     @property
     def range(self) -> tuple[float, float]:
-        """Return the limits between which a measured time is expected."""
+        """Return the shortest and the longest time that a measurement should give."""
         low, high = UNCERTAINTY
         return self.seconds * low, self.seconds * high
 
@@ -105,7 +106,7 @@ COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES = (
 
 
 def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
-    """Estimate a step that has `scale` times as much work as the recorded one, apart from update and communication."""
+    """Estimate a step with `scale` times the work of the recorded one; update and communication stay the same."""
     parts = dict.fromkeys((COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES), 0.0)
     least = hidden = 0.0
     for operation, times in work.operations:
@@ -135,7 +136,7 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
 
 
 def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
-    """Return the part of a report about time."""
+    """Return the lines of a report about the time of a step."""
     low, high = map(seconds_text, time.range)
     lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} (estimated: {low} to {high})"}
     unit, count = ("tokens", work.tokens) if work.tokens else ("samples", work.samples)
@@ -160,7 +161,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _communicates(collective: Transfer, rates: Rates) -> float:
-    """Return the seconds of a collective whose ranks form a ring."""
+    """Return the seconds of a collective, whose ranks form a ring."""
     within = collective.ranks <= collective.per_machine
     rate = rates.link if within else min(rates.link, rates.network * collective.per_machine)
     return collective.bytes * collective.share / (rate * 1e9 * LINK_EFFICIENCY) + COLLECTIVE_S

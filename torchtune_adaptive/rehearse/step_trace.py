@@ -1,7 +1,7 @@
 """Record one step with torch's execution trace, and add up its work: FLOPs, bytes and collectives.
 
-An operation appears in the trace once for each layer of torch that it passes: composite operations, tensor subclasses,
-dispatch modes. Only the innermost is counted. It has the shapes of this rank.
+The trace contains an operation several times if it is composite, or if a tensor subclass or a dispatch mode handles it.
+Only the innermost entry is counted, which has the shapes of this rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention\w*|_?(flash|efficien
 _CONVOLUTIONS = "convolution", "convolution_backward"
 _NO_WORK = re.compile(r"(new_)?empty\w*|resize_|set_|record_\w+|_unsafe_view|wait_tensor|detach_|barrier")
 _READS_WHAT_IT_WRITES = {"embedding", "gather", "index_select", "index", "take", "nll_loss_forward"}
-"""Operations that read only some rows of their first argument."""
+"""Operations that read only some rows of their first argument, as many as they write."""
 _ONLY_WRITES = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "random_", "normal_", "uniform_"}
 _COLLECTIVE = re.compile(
     r"(?P<whole>broadcast|scatter|send|recv)|all_?to_?all|\w*gather|(?P<twice>all_?reduce)|\w*reduce_scatter"
@@ -55,17 +55,17 @@ _Items = list[Operation | Transfer]
 
 
 class Recorder:
-    """Records the operations between `start` and `stop`."""
+    """Records the operations that run between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._file: Any = None
         self._untraced: Counter[Operation | Transfer] = Counter()
-        """Work that is missing in the trace: kernels of triton and DDP's buckets."""
+        """Work that the trace does not contain: kernels of Triton and DDP's all-reduces."""
         self._replaced: list[tuple[Any, str, Any]] = []
 
     @property
     def on(self) -> bool:
-        """Return whether a step is being recorded."""
+        """Return True while a step is recorded."""
         return self._file is not None
 
     def start(self) -> None:
@@ -77,7 +77,7 @@ class Recorder:
         launches = self._launches
 
         class Launch:
-            """Replaces a record of torch's profiler, which is empty unless the profiler runs."""
+            """Replaces torch's `_RecordFunctionFast`, by which compiled code reports its kernels to the profiler."""
 
             def __init__(self, name: str, values: Iterable[Any] = (), keyword_values: Any = None) -> None:
                 if not name.startswith("##"):
@@ -141,7 +141,7 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = 
         elif key == '"att' and len(text) == 2 and (schema := _SCHEMA.search(line)) is not None:
             try:
                 trace.add(identity, name, parent, schema[1], text)
-            except (ValueError, LookupError):  # a process that the script has forked wrote into the file, too
+            except (ValueError, LookupError):  # a forked process may have written into the same file
                 continue
     counted = trace.counted() + (untraced or Counter())
     operations = [(each, times) for each, times in counted.items() if isinstance(each, Operation)]
@@ -152,16 +152,16 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = 
 class _Trace:
     def __init__(self) -> None:
         self._inner: dict[int, _Items] = defaultdict(list)
-        """Work inside operations that have not ended."""
+        """The work inside each operation whose end has not been read yet."""
         self._dispatched: set[int] = set()
-        """Operations that a tensor subclass or a dispatch mode replaces by others."""
+        """Operations that a tensor subclass or a dispatch mode handles by calling others."""
         self._threads: set[int] = set()
         self._groups: dict[str, list[int]] = {}
         self.ranks_per_sample = 1
         self._looked_up: Counter[tuple[int, ...]] = Counter()
-        """Tokens, by the shape of the embedding that looks them up."""
+        """The number of tokens, by the shape of the embedding that looks them up."""
         self._rows: Counter[tuple[int, ...]] = Counter()
-        """Rows, by the shape of the weight of an embedding or a convolution."""
+        """The number of rows, by the shape of the weight of the embedding or the convolution."""
 
     def add(self, identity: int, name: str, parent: int, schema: str, text: dict[str, str]) -> None:
         inner = self._inner.pop(identity, [])
@@ -191,9 +191,10 @@ class _Trace:
         self._inner[parent] += inner
 
     def counted(self) -> Counter[Operation | Transfer]:
-        """Return all work. The trace stops inside the optimizer's step, so the operation itself is missing.
+        """Return all work, including that of operations whose end is not in the trace.
 
-        So are operations that an exception ended, as in a recomputation. Of all these, the optimizer's began last.
+        These are the optimizer's step, inside which the trace stops, and operations that an exception ended, for
+        example in a recomputation. The optimizer's step began last of these.
         """
         found: Counter[Operation | Transfer] = Counter()
         last = max(self._inner.keys() - self._threads, default=None)
@@ -207,7 +208,7 @@ class _Trace:
 
     @property
     def samples(self) -> int:
-        """Samples, by the largest embedding or else by the first convolution."""
+        """The number of samples: the rows of the largest embedding or, without one, of the first convolution."""
         weight = max(self._looked_up, default=next(iter(self._rows), ()))
         return self._rows[weight]
 
@@ -216,7 +217,8 @@ class _Trace:
         shapes = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if kind == "Tensor(long int)"]
         longest = max(shapes, key=math.prod, default=None)
         if longest:
-            self._looked_up[()] += math.prod(longest)  # used only without an embedding: () is the smallest key
+            # () is the smallest key, so these numbers are only used if there is no embedding.
+            self._looked_up[()] += math.prod(longest)
             self._rows[()] += longest[0]
 
     def _know_groups(self, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Compare GPUs and numbers of ranks, and search the largest value of an argument that fits.
+"""Compare GPUs and numbers of ranks, and search for the largest value of an argument that fits.
 
-Rehearsals run in parallel. One rehearsal answers for several GPUs: the allocator makes the same requests on every GPU
-that has enough memory for them. A GPU on which the allocator would have to flush its cache gets its own rehearsal, and
-so does every GPU if the script reads how much memory there is.
+Rehearsals run in parallel. The rehearsal on the GPU with the most memory is also the result for another GPU if its
+reserved memory fits there, or if its allocated memory does not. Otherwise, the allocator would flush its cache, and the
+other GPU gets its own rehearsal, as every GPU does if the script reads how much memory there is.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class SweepRow(NamedTuple):
     fits: bool | None
     """None if the rehearsal gave no answer."""
     reserved_bytes: int
-    """Peak of the run; if it does not fit, a lower bound of the memory that it needs."""
+    """The peak of the run; if the run does not fit, a lower bound of the memory that it needs."""
     usable_bytes: int
     price: float | None
-    """Price of one GPU for an hour."""
+    """The price of one GPU for an hour."""
     label: str = ""
     """Settings that distinguish this row from others with the same GPU and number of ranks."""
 
@@ -50,7 +50,7 @@ class SweepRow(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the tokens of all ranks."""
+        """Return the tokens per second of all ranks; None if unknown."""
         time, work = self.time, self.found.work
         return (
             work.tokens * self.ranks / work.ranks_per_sample / time.seconds if time and work and work.tokens else None
@@ -58,7 +58,7 @@ class SweepRow(NamedTuple):
 
     @property
     def cost(self) -> float | None:
-        """Return the cost of a million tokens."""
+        """Return the cost of a million tokens; None without a price."""
         rate = self.tokens_per_second
         return self.price * self.ranks / 3600 / rate * 1e6 if rate and self.price is not None else None
 
@@ -77,7 +77,7 @@ def compare(
     rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None],
     prices: Mapping[str, float],
 ) -> list[SweepRow]:  # fmt: skip
-    """Return a row for each GPU and number of ranks. Each number is rehearsed on the GPU with most memory."""
+    """Return a row for each GPU and number of ranks, with as few rehearsals as possible."""
     largest = max(cards, key=lambda card: card.memory)
     rows: dict[tuple[str, int | None], SweepRow] = {}
     first = {(largest.name, each): (command, largest, each) for each in ranks}
@@ -98,7 +98,7 @@ def compare(
 def row_of(
     found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, float], label: str = ""
 ) -> SweepRow:  # fmt: skip
-    """Return the row of a rehearsal on a GPU with this much usable memory."""
+    """Return the row for a GPU with this usable memory, from a rehearsal on this or on a larger GPU."""
     reserved = found.run_peaks["reserved_bytes"]
     fits = found.fits and max(reserved, found.next_bytes) <= usable
     answered = fits or found.out_of_memory is not None or (found.fits and reserved > usable)
@@ -106,8 +106,8 @@ def row_of(
     return SweepRow(card, found.ranks, found, verdict, reserved, usable, price, label)
 
 
-def preference(rows: Iterable[SweepRow]) -> Callable[[SweepRow], tuple[bool, float]]:
-    """Return a key that sorts these rows by cost; without prices, by speed. Rows that do not fit are last."""
+def ranking_of(rows: Iterable[SweepRow]) -> Callable[[SweepRow], tuple[bool, float]]:
+    """Return a sort key, by cost or, without prices, by speed; rows that do not fit are last."""
     by_cost = any(row.cost is not None for row in rows)
 
     def order(row: SweepRow) -> tuple[bool, float]:
@@ -118,9 +118,9 @@ def preference(rows: Iterable[SweepRow]) -> Callable[[SweepRow], tuple[bool, flo
 
 
 def as_table(rows: Sequence[SweepRow]) -> str:
-    """Return a table. The cheapest row is marked; without prices, the fastest."""
+    """Return the rows as a table, in which the cheapest one or, without prices, the fastest one is marked."""
     by_cost = any(row.cost is not None for row in rows)
-    best = min((row for row in rows if row.tokens_per_second), key=preference(rows), default=None)
+    best = min((row for row in rows if row.tokens_per_second), key=ranking_of(rows), default=None)
     lines = [
         f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"
         + f" {'cost/1M tokens':>15}" * by_cost
@@ -147,7 +147,7 @@ _WORDS = {True: "yes", False: "no", None: "no answer"}
 
 
 def range_in(command: Sequence[str]) -> tuple[int, int] | None:
-    """Return the limits of a range such as {1:64} in a command. Raises ValueError."""
+    """Return the limits of a range such as {1:64} in a command; None without a range. Raise ValueError if invalid."""
     found = [match for word in command for match in _RANGE.finditer(word)]
     if len(found) > 1:
         raise ValueError(f"{found[1][0]}: only one range can be searched at a time")
@@ -159,13 +159,13 @@ def range_in(command: Sequence[str]) -> tuple[int, int] | None:
 def largest(
     rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int | None, report: Callable[[str], object]
 ) -> tuple[int | None, RehearsalResult]:
-    """Return the largest value that fits and its rehearsal; if the smallest does not fit, None and its rehearsal.
+    """Return the largest value that fits and its rehearsal; if no value fits, None and the rehearsal of the smallest.
 
-    Assumes that smaller values need no more memory.
+    The search assumes that a smaller value does not need more memory.
     """
     limits = range_in(command)
     assert limits is not None
-    low, high = limits[0] - 1, limits[1] + 1  # fits, does not fit
+    low, high = limits[0] - 1, limits[1] + 1  # `low` fits, `high` does not
     found: dict[int, RehearsalResult] = {}
     tried = set(limits)
     while tried:
@@ -181,7 +181,7 @@ def largest(
 
 
 def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]]) -> Generator[tuple[_Key, _Result]]:
-    """Call `work` with the arguments of each case, in forked processes; yield the results as they are found."""
+    """Call `work` with the arguments of each case, in forked processes; yield each result when it is ready."""
     workers = max(1, min(len(cases), len(os.sched_getaffinity(0))))
     with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=_start_worker) as pool:
         try:
@@ -196,7 +196,7 @@ def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ..
 
 
 def _start_worker() -> None:
-    """Leave signals of the terminal to the parent, which terminates its workers."""
+    """Ignore Ctrl-C in a worker, because the parent handles it and terminates its workers."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -206,4 +206,4 @@ def _run_case(work: Callable[..., _Result], *case: Any) -> _Result:
     try:
         return work(*case)
     except KeyboardInterrupt:
-        os._exit(1)  # otherwise the worker would take the next case
+        os._exit(1)  # so that the worker does not start another case

@@ -1,1 +1,1 @@
-"""Reinforcement learning (PPO, GRPO): rollouts, stages of an iteration, models, checkpoints and metrics."""
+"""Reinforcement learning (PPO, GRPO). The stages of an iteration generate answers, score them, and train on them."""

@@ -1,8 +1,8 @@
-"""Generate answers with torchtune's KV cache, in a forward pass that can be retried.
+"""Generate answers with torchtune's KV cache, in a forward pass that can be repeated.
 
-Unlike torchtune's generation loop, this one keeps no logits and always generates the full length, so that all
-microbatches on all ranks issue the same FSDP collectives. Random numbers are drawn on the host and per sample. Answers
-therefore depend neither on the microbatch size, nor on retries, nor on the number of ranks.
+Unlike torchtune's generation loop, this one keeps no logits. It always generates the full length, so that all
+microbatches on all ranks issue the same FSDP collectives. Random numbers are drawn on the host, separately for each
+rollout, so answers depend neither on the microbatch size, nor on repetitions, nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     pad_id: int = 0
-    """Token that fills an answer after its stop token."""
+    """The token with which an answer is padded after its stop token."""
     stop_tokens: tuple[int, ...] = ()
     seed: int = 0
-    """Seed of all draws, combined with the iteration and the rollout's number."""
+    """Random numbers depend only on this seed, the iteration and the number of the rollout."""
 
 
 def draws(keys: Sequence[tuple[object, ...]], count: int) -> Tensor:
-    """Draw `count` uniform numbers in [0, 1) per key, on the host: one row per key, which depends only on that key."""
-    # torch's CPU generator uses 32 bits of its seed, so samples of a long run would collide.
+    """Return uniform random numbers in [0, 1): a row of `count` numbers for each key, seeded with that key alone."""
+    # torch's CPU generator uses only 32 bits of a seed, so two samples of a long run might have the same seed.
     rows = [[generator.random() for _ in range(count)] for generator in (Random(repr(key)) for key in keys)]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), count)
 
 
 def choose(probabilities: Tensor, drawn: Tensor) -> Tensor:
-    """Sample one index per row by inverting the cumulative distribution at the number drawn for the row.
+    """Sample one index per row, by inverting the cumulative distribution at the random number `drawn` for the row.
 
     Rows need not sum to one. An index of probability 0 is never chosen.
     """
     cumulated = probabilities.double().cumsum(-1)
     threshold = drawn.to(cumulated.device)[..., None] * cumulated[..., -1:]
     chosen = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
-    # A draw close to 1 may round to the total, beyond the last index: clamp to the last one with a probability above 0.
+    # A number close to 1 may be rounded to the total, beyond all indices: use the last one with a probability above 0.
     last = (cumulated < cumulated[..., -1:]).sum(-1)
     return torch.minimum(chosen, last)
 
@@ -69,25 +69,25 @@ def generate(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Collective: generate one token per column of `drawn`, and return the new tokens."""
+    """Collective: generate one token per column of the random numbers `drawn`, and return the new tokens."""
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt) : longest] = prompt
-    places = torch.arange(longest + new, device=device)
+    columns = torch.arange(longest + new, device=device)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    real = places >= padding[:, None]  # by position: a prompt may contain the pad token
-    positions = (real.cumsum(-1) - 1).clamp(min=0)
+    is_token = columns >= padding[:, None]  # do not compare with the pad token, which a prompt may contain
+    positions = (is_token.cumsum(-1) - 1).clamp(min=0)
     stops = torch.tensor(sorted(sampling.stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
-    with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
+    with torch.no_grad(), _kv_cache(model, rows, longest + new, device, dtype):
         begin = 0
         for end in range(longest, longest + new):
-            queries = places[begin:end]
-            # Padding attends to itself: a fully masked row would be NaN and stay in the cache.
-            mask = (real[:, None] & (places <= queries[:, None])) | (places == queries[:, None])
+            queries = columns[begin:end]
+            # Padding attends to itself. Otherwise, its output would be NaN and stay in the cache.
+            mask = (is_token[:, None] & (columns <= queries[:, None])) | (columns == queries[:, None])
             logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1].float()
             if sampling.top_k is not None:
                 least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
@@ -100,12 +100,12 @@ def generate(
 
 
 @contextmanager
-def _caching(
+def _kv_cache(
     model: TransformerDecoder, rows: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[None]:
     """Enable the KV cache and evaluation mode within the context.
 
-    torchtune's context manager would leave some layers with caches if allocating them ran out of memory.
+    torchtune's context manager would leave caches in some layers if it ran out of memory while it allocates them.
     """
     training = model.training
     try:
@@ -121,7 +121,7 @@ def _caching(
 
 
 class Generate:
-    """Generates answers with the policy. Random draws depend only on seed, iteration and rollout."""
+    """Generates an answer for each rollout of a microbatch with the policy."""
 
     def __init__(
         self,
@@ -132,43 +132,42 @@ class Generate:
         devices: Devices,
         seed: int,
     ) -> None:
-        """Stop at the tokenizer's stop tokens, unless the config has others."""
+        """Use the stop tokens of the config or, if it has none, those of the tokenizer."""
         self.model, self.device = model, devices.device
         self.dtype = training.get_dtype(settings.dtype, device=devices.device)
         stop_tokens = rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ()))
         self.sampling = Sampling(rl.temperature, rl.top_k, tokenizer.pad_id, stop_tokens, seed)
         self._reshards = settings.fsdp_reshard_after_forward and isinstance(model, FSDPModule)
         self.keep_gathered = True
-        """If True, parameters stay gathered while a microbatch generates; otherwise, they are gathered for each token.
-        """
+        """True: parameters stay gathered while a microbatch generates. False: they are gathered anew for each token."""
 
     @property
     def gathers(self) -> bool:
-        """Return True if keeping parameters gathered takes memory that training does not need."""
+        """Return True if this stage disables resharding, so that it needs memory for the gathered parameters."""
         return self.keep_gathered and self._reshards
 
     def filler(self, rollout: Rollout) -> Rollout:
         """Return a small rollout that issues the same collectives.
 
-        If parameters stay gathered, one token suffices. A rank that cannot hold them must match its peers as well.
+        If parameters stay gathered, a filler needs to generate only one token, because later ones issue no collectives.
         """
-        least = rollout.filler()
-        return replace(least, answer=least.answer[:1]) if self.keep_gathered else least
+        filler = rollout.filler()
+        return replace(filler, answer=filler.answer[:1]) if self.keep_gathered else filler
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Collective: generate an answer for each rollout and store it with its length."""
         prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
         drawn = draws([(self.sampling.seed, "generate", each.iteration, each.number) for each in rollouts], width)
         policy: Any = self.model
-        # With a single token, no later one needs the gathered parameters.
-        keeps = self.gathers and width > 1
-        if keeps:
+        # If only one token is generated, no later one needs the gathered parameters.
+        disable_resharding = self.gathers and width > 1
+        if disable_resharding:
             policy.set_reshard_after_forward(False)
         try:
             with torch.compiler.set_stance("force_eager"):
                 answers = generate(policy, prompts, drawn, self.sampling, device=self.device, dtype=self.dtype).cpu()
         finally:
-            if keeps:
+            if disable_resharding:
                 policy.set_reshard_after_forward(True)
         lengths = lengths_of(answers, self.sampling.stop_tokens)
         for rollout, answer, length in zip(rollouts, answers, lengths, strict=True):
@@ -177,7 +176,7 @@ class Generate:
 
 
 def lengths_of(answers: Tensor, stop_tokens: Sequence[int]) -> list[int]:
-    """Return the number of tokens of each answer, up to its first stop token."""
+    """Return the number of tokens of each answer, up to and including its first stop token."""
     stops = torch.isin(answers, answers.new_tensor(stop_tokens))
     lengths: list[int] = (stops.cumsum(1) - stops.long() == 0).sum(1).tolist()
     return lengths

@@ -1,7 +1,7 @@
-"""GRPO (arXiv 2402.03300): models, stages, group-relative advantages and the divisor of the loss.
+"""GRPO (arXiv 2402.03300): models, stages, advantages relative to the group, and the divisor of the loss.
 
-The loss is a weighted sum over tokens, divided by a count over the whole step (see `loss.average`), so it does not
-depend on how the step is split into microbatches.
+The loss is a weighted sum over tokens, divided by a number that belongs to the whole step (see `loss.average`). So it
+does not depend on how the step is split into microbatches.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.ppo import build_reward_model
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
-from torchtune_adaptive.rl.settings import (
-    GRPO_REFERENCE_FILES,
-    LARGEST,
-    POLICY_FILES,
-    REWARD_SECTION,
-    GRPOSettings,
-)
+from torchtune_adaptive.rl.settings import GRPO_REFERENCE_FILES, LARGEST, POLICY_FILES, REWARD_SECTION, GRPOSettings
 from torchtune_adaptive.rl.stages import (
     FIND_REWARDS,
     GENERATE,
@@ -54,7 +48,7 @@ EPSILON = 1e-4
 
 
 def contents_of(settings: Settings, grpo: GRPOSettings) -> Contents:
-    """Return the parts of a checkpoint: the policy, or its adapters."""
+    """Return the contents of a checkpoint: the policy, or its adapters."""
     name = "full_grpo" if grpo.lora is None else "lora_grpo"
     return Contents(name, grpo.lora, settings.save_adapter_weights_only)
 
@@ -72,7 +66,8 @@ def grpo_stages(
 ) -> dict[str, RolloutStage]:
     """Collective: build the stages of GRPO, in order.
 
-    The policy is scored only if an iteration has several updates, the reference only if `kl_coeff` is not 0.
+    Log-probabilities of the policy are stored only if an iteration has several updates, those of the reference only if
+    `kl_coeff` is not 0.
     """
     scorer = AnswerScorer(device=devices.device, temperature=grpo.temperature)
     loss, rows = grpo.loss, grpo.forward_batch_size * grpo.grpo_samples
@@ -95,28 +90,28 @@ def grpo_stages(
 
 
 def advantages_of(rewards: Tensor, *, scaled: bool) -> Tensor:
-    """Return rewards [groups, answers] minus their group's mean and, if `scaled`, over its standard deviation."""
+    """Subtract the mean of the group from rewards [groups, answers]; if `scaled`, divide by the standard deviation."""
     centred = rewards - rewards.mean(1, keepdim=True)
     return centred / (rewards.std(1, keepdim=True) + EPSILON) if scaled else centred
 
 
-def add_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int, dict[str, float]]:
+def add_advantages(rollouts: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int, dict[str, float]]:
     """Add advantages and weights to the rollouts of all ranks.
 
-    Return the number of tokens or answers that the loss is averaged over, and figures for the log.
+    Return the number of tokens or answers over which the loss is averaged, and figures for the log.
     """
     size, average = grpo.grpo_samples, grpo.loss.average
-    check_frozen_results(everyone, GRPO_REFERENCE_FILES if grpo.lora is None else POLICY_FILES)
-    rewards, counts = results_of(everyone, results.SCORE).view(-1, size), counts_of(everyone)
-    lengths, weights = counts.sum(1), torch.ones(len(everyone))
+    check_frozen_results(rollouts, GRPO_REFERENCE_FILES if grpo.lora is None else POLICY_FILES)
+    rewards, counts = results_of(rollouts, results.SCORE).view(-1, size), counts_of(rollouts)
+    lengths, weights = counts.sum(1), torch.ones(len(rollouts))
     if average == "answers":
         weights /= lengths.clamp(min=1)
     elif average == "length":
         weights /= grpo.max_generated_tokens
     advantages = advantages_of(rewards, scaled=grpo.scale_rewards).view(-1, 1)
-    store(everyone, results.ADVANTAGES, advantages.expand(counts.shape))
-    store(everyone, results.WEIGHT, weights)
-    divisor = int(lengths.sum()) if average == "tokens" else len(everyone)
+    store(rollouts, results.ADVANTAGES, advantages.expand(counts.shape))
+    store(rollouts, results.WEIGHT, weights)
+    divisor = int(lengths.sum()) if average == "tokens" else len(rollouts)
     return divisor, {
         "scores": float(rewards.mean()),
         "scores_deviation": float(rewards.std(1).mean()),
@@ -126,34 +121,34 @@ def add_advantages(everyone: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int
 
 
 def figures_of_update(policy: StepResult, divisor: int) -> dict[str, float]:
-    """Return the averaged loss, and the other figures as means over the tokens of all ranks."""
+    """Return the loss divided by `divisor`, and other figures, which are means over the tokens of all ranks."""
     kl = float(policy.sums["kl"]) / max(1, policy.target_tokens)
     return {"loss": float(policy.loss_sum) / divisor, "kl": kl, **figures_of_policy(policy)}
 
 
-def cause_of_update(everyone: Sequence[Rollout], figures: Mapping[str, float], kl_coeff: float) -> Cause:
-    """Name the stage whose results are not finite, or an excessive divergence from the reference."""
+def cause_of_update(rollouts: Sequence[Rollout], figures: Mapping[str, float], kl_coeff: float) -> Cause:
+    """Return why an update is not finite: a too large divergence from the reference, or the results of a stage."""
     if kl_coeff * figures["kl"] > LARGEST:
         kl = f"where the divergence from the reference is {figures['kl']:g} a token and loss.kl_coeff {kl_coeff:g}"
         return Cause(f" in stage {TRAIN_POLICY}, {kl}", "lower optimizer.lr or loss.kl_coeff")
-    return cause_of_stages(everyone, {TRAIN_POLICY: figures["loss"]})
+    return cause_of_stages(rollouts, {TRAIN_POLICY: figures["loss"]})
 
 
 class SignalWatch:
-    """Warns if the answers to each prompt always have equal rewards, so that all advantages are 0."""
+    """Warns if, in all iterations, the answers to each prompt have equal rewards, so that all advantages are 0."""
 
     def __init__(self) -> None:
         self._iterations, self._had_signal = 0, False
 
     def record(self, *, has_signal: bool) -> None:
-        """Record an iteration, and warn after three of them."""
+        """Record whether an iteration had different rewards for a prompt; warn after three iterations without them."""
         self._iterations += 1
         self._had_signal |= has_signal
         if self._iterations == 3:
             self.warn()
 
     def warn(self) -> None:
-        """Log the warning unless some iteration had a signal."""
+        """Log the warning, unless an iteration had a signal."""
         if self._iterations and not self._had_signal and rank() == 0:
             logger.warning(
                 "no signal in %s: the answers to each prompt had equal rewards, so their advantages were 0; "

@@ -1,4 +1,4 @@
-"""Iterations of PPO and GRPO: planning, rollouts with rewards, optimizer updates and their log."""
+"""The parts that PPO and GRPO share: the schedule of iterations, rollouts with rewards, updates, and their log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.rewards import Rewards
-from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gathered, groups_of, share_cut_off
+from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, fraction_cut_off, gather_rollouts, groups_of
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import RolloutStage, RolloutStages
 from torchtune_adaptive.tune.data import Tokenizer
@@ -26,7 +26,7 @@ from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer, restore
 
 
 class Iterations:
-    """Runs the iterations of a run whose models, data and stages are built."""
+    """Runs iterations: generates and scores answers, applies updates, and logs the means of an iteration."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Iterations:
         rl: RolloutSettings,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
-        """Collective: search limits if configured, and restore schedules and limits of a resumed run."""
+        """Collective: build the data; find or restore limits and schedules."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         self.data = build_prompts(settings, tokenizer, run.devices.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
@@ -47,13 +47,13 @@ class Iterations:
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began, self._cause = 0, 0.0, NO_CAUSE
-        self._set_limits()
+        self._start_schedules()
 
-    def _set_limits(self) -> None:
-        """Collective: plan the epochs, find the limits and start the learning rate schedule."""
+    def _start_schedules(self) -> None:
+        """Collective: size the epochs, find or restore the limits, and start the learning-rate schedule."""
         run, rl, progress = self.run, self._rl, self.run.progress
         total = rl.iterations(run.devices.ranks)
-        epochs = self._plot_epochs(total)
+        epochs = self._size_epochs(total)
         run.progress = replace(progress, total_epochs=len(epochs), ranks=run.devices.ranks)
         run.journal.start(progress.step)
         with self.trainer.memory_of_this_rank() as memory:
@@ -66,13 +66,14 @@ class Iterations:
         if progress.limit is not None:
             restore_limits(self.stages.runners, progress.limit)
 
-    def _plot_epochs(self, total: int) -> tuple[EpochSizes, ...]:
-        """Return all epochs of the run: past, current and remaining, for `total` iterations."""
+    def _size_epochs(self, total: int) -> tuple[EpochSizes, ...]:
+        """Return the sizes of all epochs of a run of `total` iterations: past, current and remaining ones."""
         ranks, rl, progress = self.run.devices.ranks, self._rl, self.run.progress
         if progress.step and progress.ranks != ranks:
+            saved_on = count_of(progress.ranks, "rank")
             raise ConfigError(
-                f"the checkpoint was saved on {count_of(progress.ranks, 'rank')}, but there are {ranks} now: "
-                f"batch_size is per rank, so an iteration would have other samples; resume on {progress.ranks}"
+                f"the checkpoint was saved on {saved_on}, but there are {ranks} now: batch_size is per rank, so "
+                f"an iteration would have other samples; resume on {saved_on}"
             )
         size, left = rl.batch_size, total - progress.step
         per_epoch, epochs = self.data.loader.samples_per_rank // size, list(progress.past)
@@ -82,38 +83,35 @@ class Iterations:
             left -= steps - progress.steps_in_epoch
         while left > 0:
             steps = min(per_epoch, left)
-            # recorded as one microbatch: the schedule holds the limit of each stage
+            # Record one microbatch per step; the schedule contains the actual limit of each stage.
             epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
             left -= steps
         answers = f"{rl.answers * ranks} answers, {count_of(rl.updates, 'update')}"
         log_rank_0(f"{count_of(total, 'iteration')} of {answers} each · {count_of(len(epochs), 'epoch')} of prompts")
         return tuple(epochs)
 
-    def answered(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:
-        """Collective: generate and score answers, and return those of all ranks in order of their numbers.
-
-        Runs all stages without a backward.
-        """
+    def generate_and_score(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:
+        """Collective: run all stages without a backward, and return the rollouts of all ranks, sorted by number."""
         self._began = time.perf_counter()
         self.stages.begin_iteration()
         size = self._rl.grpo_samples
         groups = groups_of(prompts, iteration, self._rl.max_generated_tokens, size)
-        mine = [rollout for _, group in groups for rollout in group]
+        own = [rollout for _, group in groups for rollout in group]
         for name, stage in self.stages.by_name.items():
             if stage.trains is None:
-                self.stages.run_stage(name, mine, iteration)
+                self.stages.run_stage(name, own, iteration)
         self.rewards.score(groups)
-        everyone = gathered(mine)
+        rollouts = gather_rollouts(own)
         if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
-            self.rewards.record(self.run.journal, everyone[:size], iteration)
-        cut_off = share_cut_off(everyone, self.stages.generate.sampling.stop_tokens)
-        self._figures = {"cut_off": cut_off, **self.rewards.figures(everyone)}
-        return everyone
+            self.rewards.record(self.run.journal, rollouts[:size], iteration)
+        cut_off = fraction_cut_off(rollouts, self.stages.generate.sampling.stop_tokens)
+        self._figures = {"cut_off": cut_off, **self.rewards.figures(rollouts)}
+        return rollouts
 
     def update(self, summed_over: SummedOver, figures: Mapping[str, float], cause: Cause) -> None:
-        """Collective: apply the gradients, divided for each model by `summed_over`, a number of tokens or answers.
+        """Collective: divide the gradients by `summed_over`, and update the weights. `figures` go into the log.
 
-        `cause` is reported if the loss or a gradient is NaN or infinite.
+        `cause` explains a loss or a gradient that is NaN or infinite.
         """
         training = self.stages.runners.training
         with training.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
@@ -125,7 +123,7 @@ class Iterations:
         self._updates.append({**figures, "grad_norm": grad_norm})
 
     def finish(self, iteration: int, figures: Mapping[str, float]) -> None:
-        """Collective: log the iteration with the means over its updates, then save or stop if due."""
+        """Collective: log the iteration with the means over its updates, then save or stop the run if due."""
         updates, self._updates = self._updates, []
         means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         logged = {**self._figures, **figures, **means, "skipped_updates": self._skipped}

@@ -1,7 +1,7 @@
-"""Microbatch limits of each stage: configured, or measured before the first iteration.
+"""The microbatch limit of each stage: configured, or measured before the first iteration.
 
-Under a token budget, the length of a rollout is that of its prompt and answer. For generation, it is that of the prompt
-plus `max_generated_tokens`, because the length of the answer is not known yet.
+A token budget limits the length of prompt and answer. For generation, the length of the answer is not known yet, so
+`max_generated_tokens` takes its place.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torchtune_adaptive.tune.batch_size import (
     check_lengths,
     peak_of,
     profile_lengths,
+    remedies_for_long_samples,
     search_rows,
-    ways_to_make_room,
     worst_sample,
 )
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
@@ -49,17 +49,17 @@ class LimitFinder:
     """Finds the limit of each stage, with all models and optimizers in memory."""
 
     def __init__(self, trainer: Trainer, stages: RolloutStages, rl: RolloutSettings) -> None:
-        self._trainer, self._stages, self._new = trainer, stages, rl.max_generated_tokens
+        self._trainer, self._stages, self._new_tokens = trainer, stages, rl.max_generated_tokens
         self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
         self._most_tokens = most = max_seq_len_of(stage.model for stage in stages.by_name.values())
-        if most is not None and most <= self._new:
+        if most is not None and most <= self._new_tokens:
             raise ConfigError(
-                f"max_generated_tokens is {self._new}, but the models take at most {most} tokens (their max_seq_len) "
-                f"for prompt and answer together: set it to {most - 1} or less"
+                f"max_generated_tokens is {self._new_tokens}, but the models take at most {most} tokens (their "
+                f"max_seq_len) for prompt and answer together: set it to {most - 1} or less"
             )
 
     def find(self, memory: MemorySource | None) -> Limits:
-        """Collective: return configured or measured limits. Prompts that leave no room for an answer are refused."""
+        """Collective: return the limits. Raise SampleTooLargeError for prompts that leave no room for an answer."""
         limits = self._limits(memory)
         self._check_prompts(min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()))
         return limits
@@ -75,13 +75,13 @@ class LimitFinder:
             what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
             log_rank_0(f"{what} · {SKIPPED}{remedy}")
             return configured
-        with self._as_in_training(memory):
+        with self._optimizer_state_in_memory(memory):
             if budget is not None:
-                return {stage: self._measured(memory, stage, profile_lengths).limit for stage in configured}
+                return {stage: self._measure(memory, stage, profile_lengths).limit for stage in configured}
             results: dict[str, SearchResult] = {}
             for stage in configured:
-                whole = self._stages.by_name[stage].samples
-                results[stage] = self._measured(memory, stage, partial(search_rows, whole_step_rows=whole))
+                samples = self._stages.by_name[stage].samples
+                results[stage] = self._measure(memory, stage, partial(search_rows, whole_step_rows=samples))
         lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
         for stage, result in results.items():
             peak = peak_of(result) or 0
@@ -90,30 +90,30 @@ class LimitFinder:
         return {stage: RowLimit(result.rows) for stage, result in results.items()}
 
     def _check_prompts(self, longest: int) -> None:
-        """Collective: refuse prompts that leave no room for an answer in `longest` tokens or in a model."""
-        new, most = self._new, self._most_tokens
-        fact, ways = "", ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
+        """Collective: check that each prompt and an answer fit in `longest` tokens and in the models' max_seq_len."""
+        new, most = self._new_tokens, self._most_tokens
+        reason, remedy = "", remedies_for_long_samples(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
         if most is not None and most < longest:
-            longest, fact = most, f", since the models take at most {most} tokens (their max_seq_len)"
-            ways = f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - new}"
+            longest, reason = most, f", since the models take at most {most} tokens (their max_seq_len)"
+            remedy = f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - new}"
         if longest < LONGEST_SAMPLE:
-            check_lengths(self._settings, self._data, max(0, longest - new), f" plus an answer{fact}; {ways}")
+            check_lengths(self._settings, self._data, max(0, longest - new), f" plus an answer{reason}; {remedy}")
 
     @contextmanager
-    def _as_in_training(self, memory: MemorySource) -> Iterator[None]:
-        """Collective: keep the optimizer state in memory, as in training."""
+    def _optimizer_state_in_memory(self, memory: MemorySource) -> Iterator[None]:
+        """Collective: create the optimizer state, as in training, and restore weights and state at the end."""
         trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
         with restoring_state(trained, self._optimization.optimizers):
-            # Without the memory limit, so that the error of the search shows how much memory is missing.
+            # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
             with memory.unlimited():
-                give_gradients(trained)
+                allocate_gradients(trained)
                 for optimizer in self._optimization.optimizers:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
             yield
 
-    def _measured(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
-        """Collective: measure a stage. For generation, parameters stay gathered if one row then fits."""
+    def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
+        """Collective: measure a stage. If not even one row of generation fits, gather parameters by layer instead."""
         measure = partial(measure, self._trainer, memory=memory, most_rows=self._stages.by_name[stage].samples)
         try:
             return measure(self._worst_step(memory, stage))
@@ -122,37 +122,37 @@ class LimitFinder:
                 raise
         finally:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)
-        self._stages.go_layer_by_layer()
+        self._stages.gather_by_layer()
         return measure(self._worst_step(memory, stage))
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
-        """Collective: return a step on the longest rollout. The stage that trains last updates all models."""
-        stages, new = self._stages.by_name, self._new
+        """Collective: return the worst-case step of a stage. The last training stage also updates all models."""
+        stages, new = self._stages.by_name, self._new_tokens
         *earlier, last = (stage for stage in stages.values() if stage.trains is not None)
-        models = [stage.model for stage in earlier]
+        trained_before = [stage.model for stage in earlier]
         generates, updates = name == GENERATE, stages[name] is last
 
-        # Without the memory limit, so that the error of the search shows how much memory is missing.
+        # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
         with memory.unlimited():
             rollout = self._worst_rollout()
             if updates:
-                give_gradients(models)
+                allocate_gradients(trained_before)
 
         def update(result: StepResult) -> None:
             self._optimization.update({stage.trains or "": result.target_tokens for stage in (*earlier, last)})
-            give_gradients(models)  # as before this probe
+            allocate_gradients(trained_before)  # for the next probe
 
         norm = getattr(stages[name].model, "norm", None)
         return TrainingStep(
             runner=self._stages.runners[name],
             sample=rollout,
-            cut=Rollout.prompting if generates else Rollout.answered,
-            # Up to the knee, a longer rollout has a longer answer, then a longer prompt. Generation allocates the
-            # longest answer at once, so only the prompt grows.
+            cut=Rollout.with_shorter_prompt if generates else Rollout.shortened,
+            # A rollout that grows first has a longer answer and, above `knee` tokens, a longer prompt. Generation
+            # always allocates the longest answer, so only the prompt grows.
             shortest=new + 1 if generates else 2,
             knee=new if generates else new + 1,
             update=update if updates else None,
-            optimizers=(),  # _as_in_training restores their state
+            optimizers=(),  # _optimizer_state_in_memory restores their state
             boundaries={"layers": norm} if norm is not None else {},
         )
 
@@ -161,10 +161,10 @@ class LimitFinder:
         length, most = self._settings.adaptive.sequence_length, self._most_tokens
         sample = worst_sample(self._data, length)
         prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
-        return worst_rollout(prompt if most is None else prompt[: most - self._new], self._new)
+        return worst_rollout(prompt if most is None else prompt[: most - self._new_tokens], self._new_tokens)
 
 
-def give_gradients(models: Iterable[nn.Module]) -> None:
+def allocate_gradients(models: Iterable[nn.Module]) -> None:
     """Set the gradients of all trained parameters to zeros."""
     for parameter in (parameter for model in models for parameter in model.parameters()):
         if parameter.requires_grad:

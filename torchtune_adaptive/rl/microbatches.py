@@ -1,4 +1,4 @@
-"""Microbatch functions of the stages that score answers with a model or train on them."""
+"""Microbatch functions of the stages that score answers with a model, and of those that train on answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.finetuning import logits_only_for
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerScorer:
-    """Computes log-probabilities, values and scores of answers. Results do not depend on the split."""
+    """Computes log-probabilities, values and scores of answers; those of an answer do not depend on other answers."""
 
     device: torch.device
     temperature: float
@@ -29,9 +29,9 @@ class AnswerScorer:
         sequences = sequences_of(rollouts, self.device)
         with logits_only_for(model, sequences.of_answers):
             logits = model(sequences.tokens).float() / self.temperature
-        of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
+        losses = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
         counts = counts_of(rollouts, self.device)
-        log_probs = -pad(of_token.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))
+        log_probs = -pad(losses.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))
         return torch.where(counts, log_probs, 0.0)
 
     def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
@@ -49,16 +49,17 @@ class AnswerScorer:
 
 @dataclass(frozen=True)
 class Score:
-    """Runs a model without a backward, and stores its result for each rollout under `name`."""
+    """Runs a model without a backward, and stores its result in each rollout under `name`."""
 
     model: nn.Module
     compute: Callable[[nn.Module, Sequence[Rollout]], Tensor]
     name: str
-    around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+    context: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+    """Called with the model; returns a context for the pass."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Compute and store the results."""
-        with torch.no_grad(), self.around(self.model):
+        with torch.no_grad(), self.context(self.model):
             results = self.compute(self.model, rollouts)
         store(rollouts, self.name, results)
         return Totals(torch.zeros((), device=results.device), answer_tokens(rollouts))
@@ -66,7 +67,7 @@ class Score:
 
 @dataclass(frozen=True)
 class TrainPolicy:
-    """Runs forward and backward of the clipped policy loss."""
+    """Runs forward and backward with the clipped policy loss."""
 
     model: nn.Module
     scorer: AnswerScorer
@@ -75,17 +76,14 @@ class TrainPolicy:
     """Coefficient of the divergence from the reference."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        """Add the gradients of the microbatch."""
-        of = partial(results_of, rollouts, device=self.scorer.device)
+        """Accumulate the gradients of the microbatch."""
+        stored = partial(results_of, rollouts, device=self.scorer.device)
         log_probs = self.scorer.log_probs(self.model, rollouts)
-        # without stored log-probabilities, the policy has not changed since it generated
-        before = of(results.LOG_PROBS) if results.LOG_PROBS in rollouts[0].results else log_probs.detach()
-        reference = of(results.REFERENCE_LOG_PROBS) if self.kl_coeff else None
-        advantages, weights, counts = (
-            of(results.ADVANTAGES),
-            of(results.WEIGHT),
-            counts_of(rollouts, self.scorer.device),
-        )
+        # With a single update per iteration, nothing is stored, because the policy is still the one that generated.
+        before = stored(results.LOG_PROBS) if results.LOG_PROBS in rollouts[0].results else log_probs.detach()
+        reference = stored(results.REFERENCE_LOG_PROBS) if self.kl_coeff else None
+        advantages, weights = stored(results.ADVANTAGES), stored(results.WEIGHT)
+        counts = counts_of(rollouts, self.scorer.device)
         loss, sums = policy_loss(log_probs, before, advantages, counts, weights, self.clip, reference, self.kl_coeff)
         loss.backward()
         return Totals(loss.detach(), answer_tokens(rollouts), sums)
@@ -103,21 +101,22 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weighted loss and the figures for the log, all summed over tokens that count.
 
-    Rows are answers, columns are tokens; `weights` has one weight per answer. The divergence from the reference is
-    estimated as e^d - d - 1, where d is the reference's log-probability minus the policy's. Half the mean of `squares`
-    estimates the divergence from the policy that generated the answers.
+    Tensors are [answers, tokens], except for `weights`, which has one weight per answer. `before` has the
+    log-probabilities of the policy that generated the answers. The KL divergence from the reference is estimated as
+    e^d - d - 1, where d is the reference's log-probability minus the policy's. Half the mean of `squares` estimates
+    the KL divergence from the policy that generated the answers.
     """
     change = torch.where(counts, log_probs - before, 0.0)
     ratios, (low, high) = change.exp(), clip
-    free, clipped = advantages * ratios, advantages * ratios.clamp(1 - low, 1 + high)
-    losses, kl = -torch.minimum(free, clipped), torch.zeros_like(change)
+    unclipped, clipped = advantages * ratios, advantages * ratios.clamp(1 - low, 1 + high)
+    losses, kl = -torch.minimum(unclipped, clipped), torch.zeros_like(change)
     if reference is not None:
-        apart = torch.where(counts, reference - log_probs, 0.0)
-        kl = apart.exp() - apart - 1
+        difference = torch.where(counts, reference - log_probs, 0.0)
+        kl = difference.exp() - difference - 1
         losses = losses + kl_coeff * kl
     sums = {
         "kl": kl.sum(),
-        "clipped": ((clipped < free) & counts).sum(),
+        "clipped": ((clipped < unclipped) & counts).sum(),
         "ratios": (ratios * counts).sum(),
         "squares": (change**2).sum(),
         "log_probs": torch.where(counts, log_probs, 0.0).sum(),
@@ -128,7 +127,7 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class TrainValue:
-    """Runs forward and backward of the value loss times its coefficient."""
+    """Runs forward and backward with the value loss times `coeff`."""
 
     model: nn.Module
     scorer: AnswerScorer
@@ -136,9 +135,9 @@ class TrainValue:
     coeff: float
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
-        """Add the gradients of the microbatch."""
-        of = partial(results_of, rollouts, device=self.scorer.device)
-        before, returns, valued = of(results.VALUES), of(results.RETURNS), valued_of(counts_of(rollouts))
+        """Accumulate the gradients of the microbatch; return the loss without the coefficient."""
+        stored = partial(results_of, rollouts, device=self.scorer.device)
+        before, returns, valued = stored(results.VALUES), stored(results.RETURNS), valued_of(counts_of(rollouts))
         values = self.scorer.values(self.model, rollouts)
         loss = value_loss(values, before, returns, valued.to(self.scorer.device), self.clip_range)
         (loss * self.coeff).backward()
@@ -146,14 +145,14 @@ class TrainValue:
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> Tensor:
-    """Return half the sum of squared errors over the mask, using the larger of the clipped and the unclipped error."""
+    """Return half the sum of squared errors over the mask; each is the larger one with and without clipping."""
     clipped = values.clamp(before - clip_range, before + clip_range)
     errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
     return 0.5 * torch.where(mask, errors, 0.0).sum()
 
 
 def figures_of_policy(policy: StepResult) -> dict[str, float]:
-    """Return means over the tokens of all ranks. Waits for the GPU."""
+    """Return torchtune's figures of an update of the policy: means over the tokens of all ranks. Waits for the GPU."""
     mean = {name: float(value) / max(1, policy.target_tokens) for name, value in policy.sums.items()}
     return {
         "clipfrac": mean["clipped"],

@@ -1,11 +1,11 @@
-"""PPO: its four models, their stages and checkpoints, advantages, and the losses of policy and value model.
+"""PPO: its four models, their stages and checkpoints, advantages, and the figures of an update.
 
-All models are in memory. Policy and value model are trained by one optimizer, as in torchtune's recipe. Each model's
-gradients are divided by the tokens of its stage, so they do not depend on the other stage's microbatches. Advantages
-are whitened over the answers of all ranks, before these are split into microbatches. The losses are sums over tokens,
-not means as in torchtune, so they do not depend on the split.
+All models are in memory. One optimizer trains policy and value model, as in torchtune's recipe. Three things make the
+result independent of the split into microbatches: advantages are whitened before, over the answers of all ranks; the
+losses are sums over tokens, not means as in torchtune; and the gradients of each model are divided by the number of
+tokens of its stage.
 
-One manifest covers both models of a checkpoint:
+A checkpoint has one manifest for both models:
 
     epoch_0/            the policy, written by torchtune's checkpointer, and the state of the run
     epoch_0/value/      the value model, written by a second checkpointer
@@ -71,7 +71,7 @@ class Models(NamedTuple):
 
 def build_models(settings: Settings, devices: Devices, checkpoint: State) -> Models:
     """Collective: build policy and value model from the checkpoint, and the others from the files of the config."""
-    value = _of_classifier(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION)
+    value = _classifier_weights(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION)
     reference = load_reference(settings, keys.PPO_REFERENCE_FILES)
     models = Models(
         policy=build_full_model(settings, devices, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
@@ -84,13 +84,13 @@ def build_models(settings: Settings, devices: Devices, checkpoint: State) -> Mod
 
 
 def build_reward_model(settings: Settings, devices: Devices, section: str) -> nn.Module:
-    """Collective: build the reward model of this section."""
-    weights = _of_classifier(settings, load_reference(settings, keys.REWARD_FILES), section)
+    """Collective: build the reward model of this config section."""
+    weights = _classifier_weights(settings, load_reference(settings, keys.REWARD_FILES), section)
     return build_frozen_model(settings, devices, weights, section, keys.REWARD_FILES)
 
 
-def _of_classifier(settings: Settings, weights: State, section: str) -> State:
-    """Return weights for a model with one output per token, whose head has no bias."""
+def _classifier_weights(settings: Settings, weights: State, section: str) -> State:
+    """Check that the model of this section has one output per token, and return the weights without the head's bias."""
     if isinstance(weights, Unfilled):
         return weights
     outputs = len(build_on_device(META, settings.config, torch.float32, section).state_dict()[HEAD])
@@ -102,7 +102,7 @@ def _of_classifier(settings: Settings, weights: State, section: str) -> State:
 
 
 PPO_CONTENTS = Contents("full_ppo", parts=(("policy", training.MODEL_KEY), ("value", VALUE_MODEL)))
-"""Parts of a checkpoint: the trained models."""
+"""The contents of a checkpoint: the trained models."""
 
 
 class TwoCheckpointers:
@@ -112,12 +112,12 @@ class TwoCheckpointers:
         self._policy, self._value, self._staging = policy, value, staging
 
     def load_checkpoint(self) -> State:
-        """Load the policy's state and the value model's weights."""
+        """Load the policy with the state of the run, and the weights of the value model."""
         state = self._policy.load_checkpoint()
         return {**state, VALUE_MODEL: self._value.load_checkpoint()[training.MODEL_KEY]}
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
-        """Write both models, and move the value model into the folder of the policy."""
+        """Write both models, then move the value model into the folder of the policy."""
         of_policy = {key: part for key, part in state.items() if key != VALUE_MODEL}
         self._policy.save_checkpoint(of_policy, epoch=epoch, intermediate_checkpoint=intermediate_checkpoint, **options)
         of_value = {training.MODEL_KEY: state[VALUE_MODEL]}
@@ -127,18 +127,18 @@ class TwoCheckpointers:
 
 
 def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:
-    """Build `checkpointer` and `value_checkpointer`; a resumed run reads the files of its checkpoint."""
+    """Build `checkpointer` and `value_checkpointer`, which read the files of the config or, to resume, `files`."""
     policy = build_checkpointer(cfg, staging, files)
     section = section_writing_to(cfg, keys.VALUE_FILES, staging / VALUE_FOLDER)
     if files is not None:
         folder = files.folder / VALUE_FOLDER
         found = sorted(str(path) for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
         if not found:
-            raise ConfigError(f"{folder} has no weights of a value model: this is not a PPO checkpoint")
+            raise ConfigError(f"{folder} has no weights of a value model: resume from a PPO checkpoint")
         section["checkpoint_files"] = found
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
     value = components.build_section(keys.VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
-    # so that the demo's checkpointers create the weights, whose files a resumed run compares
+    # Building the demo's checkpointers creates their weight files, which a resumed run compares.
     for key in (keys.PPO_REFERENCE_FILES, keys.REWARD_FILES):
         frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
         components.build_section(key, frozen, should_load_recipe_state=False)
@@ -146,7 +146,7 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
 
 
 def add_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
-    """Add advantages and returns to the rollouts of all ranks. Return figures for the log."""
+    """Add advantages, returns and weights to the rollouts of all ranks. Return figures for the log."""
     check_frozen_results(rollouts, keys.PPO_REFERENCE_FILES)
     counts = counts_of(rollouts)
     valued, last = valued_of(counts), counts.sum(1) - 1
@@ -173,11 +173,11 @@ def add_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, f
 
 
 def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> dict[str, float]:
-    """Return means over the tokens of all ranks. Waits for the GPU."""
+    """Return the figures of an update, which are means over the tokens of all ranks. Waits for the GPU."""
     of_policy = float(policy.loss_sum) / max(1, policy.target_tokens)
     of_value = float(value.loss_sum) / max(1, value.target_tokens)
-    whole = of_policy + loss.value_coeff * of_value
-    return {"loss": whole, "policy_loss": of_policy, "value_loss": of_value, **figures_of_policy(policy)}
+    total = of_policy + loss.value_coeff * of_value
+    return {"loss": total, "policy_loss": of_policy, "value_loss": of_value, **figures_of_policy(policy)}
 
 
 def ppo_stages(

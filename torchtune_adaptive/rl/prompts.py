@@ -1,4 +1,4 @@
-"""Dataset of prompts, whose other columns are passed to the reward functions."""
+"""A dataset of prompts for PPO and GRPO. Its other columns are passed to the reward functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Prompt = dict[str, Any]
 
 
 class Prompts(Dataset[Prompt]):
-    """Tokenizes one column of a table as a user message and passes all columns through."""
+    """Tokenizes one column of a table as a user message, and keeps all columns."""
 
     def __init__(self, tokenizer: Any, rows: Any, column: str, system: str | None) -> None:
         if column not in rows.column_names:
-            raise ConfigError(f"dataset.column is {column!r}: allowed is {' or '.join(rows.column_names)}")
+            raise ConfigError(f"dataset.column is {column!r}: use one of the columns {', '.join(rows.column_names)}")
         self._tokenizer, self._rows, self._column, self._system = tokenizer, rows, column, system
 
     def __len__(self) -> int:
@@ -39,9 +39,9 @@ class Prompts(Dataset[Prompt]):
 def prompt_dataset(
     tokenizer: Any, *, source: str, column: str = "question", system: str | None = None, **options: Any
 ) -> Prompts:
-    """Build the component for a config's `dataset:`.
+    """Build a dataset of prompts; use it as `_component_` of `dataset`.
 
-    The question becomes a user message, after the `system` message if given. For models without a chat format, set the
-    tokenizer's `prompt_template`. `options` go to `datasets.load_dataset`.
+    Each value of `column` becomes a user message, after the `system` message if given. For models without a chat
+    format, set the tokenizer's `prompt_template`. `options` are passed to `datasets.load_dataset`.
     """
     return Prompts(tokenizer, load_dataset(source, **options), column, system)

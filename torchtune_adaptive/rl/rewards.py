@@ -1,8 +1,8 @@
-"""Reward functions, which score one group of answers at a time on the host.
+"""Reward functions. A call scores the answers to one prompt, on the host.
 
 The signature is TRL's. Arguments are lists with one entry per answer: `prompts` and `completions` as text,
-`completion_ids` as tokens, and each other column of the sample by name. The function returns one number per answer;
-None counts as 0.
+`completion_ids` as tokens, and the columns of the sample by name. The function returns one number per answer; None
+counts as 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchtune_adaptive.tune.samples import FILLER, INDEX
 
 NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
 """Fields of a sample that are not passed to reward functions."""
-IN_WORDS = ("prompts", "completions", "completion_ids")
+DECODED = ("prompts", "completions", "completion_ids")
 """Arguments of every reward function, in addition to the columns."""
 
 
@@ -44,19 +44,19 @@ class RewardFunction:
     weight: float
     function: Callable[..., Any]
 
-    def __call__(self, lists: Mapping[str, list[Any]], sample: object) -> list[float]:
+    def __call__(self, arguments: Mapping[str, list[Any]], sample: object) -> list[float]:
         """Return one reward per answer; raise RewardError for an exception or an invalid result."""
-        answers: list[str] = lists["completions"]
+        answers: list[str] = arguments["completions"]
         where = f"(sample {sample}; its first answer: {shown(answers[0][:80])})"
-        own = {name: list(values) for name, values in lists.items()}  # a copy, which the function may modify
+        copies = {name: list(values) for name, values in arguments.items()}  # which the function may modify
         try:
-            rewards = [0.0 if reward is None else float(reward) for reward in self.function(**own)]
+            rewards = [0.0 if reward is None else float(reward) for reward in self.function(**copies)]
         except Exception as cause:
             at = traceback.extract_tb(cause.__traceback__)[-1]
             failed = f"{in_a_line(cause)} in {at.filename}, line {at.lineno}"
             raise RewardError(f"reward function {self.name} failed: {failed} {where}") from cause
         allowed = LARGEST / max(1.0, abs(self.weight))
-        if len(rewards) != len(answers) or not all(abs(reward) <= allowed for reward in rewards):  # also for NaN
+        if len(rewards) != len(answers) or not all(abs(reward) <= allowed for reward in rewards):  # False for a NaN
             numbers = f"{count_of(len(answers), 'number')} from -{allowed:g} to {allowed:g}"
             raise RewardError(
                 f"reward function {self.name} returned {shown(rewards)} in place of a list of {numbers} (its weight is "
@@ -66,21 +66,22 @@ class RewardFunction:
 
 
 def functions_of(cfg: DictConfig) -> tuple[RewardFunction, ...]:
-    """Build the functions of the section `reward_functions`. Other keys of an entry are keyword arguments."""
+    """Build the functions of the config section `reward_functions`."""
     section = cfg.get(REWARD_FUNCTIONS)
     if section is None:
         return ()
     if not isinstance(section, ListConfig):
         raise ConfigError(f"{REWARD_FUNCTIONS} is {shown(section)}: allowed is a list of sections with a _component_")
-    functions = [_built(f"{REWARD_FUNCTIONS}.{place}", each) for place, each in enumerate(section)]
+    functions = [_build_function(f"{REWARD_FUNCTIONS}.{index}", each) for index, each in enumerate(section)]
     names = [function.name for function in functions]  # a function may be listed twice with different arguments
     return tuple(
-        replace(function, name=f"{function.name}_{place}") if names.count(function.name) > 1 else function
-        for place, function in enumerate(functions)
+        replace(function, name=f"{function.name}_{index}") if names.count(function.name) > 1 else function
+        for index, function in enumerate(functions)
     )
 
 
-def _built(key: str, section: object) -> RewardFunction:
+def _build_function(key: str, section: object) -> RewardFunction:
+    """Build a function. Keys other than `_component_` and `weight` are keyword arguments."""
     path = path_of(key, section)
     assert isinstance(section, DictConfig)
     plain: Any = OmegaConf.to_container(section, resolve=True)
@@ -92,7 +93,7 @@ def _built(key: str, section: object) -> RewardFunction:
     if inspect.isclass(component):
         component, options = build_section(key, OmegaConf.create({"_component_": path, **options})), {}
     parameters = inspect.signature(component).parameters if options else {}
-    for option in (name for name in options if name not in parameters):  # `**_` would hide a misspelt key
+    for option in (name for name in options if name not in parameters):  # a function with `**_` would ignore it
         raise ConfigError(f"{key}.{option} is not an argument of {path}{did_you_mean(option, ['weight', *parameters])}")
     return RewardFunction(path.rpartition(".")[2], float(weight), partial(component, **options))
 
@@ -104,38 +105,38 @@ class Rewards:
         self._functions, self._tokenizer, self._stop_tokens = functions_of(cfg), tokenizer, stop_tokens
 
     def score(self, groups: Sequence[Group]) -> None:
-        """Store the sum of the weighted rewards and of the reward model's score, if any."""
+        """Store each reward, and as the score their weighted sum plus the score of the reward model, if any."""
         for sample, rollouts in groups:
             size = len(rollouts)
-            lists = {name: [value] * size for name, value in sample.items() if name not in NOT_COLUMNS}
-            lists |= zip(IN_WORDS, self._in_words(rollouts), strict=True)
+            arguments = {name: [value] * size for name, value in sample.items() if name not in NOT_COLUMNS}
+            arguments |= zip(DECODED, self._decode(rollouts), strict=True)
             for rollout in rollouts:
                 rollout.results[SCORE] = rollout.results.get(MODEL_SCORE, torch.zeros(()))
             for function in self._functions:
-                rewards = function(lists, sample.get(INDEX, rollouts[0].number // size))
+                rewards = function(arguments, sample.get(INDEX, rollouts[0].number // size))
                 for rollout, reward in zip(rollouts, rewards, strict=True):
                     rollout.results[REWARDS + function.name] = torch.tensor(reward)
                     rollout.results[SCORE] = rollout.results[SCORE] + function.weight * reward
 
     def record(self, journal: Journal, group: Sequence[Rollout], iteration: int) -> None:
-        """Record the answers and rewards of one group."""
-        (prompt, *_), answers, _ = self._in_words(group)
+        """Record the answers and scores of one group in the journal."""
+        (prompt, *_), answers, _ = self._decode(group)
         journal.answers(iteration, prompt, answers, [float(rollout.results[SCORE]) for rollout in group])
 
-    def _in_words(self, group: Sequence[Rollout]) -> tuple[list[str], list[str], list[list[int]]]:
+    def _decode(self, group: Sequence[Rollout]) -> tuple[list[str], list[str], list[list[int]]]:
         """Return prompts and answers as text, and answers as token ids, all without stop tokens."""
         prompt = self._tokenizer.decode(group[0].prompt.tolist())
         answers = [each.answer[: each.length].tolist() for each in group]
         tokens = [[token for token in answer if token not in self._stop_tokens] for answer in answers]
         return [prompt] * len(group), [self._tokenizer.decode(answer) for answer in tokens], tokens
 
-    def figures(self, everyone: Sequence[Rollout]) -> dict[str, float]:
-        """Return mean rewards over all ranks, and the share of answers with at least 1 from the first function."""
+    def figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return the mean of each reward, and the fraction of answers whose first reward is at least 1 (`success`)."""
         if not self._functions:
             return {}
-        success = float((results_of(everyone, REWARDS + self._functions[0].name) >= 1).float().mean())
-        rewards = [name for name in everyone[0].results if name.startswith(REWARDS)]
-        return {"success": success, **{name: float(results_of(everyone, name).mean()) for name in rewards}}
+        success = float((results_of(rollouts, REWARDS + self._functions[0].name) >= 1).float().mean())
+        rewards = [name for name in rollouts[0].results if name.startswith(REWARDS)]
+        return {"success": success, **{name: float(results_of(rollouts, name).mean()) for name in rewards}}
 
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -143,14 +144,14 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 def exact(completions: Sequence[str], answer: Sequence[object], **_: object) -> list[float]:
     """Return 1 for an answer equal to the sample's `answer`, ignoring surrounding spaces."""
-    return [float(said.strip() == str(wanted).strip()) for said, wanted in zip(completions, answer, strict=True)]
+    return [float(text.strip() == str(wanted).strip()) for text, wanted in zip(completions, answer, strict=True)]
 
 
 def last_number(completions: Sequence[str], answer: Sequence[object], **_: object) -> list[float]:
     """Return 1 if the last number of an answer equals that of the sample's `answer`, as in GSM8K ("... #### 72")."""
     wanted = (_last(str(each)) for each in answer)
     return [
-        float(number is not None and _last(said) == number) for said, number in zip(completions, wanted, strict=True)
+        float(number is not None and _last(text) == number) for text, number in zip(completions, wanted, strict=True)
     ]
 
 

@@ -1,8 +1,8 @@
-"""Rollouts: prompts, their answers, and the results that the stages compute for them.
+"""Rollouts: a rollout is a prompt, its answer, and the results that the stages compute for them.
 
-Results are stored on the host, per rollout. A retried stage overwrites them with equal values, and each stage splits
-rollouts into microbatches independently. Rollouts are numbered across ranks, round-robin through the prompts, so
-anything derived from the number is independent of the number of ranks.
+Results are stored on the host, per rollout. So each stage can split the rollouts into microbatches in its own way, and
+a repeated stage overwrites its results with equal values. The number of a rollout does not depend on the number of
+ranks, and neither does anything that is derived from it, for example random draws.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference"
 ADVANTAGES, RETURNS, WEIGHT = "advantages", "returns", "weight"
 REWARDS = "reward/"
 MODEL_SCORE = f"{REWARDS}reward_model"
-"""Results of a rollout: one number per token of its answer, except for scores, rewards and weight. The names of the
-rewards of functions begin with `REWARDS`."""
+"""Names of a rollout's results. A result is one number per token of the answer; score, rewards and weight are one
+number per answer. The name of a reward begins with `REWARDS`."""
 
 
 @dataclass
@@ -39,12 +39,12 @@ class Rollout:
     iteration: int
     prompt: Tensor
     answer: Tensor
-    """Always `max_generated_tokens` long, padded after a stop token."""
+    """`max_generated_tokens` tokens; those after a stop token are padding."""
     length: int = 0
-    """Number of answer tokens that count; 0 before generation."""
+    """The number of tokens of the answer without padding; 0 before generation."""
     results: dict[str, Tensor] = field(default_factory=dict)
-    fills: bool = False
-    """True for a filler, whose tokens do not count."""
+    is_filler: bool = False
+    """True if the rollout only serves to issue the same collectives as peers, and its tokens do not count."""
 
     @property
     def tokens(self) -> Tensor:
@@ -53,34 +53,34 @@ class Rollout:
 
     @property
     def whole_length(self) -> int:
-        """Tokens of prompt and answer without padding."""
+        """The number of tokens of prompt and answer without padding."""
         return len(self.prompt) + self.length
 
     @property
-    def most_length(self) -> int:
-        """Tokens of the prompt and of the padded answer."""
+    def padded_length(self) -> int:
+        """The number of tokens of the prompt and of the padded answer."""
         return len(self.prompt) + len(self.answer)
 
     def filler(self) -> Rollout:
-        """Return a minimal rollout that issues the same collectives, without any token that counts.
-
-        It generates the same number of tokens. Its results are a copy, so that the sample keeps its values.
-        """
+        """Return a filler: a minimal rollout with a copy of the results, which generates the same number of tokens."""
         length, results = min(1, self.length), dict(self.results)
-        return replace(self, prompt=self.prompt[:1], length=length, results=results, fills=True)
+        return replace(self, prompt=self.prompt[:1], length=length, results=results, is_filler=True)
 
-    def prompting(self, most_length: int) -> Rollout:
-        """Return this rollout with its prompt cut so that prompt and all new tokens have this length."""
-        return replace(self, prompt=self.prompt[: max(1, most_length - len(self.answer))])
+    def with_shorter_prompt(self, padded_length: int) -> Rollout:
+        """Return this rollout with a prompt that is cut so that `padded_length` has the given value."""
+        return replace(self, prompt=self.prompt[: max(1, padded_length - len(self.answer))])
 
-    def answered(self, whole_length: int) -> Rollout:
-        """Return this rollout cut to this length, with the longest possible answer, which needs the most memory."""
+    def shortened(self, whole_length: int) -> Rollout:
+        """Return this rollout, cut so that `whole_length` has the given value, with the longest possible answer.
+
+        Of all rollouts of this length, it needs the most memory.
+        """
         length = max(1, min(len(self.answer), whole_length - 1))
         return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length)
 
 
 def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
-    """Return the rollout with the highest memory use: a full-length answer with the results of all stages."""
+    """Return the rollout that needs the most memory: an answer of full length with the results of all stages."""
     results = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
     results |= {SCORE: torch.zeros(()), WEIGHT: torch.ones(())}
     return Rollout(0, 0, prompt, prompt[:1].repeat(new_tokens), length=new_tokens, results=results)
@@ -88,14 +88,14 @@ def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Model inputs: one row per rollout, padded on the right, which causal attention does not see."""
+    """Model inputs: one row per rollout, padded on the right, where causal attention ignores the padding."""
 
     tokens: Tensor
     before: Tensor
-    """Position of the token before each token of an answer."""
+    """[rollouts, answer tokens]: the position before each token of the answer, whose output predicts the token."""
     answers: Tensor
     last: Tensor
-    """Position of a row's last token."""
+    """[rollouts]: the position of the last token."""
 
     def of_answers(self, outputs: Tensor) -> Tensor:
         """Select the outputs that predict the answer tokens."""
@@ -125,26 +125,26 @@ def results_of(rollouts: Sequence[Rollout], name: str, device: torch.device | st
 
 
 def counts_of(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Tensor:
-    """Return a mask [rollouts, new tokens] of the tokens that the policy sampled."""
-    lengths = torch.tensor([0 if each.fills else each.length for each in rollouts], device=device)
+    """Return a mask [rollouts, new tokens] of the tokens that count: those of answers, without padding and fillers."""
+    lengths = torch.tensor([0 if each.is_filler else each.length for each in rollouts], device=device)
     return torch.arange(len(rollouts[0].answer), device=device) < lengths[:, None]
 
 
 def valued_of(counts: Tensor) -> Tensor:
-    """Return a mask of the tokens that have a value: as in torchtune, also the one after two or more counted tokens."""
-    more = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
-    return counts | more
+    """Return a mask of tokens with a value: `counts` and, as in torchtune, the token after two or more counted ones."""
+    following = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
+    return counts | following
 
 
 def answer_tokens(rollouts: Sequence[Rollout]) -> int:
-    """Count the answer tokens, without fillers."""
-    return sum(rollout.length for rollout in rollouts if not rollout.fills)
+    """Count the answer tokens, without those of fillers."""
+    return sum(rollout.length for rollout in rollouts if not rollout.is_filler)
 
 
-def share_cut_off(rollouts: Sequence[Rollout], stop_tokens: Sequence[int]) -> float:
-    """Return the share of answers that reached the maximum length without a stop token."""
-    whole = [each.answer.tolist() for each in rollouts if each.length == len(each.answer)]
-    return sum(answer[-1] not in stop_tokens for answer in whole) / len(rollouts)
+def fraction_cut_off(rollouts: Sequence[Rollout], stop_tokens: Sequence[int]) -> float:
+    """Return the fraction of answers that reached the maximum length without a stop token."""
+    longest = [each.answer.tolist() for each in rollouts if each.length == len(each.answer)]
+    return sum(answer[-1] not in stop_tokens for answer in longest) / len(rollouts)
 
 
 Group: TypeAlias = tuple[Sample, list[Rollout]]
@@ -152,38 +152,38 @@ Group: TypeAlias = tuple[Sample, list[Rollout]]
 
 
 def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answers: int = 1) -> list[Group]:
-    """Create numbered rollouts without answers, `answers` per prompt."""
+    """Create rollouts without answers, `answers` per prompt, numbered over the prompts of all ranks in turn."""
     groups: list[Group] = []
-    for place, sample in enumerate(prompts):
-        prompt, first = torch.as_tensor(sample["tokens"]).long(), (place * world_size() + rank()) * answers
+    for index, sample in enumerate(prompts):
+        prompt, first = torch.as_tensor(sample["tokens"]).long(), (index * world_size() + rank()) * answers
         blank = Rollout(first, iteration, prompt, torch.zeros(new_tokens, dtype=torch.long))
         groups.append((sample, [replace(blank, number=first + at, results={}) for at in range(answers)]))
     return groups
 
 
 def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
-    """Build the data, with the tokens of each sample as the prompt."""
+    """Collective: build the data, where the tokens of each sample are a prompt."""
 
     def collate(_: object) -> NoReturn:
-        raise NotImplementedError("rollouts make their own batches")
+        raise NotImplementedError("the stages build their own batches of rollouts")
 
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = CheckedDataset(dataset, TEXT, labelled=False)
     data = data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
-    samples.cut_at = data.max_seq_len  # not every dataset truncates through its tokenizer
+    samples.truncate_at = data.max_seq_len  # not every dataset truncates through its tokenizer
     return data
 
 
-def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
+def gather_rollouts(own: Sequence[Rollout]) -> list[Rollout]:
     """Collective: return the rollouts of all ranks in order of their numbers, on every rank."""
-    shares = from_all_ranks(list(mine))
-    return sorted((rollout for share in shares for rollout in share), key=lambda rollout: rollout.number)
+    by_rank = from_all_ranks(list(own))
+    return sorted((rollout for rollouts in by_rank for rollout in rollouts), key=lambda rollout: rollout.number)
 
 
-def updates_of(everyone: Sequence[Rollout], samples: int, epochs: int, seed: int) -> Iterator[list[Rollout]]:
-    """Yield this rank's rollouts of each update. All ranks use the same order, which changes every epoch."""
+def updates_of(rollouts: Sequence[Rollout], samples: int, epochs: int, seed: int) -> Iterator[list[Rollout]]:
+    """Shuffle the rollouts of all ranks in every epoch, and yield this rank's `samples` rollouts of each update."""
     size = samples * world_size()
     for epoch in range(epochs):
-        order = random.Random(repr((seed, "updates", everyone[0].iteration, epoch))).sample(everyone, len(everyone))
+        order = random.Random(repr((seed, "updates", rollouts[0].iteration, epoch))).sample(rollouts, len(rollouts))
         for start in range(0, len(order), size):
             yield order[start : start + size][rank() :: world_size()]

@@ -1,4 +1,4 @@
-"""Keys of PPO and GRPO, which are read and checked before any component is built."""
+"""The config keys of PPO and GRPO. They are read and checked before any component is built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchtune_adaptive.errors import ConfigError, refuse
 from torchtune_adaptive.formatting import count_of
 
 POLICY_SECTION, VALUE_SECTION, REWARD_SECTION = "policy_model", "reward_and_value_model", "reward_model"
-"""Sections of models. PPO builds the value and the reward model from one section; GRPO's policy is in `model`."""
+"""Config sections of models. PPO builds value and reward model from one section; GRPO's policy is in `model`."""
 POLICY_FILES, VALUE_FILES, REWARD_FILES = "checkpointer", "value_checkpointer", "reward_checkpointer"
 PPO_REFERENCE_FILES, GRPO_REFERENCE_FILES = "ref_policy_checkpointer", "ref_checkpointer"
 REWARD_FUNCTIONS = "reward_functions"
@@ -42,15 +42,15 @@ TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a
 AT_LEAST_2 = Rule(
     lambda v: INTEGER.accepts(v) and v >= 2, "a whole number of at least 2, since answers to a prompt are compared"
 )
-TO_1 = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= 1, "a number from 0 to 1")
+FROM_0_TO_1 = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= 1, "a number from 0 to 1")
 LARGEST = 1e12
-"""The squares of larger rewards, summed over tokens, may overflow in single precision."""
+"""The largest allowed reward. Sums of squares of larger numbers may overflow in single precision."""
 REWARD = Rule(lambda v: NUMBER.accepts(v) and abs(v) <= LARGEST, f"a number from -{LARGEST:g} to {LARGEST:g}")
 COST = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= LARGEST, f"a number from 0 to {LARGEST:g}")
 FINITE_ABOVE_0 = Rule(lambda v: NUMBER.accepts(v) and 0 < v < math.inf, "a finite number above 0")
 CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, for no clipping")
-MOST_EPOCHS = 100_000
-"""The value of `epochs`; `num_steps` sets the length of a run."""
+UNLIMITED_EPOCHS = 100_000
+"""The value of `epochs`, because `num_steps` sets the length of a run."""
 
 NOT_SUPPORTED = (
     "tensor_parallel_dim",
@@ -61,7 +61,7 @@ NOT_SUPPORTED = (
     "run_val_every_n_steps",
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
-"""Keys of finetuning that contradict `num_steps`."""
+"""Keys of finetuning that would contradict `num_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +80,16 @@ class RolloutSettings:
 
     @property
     def answers(self) -> int:
-        """Answers of a rank in an iteration."""
+        """The number of answers per rank and iteration."""
         return self.batch_size * self.grpo_samples
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of an iteration."""
+        """The number of optimizer steps per iteration."""
         return self.ppo_epochs
 
     def iterations(self, ranks: int) -> int:
-        """Iterations of the run."""
+        """Return the number of iterations of the run."""
         return self.num_steps
 
 
@@ -113,12 +113,12 @@ class GRPOLoss:
 
     @property
     def clip(self) -> tuple[float, float]:
-        """The lower and the upper clipping range."""
+        """How far the ratio of probabilities may fall below 1 and rise above 1."""
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 def _loss_of(kind: type[PPOLoss] | type[GRPOLoss], section: Any, key: str) -> PPOLoss | GRPOLoss:
-    """Read the section, which may name torchtune's loss; only its coefficients are used."""
+    """Read the coefficients of the section `loss`. Its _component_ may be torchtune's loss, which is not built."""
     options, algorithm = dict(keys.plain(section, key)), kind.__name__.removesuffix("Loss")
     named = str(options.pop("_component_", algorithm))
     if not named.rpartition(".")[2].startswith(algorithm):
@@ -136,18 +136,18 @@ class PPOSettings(RolloutSettings):
     penalise_no_eos: bool = setting(BOOL)
     reward_penalty: float = setting(REWARD)
     whiten_rewards: bool = setting(BOOL)
-    gamma: float = setting(TO_1)
-    lmbda: float = setting(TO_1)
+    gamma: float = setting(FROM_0_TO_1)
+    lmbda: float = setting(FROM_0_TO_1)
     kl_coeff: float = setting(COST)
     loss: PPOLoss = setting(SECTION, PPOLoss(), convert=partial(_loss_of, PPOLoss))
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of an iteration."""
+        """The number of optimizer steps per iteration."""
         return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
 
     def iterations(self, ranks: int) -> int:
-        """Iterations of the run, at least one; `num_steps` counts the samples of all ranks."""
+        """Return the number of iterations, at least one; `num_steps` is the number of samples of all ranks."""
         size = self.batch_size * ranks
         if self.num_steps < size:
             raise ConfigError(
@@ -159,7 +159,7 @@ class PPOSettings(RolloutSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOSettings(RolloutSettings):
-    """Keys of GRPO; those of torchtune's recipe come first."""
+    """Keys of GRPO."""
 
     grpo_samples: int = setting(AT_LEAST_2)
     loss: GRPOLoss = setting(SECTION, GRPOLoss(), convert=partial(_loss_of, GRPOLoss))
@@ -170,7 +170,7 @@ class GRPOSettings(RolloutSettings):
 
 PPO_KEYS = (
     *(POLICY_SECTION, VALUE_SECTION, PPO_REFERENCE_FILES, VALUE_FILES, REWARD_FILES, REWARD_FUNCTIONS),
-    "enable_kv_cache",  # of torchtune: answers are always generated with a cache
+    "enable_kv_cache",  # a key of torchtune without effect here: answers are always generated with a cache
     *keys.keys_of(PPOSettings),
 )
 GRPO_KEYS = (*(REWARD_SECTION, GRPO_REFERENCE_FILES, REWARD_FILES, REWARD_FUNCTIONS), *keys.keys_of(GRPOSettings))
@@ -178,46 +178,46 @@ GRPO_KEYS = (*(REWARD_SECTION, GRPO_REFERENCE_FILES, REWARD_FILES, REWARD_FUNCTI
 
 
 def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
-    """Read the settings of PPO. The policy takes the place of `model`."""
+    """Read the settings of PPO, with the section of the policy as `model`."""
     if not OmegaConf.is_dict(policy := cfg.get(POLICY_SECTION)):
         raise ConfigError(f"{POLICY_SECTION} is missing: add a section with a _component_")
     ppo = keys.read(PPOSettings, cfg)
     cfg = cast(DictConfig, OmegaConf.merge(cfg, {"model": policy}))
-    return _read(cfg, "PPO", _of_ppo(cfg, ppo)), ppo
+    return _read(cfg, "PPO", _ppo_problems(cfg, ppo)), ppo
 
 
 def read_grpo_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
     """Read the settings of GRPO."""
     grpo = keys.read(GRPOSettings, cfg)
-    return _read(cfg, "GRPO", _of_grpo(cfg)), grpo
+    return _read(cfg, "GRPO", _grpo_problems(cfg)), grpo
 
 
 def read_grpo_lora_settings(cfg: DictConfig) -> tuple[Settings, GRPOSettings]:
-    """Read the settings of GRPO with adapters, whose keys are in the section `model`."""
+    """Read the settings of GRPO with adapters; the keys of the adapters are in the section `model`."""
     lora = keys.read(LoraSettings, cfg.get("model"), prefix="model.")
     grpo = replace(keys.read(GRPOSettings, cfg), lora=lora)
-    return _read(cfg, "GRPO", _of_grpo(cfg)), grpo
+    return _read(cfg, "GRPO", _grpo_problems(cfg)), grpo
 
 
-def _read(cfg: DictConfig, training: str, contradictions: Iterable[str]) -> Settings:
-    """Read and check the settings of all recipes; a step is an iteration."""
-    whole = OmegaConf.merge({"gradient_accumulation_steps": 1}, cfg, {"epochs": MOST_EPOCHS})
-    settings = replace(read_common(cast(DictConfig, whole)), config=cfg, gradient_accumulation_steps=1)
+def _read(cfg: DictConfig, algorithm: str, problems: Iterable[str]) -> Settings:
+    """Read and check the settings that all recipes have; raise one ConfigError for all `problems` and others."""
+    with_defaults = OmegaConf.merge({"gradient_accumulation_steps": 1}, cfg, {"epochs": UNLIMITED_EPOCHS})
+    settings = replace(read_common(cast(DictConfig, with_defaults)), config=cfg, gradient_accumulation_steps=1)
     refuse(
-        _never(cfg, training),
-        not_at_default(settings, NOT_SUPPORTED, training),
-        contradictions,
+        _common_problems(cfg, algorithm),
+        not_at_default(settings, NOT_SUPPORTED, algorithm),
+        problems,
         token_budget(settings),
     )
     return settings
 
 
-def _never(cfg: DictConfig, training: str) -> Iterator[str]:
+def _common_problems(cfg: DictConfig, algorithm: str) -> Iterator[str]:
     for key in WITHOUT_EFFECT:
         if cfg.get(key) is not None:
-            yield f"{key} is {cfg.get(key)}, but {training} trains for num_steps: remove it"
+            yield f"{key} is {cfg.get(key)}, but {algorithm} trains for num_steps: remove it"
     if value_at(cfg, "dataset.packed"):
-        yield f"dataset.packed is True, but prompts cannot be packed in {training}: set it to False"
+        yield f"dataset.packed is True, but prompts cannot be packed in {algorithm}: set it to False"
     component = str(value_at(cfg, "optimizer._component_"))
     if component.startswith("bitsandbytes."):
         yield (
@@ -226,7 +226,7 @@ def _never(cfg: DictConfig, training: str) -> Iterator[str]:
         )
 
 
-def _of_ppo(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
+def _ppo_problems(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
     for part, whole in (("ppo_batch_size", "batch_size"), ("gradient_accumulation_steps", "ppo_batch_size")):
         size, of = getattr(ppo, part), getattr(ppo, whole)
         if of % size:
@@ -234,13 +234,13 @@ def _of_ppo(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
     if cfg.get("resume_from_checkpoint") is True:
         yield (
             "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
-            "more), which are found only together: set it to auto"
+            "more), which only auto finds together: set it to auto"
         )
 
 
-def _of_grpo(cfg: DictConfig) -> Iterator[str]:
+def _grpo_problems(cfg: DictConfig) -> Iterator[str]:
     if cfg.get(REWARD_SECTION) is None and not cfg.get(REWARD_FUNCTIONS):
         yield (
-            f"{REWARD_FUNCTIONS} is missing: give a list of sections with a _component_ and a weight, or a "
-            f"{REWARD_SECTION} with its {REWARD_FILES}"
+            f"{REWARD_FUNCTIONS} is missing: add a list of sections with a _component_ and a weight, or the sections "
+            f"{REWARD_SECTION} and {REWARD_FILES}"
         )

@@ -1,4 +1,4 @@
-"""Stages of an iteration: each has a separate microbatch limit, record of collectives and figures."""
+"""Stages of an iteration. Each has its own microbatch limit, record of collectives, and figures in the log."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class RolloutStage:
 
     run_microbatch: Generate | Score | TrainPolicy | TrainValue
     samples: int
-    """Rollouts per rank and run of the stage: all of an iteration or, if the stage trains, those of one update."""
+    """The rollouts that a rank runs in this stage: those of an iteration or, if the stage trains, of one update."""
     rows: int
     """Configured rows per microbatch."""
     trains: str | None = None
-    """Name of the trained model, empty if there is only one; None for a stage without a backward."""
+    """The name of the trained model, empty if the run trains a single model; None for a stage without a backward."""
 
     @property
     def model(self) -> nn.Module:
-        """Model that the stage runs."""
+        """The model that the stage runs."""
         return self.run_microbatch.model
 
 
@@ -70,9 +70,9 @@ class RolloutStages:
                     stage.run_microbatch,
                     limit=RowLimit(min(stage.rows, stage.samples)),
                     recovery=recovery,
-                    # the length of an answer is unknown before generating, so plan for the maximum
+                    # The length of an answer is unknown before it is generated, so plan for the maximum.
                     kind=SampleKind(
-                        length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
+                        length_of=attrgetter("padded_length" if name == GENERATE else "whole_length"),
                         filler=self.generate.filler if name == GENERATE else Rollout.filler,
                     ),
                     stage=name,
@@ -99,14 +99,17 @@ class RolloutStages:
                 raise
             result = None
         if result is None:  # outside of the handler, whose traceback keeps tensors alive
-            self.go_layer_by_layer()
+            self.gather_by_layer()
             result = self.runners[name].run(rollouts, step=iteration)
         self.results.setdefault(name, []).append(result)
         self.seconds[name] += time.perf_counter() - began
         return result
 
-    def go_layer_by_layer(self) -> None:
-        """Gather parameters layer by layer, for each token. Call it on all ranks: the collectives change."""
+    def gather_by_layer(self) -> None:
+        """From now on, gather parameters layer by layer for each generated token.
+
+        This changes the collectives of the stage, so call it on all ranks.
+        """
         log_rank_0(
             f"{GENERATE}: gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
         )
@@ -119,7 +122,7 @@ class RolloutStages:
         return any(result.stop_requested for results in self.results.values() for result in results)
 
     def figures(self) -> dict[str, float]:
-        """Return throughput, microbatches and recoveries of each stage, and throughput of rollouts and of training."""
+        """Return the log's figures of each stage, and torchtune's two throughputs: of rollouts and of training."""
         ranks = dist.get_world_size()
         before = [name for name, stage in self.by_name.items() if stage.trains is None]
         training = [name for name in self.by_name if name not in before]
@@ -137,12 +140,12 @@ class RolloutStages:
         return {**figures, "oom_recoveries": self.runners.recoveries}
 
     def _rate(self, of: str, during: Sequence[str]) -> float:
-        """Return the answer tokens of one stage, over all ranks, per second of the stages `during`."""
+        """Return the answer tokens of the stage `of`, over all ranks, divided by the seconds of the stages `during`."""
         tokens = sum(result.target_tokens for result in self.results[of])
         return tokens / max(1e-9, sum(self.seconds[stage] for stage in during))
 
     def figures_of_run(self, seconds: float) -> dict[str, float]:
-        """Return further figures for the run's record of an iteration of this duration."""
+        """Return the figures of an iteration of this duration that go only into the journal."""
         tokens = sum(result.target_tokens for result in self.results[GENERATE])
         peaks = [each.memory for results in self.results.values() for each in results if each.memory is not None]
         fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)
@@ -155,33 +158,30 @@ class RolloutStages:
         }
 
 
-def check_frozen_results(everyone: Sequence[Rollout], reference_files: str) -> None:
+def check_frozen_results(rollouts: Sequence[Rollout], reference_files: str) -> None:
     """Raise NotLearningError if a frozen model returned NaN, an infinite or a too large number for some answers.
 
-    Advantages compare answers, so one bad number spoils all.
+    Advantages compare answers, so one such number makes all of them invalid.
     """
     for name, what, files in (
         (MODEL_SCORE, "the reward model's score", REWARD_FILES),
         (REFERENCE_LOG_PROBS, "the reference's log-probability", reference_files),
     ):
-        if name not in everyone[0].results:
+        if name not in rollouts[0].results:
             continue
-        numbers = results_of(everyone, name).reshape(len(everyone), -1)
+        numbers = results_of(rollouts, name).reshape(len(rollouts), -1)
         wrong = ~(numbers.abs() <= LARGEST)
         if wrong.any():
             number, answers = float(numbers[wrong][0]), int(wrong.any(1).sum())
             raise NotLearningError(
-                f"iteration {everyone[0].iteration}: {what} is {number:g} for {answers} of "
-                f"{count_of(len(everyone), 'answer')}; allowed is {REWARD.allowed}: check that the weights in "
+                f"iteration {rollouts[0].iteration}: {what} is {number:g} for {answers} of "
+                f"{count_of(len(rollouts), 'answer')}; allowed is {REWARD.allowed}: check that the weights in "
                 f"{files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range of bf16"
             )
 
 
 def cause_of_stages(rollouts: Sequence[Rollout], losses: Mapping[str, float]) -> Cause:
-    """Name the first stage whose results or loss (`losses` by stage) are NaN or infinite.
-
-    Such updates are skipped without an error, because trained models may recover.
-    """
+    """Return, as the cause of a skipped update, the first stage whose results or loss are NaN or infinite."""
     stages = {SCORE_POLICY: LOG_PROBS, FIND_VALUES: VALUES}
     found = {stage: name for stage, name in stages.items() if name in rollouts[0].results}
     wrong = [stage for stage, name in found.items() if not results_of(rollouts, name).isfinite().all()]

@@ -1,8 +1,10 @@
-"""Find batch sizes: search for the largest microbatch if the config asks for it, and size all epochs of the run.
+"""Search for the largest microbatch if the config requests it, and compute the batch size of every epoch.
 
-1. Search the most rows of the stage that trains (`use_maximum_batch_size`, or a batch that grows).
-2. Size all epochs (`schedule.py`). A batch grows at most to the rows found.
-3. Set the limits of the other stages or, under `adaptive.token_budget`, the limits by length of all stages.
+1. Search for the largest number of rows of the stage that trains, if the config sets `use_maximum_batch_size` or a
+   batch size that grows.
+2. Compute the batch size of every epoch (`schedule.py`). It grows at most to the number of rows found.
+3. Search for the limits of the other stages. Under `adaptive.token_budget`, this step sets limits of all stages, by
+   length, and replaces the first step.
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
-from torchtune_adaptive.tune.preference import KEPT, POLICY
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE_LOG_PROBS
 from torchtune_adaptive.tune.samples import INDEX, Sample, TokenKind
 from torchtune_adaptive.tune.trainer import BatchSchedule, Trainer, restore_limits
 
 SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 LONGEST_SAMPLE = 2**20
-"""Tokens. A limit that admits this length admits every sample."""
+"""A length in tokens that no sample exceeds."""
 Result = TypeVar("Result", SearchResult, Profile)
 
 
 def set_batch_sizes(trainer: Trainer) -> None:
-    """Collective: measure what the config asks for, size all epochs, and set limits and schedules for the next step."""
+    """Collective: run the searches of the config, size all epochs, and set limits and schedules for the next step."""
     run, loader, stages = trainer.run, trainer.data.loader, trainer.stages
     settings, ranks, training = run.settings, run.devices.ranks, stages.training.stage
-    progress = _with_dataset(run.progress, len(trainer.data.dataset))
+    progress = _with_dataset_size(run.progress, len(trainer.data.dataset))
     run.journal.start(progress.step)
     with trainer.memory_of_this_rank() as memory:
         rows_that_fit = _search_training_stage(trainer, memory, schedule.whole_step_rows(settings, progress))
@@ -76,10 +78,7 @@ def set_batch_sizes(trainer: Trainer) -> None:
             if stage in limits and stage != training:
                 log_rank_0(f"{stage}: at most {limits[stage]} a microbatch")
     trainer.schedule = BatchSchedule(
-        epochs=sized.epochs,
-        limits=limits,
-        dealer=dealer,
-        looks_ahead=limit is not None and limit.by_length,
+        epochs=sized.epochs, limits=limits, dealer=dealer, looks_ahead=limit is not None and limit.by_length
     )
     trainer.optimization.start_schedule(
         total_steps=schedule.total_steps(sized.epochs), steps_done=sized.progress.step, lr_factor=sized.lr_factor
@@ -93,8 +92,8 @@ def set_batch_sizes(trainer: Trainer) -> None:
             restore_limits(validation.stages, run.progress.limit)
 
 
-def _with_dataset(progress: Progress, samples: int) -> Progress:
-    """Record the size of the dataset. A run that resumes within an epoch needs the size that the checkpoint has."""
+def _with_dataset_size(progress: Progress, samples: int) -> Progress:
+    """Record the number of samples. Raise ConfigError if it has changed and the run resumes within an epoch."""
     if progress.current_epoch is not None and progress.dataset_samples not in (None, samples):
         raise ConfigError(
             f"dataset has {samples} samples, but had {progress.dataset_samples} when the "
@@ -105,7 +104,7 @@ def _with_dataset(progress: Progress, samples: int) -> Progress:
 
 
 def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_step_rows: int | None) -> int | None:
-    """Collective: return the most rows of the stage that trains; None if the config requests no search."""
+    """Collective: search for the largest number of rows of the stage that trains; None if no search is configured."""
     settings, adaptive, data = trainer.run.settings, trainer.run.settings.adaptive, trainer.data
     grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
@@ -123,15 +122,15 @@ def _measure_limits(
 ) -> dict[str, Limit]:
     """Collective: return the limits that hold for the whole run, by stage, for steps of up to `most_samples` samples.
 
-    Under a token budget these are the limits of all stages. After a search (`rows_that_fit`), they are the limits of
-    the stages that do not train. Otherwise there are none.
+    Under a token budget, all stages have such a limit. If `rows_that_fit` comes from a search, the stages that do not
+    train have one. Otherwise, the result is empty.
     """
     data, stages, adaptive = trainer.data, trainer.stages, trainer.run.settings.adaptive
-    *earlier, _ = stages
+    *stages_without_backward, _ = stages
     limits: dict[str, Limit] = {}
     if memory is not None and rows_that_fit is not None:
         most_rows = min(most_samples, adaptive.max_batch_size or sys.maxsize)
-        for stage in earlier:
+        for stage in stages_without_backward:
             step = _worst_step(trainer, stage)
             limits[stage] = RowLimit(search_rows(trainer, step, memory, most_rows=most_rows).rows)
     if adaptive.token_budget is None:
@@ -155,7 +154,7 @@ def _measure_limits(
 
 
 def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
-    """Return how many rows of this length fit; all rows of a packed dataset have one length."""
+    """Convert the limit to rows, which is possible because all rows of a packed dataset have the same `length`."""
     rows = limit.rows_at(length)
     if rows == 0:
         raise ConfigError(
@@ -167,10 +166,10 @@ def _rows_of_packs(limit: Limit, length: int) -> RowLimit:
 
 
 def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | None = None) -> None:
-    """Collective: raise a SampleTooLargeError for samples longer than a microbatch can hold.
+    """Collective: make the dataset raise a SampleTooLargeError for samples of more than `longest` tokens.
 
-    Samples are checked when they are read. If the tokenizer does not truncate them to that length, they are also
-    checked now. `remedy` ends the message; by default it lists ways to make room.
+    Each sample is checked when it is read. If the tokenizer does not truncate samples to that length, the longest
+    sample is also checked now. `remedy` is the end of the error message.
     """
     kind = data.kind
     if remedy is None:
@@ -178,14 +177,14 @@ def check_lengths(settings: Settings, data: Data, longest: int, remedy: str | No
         shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
         if isinstance(configured, int) and configured <= shortest:
             shorter = f"use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len ({configured})"
-        remedy = f"; {ways_to_make_room(settings, shorter)}"
-    data.dataset.room = longest, remedy
+        remedy = f"; {remedies_for_long_samples(settings, shorter)}"
+    data.dataset.length_limit = longest, remedy
     if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
-        data.dataset.check_room(*data.dataset.longest())
+        data.dataset.check_length(*data.dataset.longest())
 
 
-def ways_to_make_room(settings: Settings, shorter: str) -> str:
-    """Return the remedies for a sample that does not fit; `shorter` is the one that shortens samples."""
+def remedies_for_long_samples(settings: Settings, shorter: str) -> str:
+    """Return the remedies for a sample that does not fit; `shorter` is the remedy that shortens samples."""
     if settings.adaptive.token_budget != "auto":
         return f"raise adaptive.token_budget, or {shorter}"
     checkpointing = f"{KEYS[Remedy.CHECKPOINT_ACTIVATIONS]}, " * (not settings.enable_activation_checkpointing)
@@ -193,10 +192,10 @@ def ways_to_make_room(settings: Settings, shorter: str) -> str:
 
 
 def worst_sample(data: Data, sequence_length: int | None) -> Sample:
-    """Collective: return a sample in which every token is a target, with the length of the longest sample.
+    """Collective: return a sample of the greatest possible length in which every token is a target.
 
-    The length is the smallest of `sequence_length`, the tokenizer's and the model's limit. Without the first two, it is
-    that of the longest sample in the dataset.
+    The length is the smallest of `sequence_length`, the tokenizer's limit and the model's limit. If neither of the
+    first two is set, it is the length of the longest sample in the dataset.
     """
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
@@ -216,11 +215,11 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
 
 
 def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
-    """Collective: return the step that probes of this stage run."""
+    """Collective: return the worst-case step that the probes of this stage run."""
     runner, last = trainer.stages[stage], trainer.stages.training
     sample = worst_sample(trainer.data, trainer.run.settings.adaptive.sequence_length)
     if last.stage == POLICY:
-        sample = {**sample, KEPT: torch.zeros(2)}
+        sample = {**sample, REFERENCE_LOG_PROBS: torch.zeros(2)}
     training = TrainingStep(
         runner=last,
         sample=sample,
@@ -244,7 +243,7 @@ def search_rows(
     most_rows: int,
     whole_step_rows: int | None = None,
 ) -> SearchResult:
-    """Collective: search the most rows, up to `most_rows`, that every rank can run."""
+    """Collective: search for the largest number of rows, up to `most_rows`, that every rank can run."""
     settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
     search = partial(find_max_batch_size, step, memory=memory, samples_per_step=settings.samples_per_step, **options)
@@ -258,12 +257,12 @@ def search_rows(
 
 
 def peak_of(result: SearchResult) -> int | None:
-    """Return the peak memory of the rows that were found."""
+    """Return the peak memory of the probe with the resulting number of rows."""
     return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
 def profile_lengths(trainer: Trainer, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int) -> Profile:
-    """Collective: measure the memory of microbatches of up to `most_rows` rows, over rows and length."""
+    """Collective: measure how memory depends on rows and length, for microbatches of up to `most_rows` rows."""
     kind, stage = trainer.data.kind, step.runner.stage
     result = _measure(partial(profile_memory, step, memory=memory, most_rows=most_rows), step, kind)
     found = f"up to {result.constant_tokens} tokens fit at any length; at some lengths, more are predicted to fit"
@@ -285,7 +284,7 @@ def _record(
 
 
 def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: TokenKind) -> Result:
-    """Collective: measure with a progress bar; errors name the stage and the sample."""
+    """Collective: call `measure` with a progress bar; add the stage and the sample to its errors."""
     with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
 
         def on_probe(rows: int, _: Peak) -> None:
@@ -295,6 +294,6 @@ def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: Toke
         try:
             return measure(progress=on_probe)
         except OneRowDoesNotFitError as error:
-            scanned = isinstance(step.sample, dict) and INDEX in step.sample
-            longest = f"sample {step.sample[INDEX]} of the dataset" if scanned else ""
+            from_dataset = isinstance(step.sample, dict) and INDEX in step.sample
+            longest = f"sample {step.sample[INDEX]} of the dataset" if from_dataset else ""
             raise error.with_remarks(step.runner.stage, kind.length_suffix.strip(), longest) from None

@@ -1,6 +1,7 @@
 """A dataset that checks every sample when it is read, so errors name the sample.
 
-Without the check, an unknown token raises "index out of range" on a CPU, and on a GPU an assertion in a later kernel.
+Without the check, a token outside the vocabulary raises "index out of range" on a CPU, and a device-side assertion in
+a later kernel on a GPU.
 """
 
 from __future__ import annotations
@@ -16,48 +17,46 @@ from torch.utils.data import Dataset
 
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.engine.ranks import Agreement, rank
-from torchtune_adaptive.errors import (
-    SampleError,
-    SampleTooLargeError,
-    SampleTooLongError,
-)
+from torchtune_adaptive.errors import SampleError, SampleTooLargeError, SampleTooLongError
 from torchtune_adaptive.formatting import shown
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.tune.samples import INDEX, TEXT, Sample, TokenKind
 
-SEE_THE_DATASET = "check that the dataset's columns and transform match the data"
+CHECK_COLUMNS = "check that the dataset's columns and transform match the data"
 
 
 class Longest(NamedTuple):
-    """The first of the longest samples of a dataset."""
+    """The longest sample of a dataset; the first one if several are equally long."""
 
     at: int
+    """Its index in the dataset."""
     length: int
 
 
 class CheckedDataset(Dataset[Sample]):
-    """A dataset whose samples contain their index, and whose errors name the sample."""
+    """Wraps a dataset: checks each sample, adds its index, and names it in errors."""
 
     def __init__(self, dataset: Any, kind: TokenKind = TEXT, *, labelled: bool = True) -> None:
         self.kind = kind
         """The kind of the samples, padded or not."""
         self.labelled = labelled
+        """False if samples have no labels: prompts."""
         self.vocabulary: int | None = None
         """Size of the model's vocabulary; None: unknown."""
         self.most_tokens: int | None = None
         """The model's max_seq_len; None: unknown."""
-        self.cut_at: int | None = None
-        """Prompts are truncated to this length, like the tokenizer truncates other samples; None: never."""
+        self.truncate_at: int | None = None
+        """Prompts are truncated to this length, since not every dataset truncates them; None: never."""
         self.dataset = dataset
-        self.room: tuple[int, str] | None = None
-        """Tokens that a microbatch can hold, and the end of the message about longer samples."""
+        self.length_limit: tuple[int, str] | None = None
+        """Tokens that a microbatch can hold, and the end of the error about longer samples."""
         self._longest: Longest | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, index: int) -> Any:
-        """Return a sample without checks; errors name it."""
+        """Return a sample without checking it; an error names its index."""
         try:
             return self.dataset[index]
         except Exception as error:
@@ -68,20 +67,20 @@ class CheckedDataset(Dataset[Sample]):
             ) from error
 
     def __getitem__(self, index: int) -> Sample:
-        index = int(index)  # numpy's, in the rest of an epoch
+        index = int(index)  # resumed epochs pass NumPy integers
         sample = self.read(index)
         for tokens, labels, _ in self.kind.sequences:
             keys = (tokens, labels) if self.labelled else (tokens,)
-            if flaw := _flaw(sample, keys, self.vocabulary, self.kind.ignored_label):
-                raise SampleError(f"{name_of({INDEX: index})} has {flaw}")
+            if problem := _problem(sample, keys, self.vocabulary, self.kind.ignored_label):
+                raise SampleError(f"{name_of({INDEX: index})} has {problem}")
         if not self.labelled and not len(sample["tokens"]):
             raise SampleError(
                 f"{name_of({INDEX: index})} has no tokens, but a prompt needs at least one: remove it from the dataset"
             )
         sample = {**sample, INDEX: index}
-        if self.cut_at is not None:
-            sample["tokens"] = sample["tokens"][: self.cut_at]
-        self.check_room(index, self.kind.length_of(sample))
+        if self.truncate_at is not None:
+            sample["tokens"] = sample["tokens"][: self.truncate_at]
+        self.check_length(index, self.kind.length_of(sample))
         most, longest = self.most_tokens, max(self.kind.lengths_of(sample))
         if most is not None and longest > most:
             raise SampleTooLongError(
@@ -90,12 +89,12 @@ class CheckedDataset(Dataset[Sample]):
             )
         return sample
 
-    def check_room(self, index: int, length: int) -> None:
-        """Raise a SampleTooLargeError if a microbatch cannot hold this sample."""
-        if self.room is not None and length > self.room[0]:
+    def check_length(self, index: int, length: int) -> None:
+        """Raise a SampleTooLargeError if a microbatch cannot hold a sample of this length."""
+        if self.length_limit is not None and length > self.length_limit[0]:
             raise SampleTooLargeError(
                 f"sample {index} of the dataset has {length} tokens{self.kind.length_suffix}, but a microbatch has "
-                f"room for {self.room[0]}{self.room[1]}"
+                f"room for {self.length_limit[0]}{self.length_limit[1]}"
             )
 
     def longest(self) -> Longest:
@@ -111,39 +110,42 @@ class CheckedDataset(Dataset[Sample]):
         return self._longest
 
 
-def _flaw(sample: object, keys: Sequence[str], known: int | None, ignored: int) -> str | None:
-    """Describe invalid tokens or labels of a sequence; `known` is the size of the vocabulary."""
+def _problem(sample: object, keys: Sequence[str], vocabulary: int | None, ignored: int) -> str | None:
+    """Describe what is wrong with the tokens or labels of a sequence; None if nothing is."""
     if not isinstance(sample, Mapping) or not {*keys} <= sample.keys():
-        return f"{' or '.join(f'no {key}' for key in keys)}: {SEE_THE_DATASET}"
+        return f"{' or '.join(f'no {key}' for key in keys)}: {CHECK_COLUMNS}"
     for key in keys:
         try:
             values = np.asarray(sample[key])
         except (TypeError, ValueError, RuntimeError):  # nested lists, or a tensor on another device
             values = np.asarray(None)
         if values.ndim != 1 or (values.dtype.kind not in "iu" and len(values)):
-            return f"{key} that are not a list of integers ({shown(sample[key])}): {SEE_THE_DATASET}"
+            return f"{key} that are not a list of integers ({shown(sample[key])}): {CHECK_COLUMNS}"
         # torchtune would silently pad or truncate the labels.
         if len(values) != len(sample[keys[0]]):
             return (
                 f"{len(sample[keys[0]])} {keys[0]} and {len(values)} {key}: every token needs a label, or the one that "
-                f"the loss ignores; {SEE_THE_DATASET}"
+                f"the loss ignores; {CHECK_COLUMNS}"
             )
-        if known is None:
+        if vocabulary is None:
             continue
-        counts = (values < 0) | (values >= known)
+        invalid = (values < 0) | (values >= vocabulary)
         if key != keys[0]:
-            counts &= values != ignored
-            counts[:1] = False  # no token comes before the first label
-        if len(unknown := values[counts]):
+            invalid &= values != ignored
+            invalid[:1] = False  # the shift drops the first label
+        if len(unknown := values[invalid]):
             what, remedy = ("token", "use a tokenizer with the model's vocabulary, or remove the sample")
             if key != keys[0]:
-                what, remedy = "label", f"the loss ignores {ignored}: use one of these, or remove the sample"
-            return f"{what} {unknown[0]}, but the model's vocabulary has {known} tokens, 0 to {known - 1}: {remedy}"
+                what, remedy = "label", f"use one of these, or {ignored}, which the loss ignores; or remove the sample"
+            return (
+                f"{what} {unknown[0]}, but the model's vocabulary has {vocabulary} tokens, 0 to {vocabulary - 1}: "
+                f"{remedy}"
+            )
     return None
 
 
 def name_of(sample: Sample) -> str:
-    """Return the name of a sample in messages; samples made by a search have no index."""
+    """Return the name of a sample in messages; synthetic samples have no index."""
     return f"sample {sample[INDEX]} of the dataset (on rank {rank()})" if INDEX in sample else "a sample"
 
 

@@ -1,8 +1,8 @@
 """Build the configured dataset, collate function and loader.
 
-The loader returns the samples of whole steps; they are collated later, by microbatch. Samples come in the order of
-torchtune's loaders: a step has the samples of `gradient_accumulation_steps` batches of `batch_size`, and an incomplete
-last step is dropped.
+The loader returns the samples of whole steps. They are collated later, when the step is split into microbatches.
+Samples come in the order of torchtune's loaders: a step has the samples of `gradient_accumulation_steps` batches of
+`batch_size`, and an incomplete last step is dropped.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ class Data:
         return self.dataset.kind
 
     @property
-    def cut_at(self) -> int | None:
+    def truncated_length(self) -> int | None:
         """The length of samples that the tokenizer has truncated; None if it truncates none, or if rows are packed."""
         if self.max_seq_len is None or self.packed:
             return None
         parts = getattr(self.dataset.dataset, "_datasets", [self.dataset.dataset])  # of a ConcatDataset
+        # TextCompletionDataset truncates to one token less.
         return self.max_seq_len - any(isinstance(part, TextCompletionDataset) for part in parts)
 
     def remove_padding(self) -> None:
@@ -79,8 +80,8 @@ class Data:
         self.collate = partial(concatenated, ignored=self.kind.ignored_label)
 
 
-class CutSamples:
-    """Counts the samples of an epoch that have the tokenizer's maximum length; truncated samples are among them."""
+class LongestSamples:
+    """Counts the samples of an epoch that have the tokenizer's maximum length, which includes all truncated samples."""
 
     def __init__(self, data: Data, ranks_per_sample: int) -> None:
         self._data, self._ranks_per_sample = data, ranks_per_sample
@@ -88,26 +89,26 @@ class CutSamples:
 
     def count(self, samples: Sequence[Sample]) -> None:
         """Count the samples of a step on this rank."""
-        if (cut_at := self._data.cut_at) is not None:
+        if (length := self._data.truncated_length) is not None:
             self._samples += len(samples)
-            self._longest += sum(max(self._data.kind.lengths_of(sample)) >= cut_at for sample in samples)
+            self._longest += sum(max(self._data.kind.lengths_of(sample)) >= length for sample in samples)
 
     def announce(self, epoch: int) -> None:
         """Collective: at the end of an epoch, log the count of all ranks, unless it is 0."""
-        if (cut_at := self._data.cut_at) is None:
+        if (length := self._data.truncated_length) is None:
             return
         counts = Agreement(2).gather((self._samples, self._longest))
         samples, longest = (int(sum(count)) // self._ranks_per_sample for count in zip(*counts, strict=True))
         if longest:
             log_rank_0(
-                f"epoch {epoch}: {longest} of {samples} samples have {cut_at} tokens, the most that "
+                f"epoch {epoch}: {longest} of {samples} samples have {length} tokens, the most that "
                 "tokenizer.max_seq_len allows; longer samples were cut to this length"
             )
         self._samples = self._longest = 0
 
 
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
-    """Collective: build the data of finetuning, samples of text."""
+    """Collective: build the data of finetuning: each sample is one sequence."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
@@ -115,7 +116,7 @@ def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mes
 
 
 def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
-    """Collective: build the data of preference training, pairs of answers."""
+    """Collective: build the data of preference training: each sample is a pair of answers."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
@@ -126,14 +127,14 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
 def data_of(
     samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
-    """Collective: return the data with a loader for these samples."""
+    """Collective: combine the samples with a loader and a fingerprint."""
     loader, max_seq_len = build_step_loader(samples, settings, mesh), getattr(tokenizer, "max_seq_len", None)
     return Data(samples, packed, collate, loader, max_seq_len, fingerprint_of(samples, max_seq_len))
 
 
 @log_if_slow("built the dataset")
 def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
-    """Build `cfg.dataset`, concatenating several; also return True if its rows are packed."""
+    """Build `cfg.dataset`; a list of datasets is concatenated. Return it, and True if its rows are packed."""
     section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
         return components.build_section("dataset", section, tokenizer), is_packed(cfg)
@@ -162,7 +163,7 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
 def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
     """Collective: return the loader of this data-parallel rank.
 
-    Raises ConfigError if the ranks' datasets have different sizes, or fewer samples than a step.
+    Raises ConfigError if the datasets of the ranks differ in size, or have fewer samples than a step.
     """
     ranks, samples = mesh["dp"].size(), len(dataset)
     first, *others = from_all_ranks(samples)
@@ -176,8 +177,8 @@ def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes)
         raise ConfigError("dataset is empty: check its source, split and filter")
     loader = StepLoader(dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle)
     if loader.samples_per_rank < settings.samples_per_step:
-        several = settings.gradient_accumulation_steps
-        accumulated = f"gradient_accumulation_steps {several} × " * (several > 1)
+        accumulation = settings.gradient_accumulation_steps
+        accumulated = f"gradient_accumulation_steps {accumulation} × " * (accumulation > 1)
         raise ConfigError(
             f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "
             f"batch_size {settings.batch_size} × {accumulated}{count_of(ranks, 'rank')}; lower one of them"
@@ -190,59 +191,60 @@ class StepLoader(Generic[Item]):
 
     def __init__(self, dataset: Dataset[Item], *, rank: int, world_size: int, shuffle: bool) -> None:
         self._dataset = dataset
-        self._sampler = Sampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+        self._sampler = ArraySampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
         self._loader: StatefulDataLoader | None = None
 
     @property
     def samples_per_rank(self) -> int:
-        """Return the samples of an epoch for each rank."""
+        """Return the number of samples of a rank in an epoch."""
         return len(self._sampler)
 
     def samples_left_per_rank(self, samples_done: int) -> int:
-        """Return the samples left in an epoch for each rank after `samples_done` on all ranks."""
+        """Return the number of samples left for each rank after all ranks together have used `samples_done`."""
         return (int(self._sampler.total_size) - samples_done) // int(self._sampler.num_replicas)
 
     def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Item]]:
-        """Yield the first `steps` steps of an epoch, or of its rest.
+        """Yield up to `steps` steps of an epoch, without its first `samples_done` samples.
 
-        Ranks take turns through one order of the samples. So trained samples are always the beginning of that order,
-        and any number of ranks can share the rest.
+        Ranks take the samples in turn from one shuffled order. So the samples used so far are always the beginning of
+        that order, and any number of ranks can resume with the rest.
         """
         self._sampler.set_epoch(epoch)
-        sampler: Any = self._sampler.share(samples_done) if samples_done else self._sampler
+        sampler: Any = self._sampler.indices_after(samples_done) if samples_done else self._sampler
         self._loader = StatefulDataLoader(
             self._dataset, batch_size=samples_per_step, sampler=sampler, collate_fn=list, drop_last=True
         )
         return islice(iter(self._loader), steps)
 
     def all_samples(self, samples_each: int) -> Iterator[list[tuple[Item, bool]]]:
-        """Yield the whole dataset without shuffling, in lists of up to `samples_each` of this rank's samples.
+        """Yield this rank's part of the whole dataset without shuffling, in lists of up to `samples_each` samples.
 
-        All ranks get equally many. The bool is True if a sample was repeated for that, and must not count.
+        All ranks get the same number of samples; if necessary, some samples are repeated. The bool is True for a
+        repeated sample, which must not count.
         """
         ranks, samples = self._sampler, len(self._dataset)  # type: ignore[arg-type]
-        places = range(ranks.rank, ranks.total_size, ranks.num_replicas)
-        for first in range(0, len(places), samples_each):
-            yield [(self._dataset[at % samples], at >= samples) for at in places[first : first + samples_each]]
+        positions = range(ranks.rank, ranks.total_size, ranks.num_replicas)
+        for first in range(0, len(positions), samples_each):
+            yield [(self._dataset[at % samples], at >= samples) for at in positions[first : first + samples_each]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the last epoch for torchtune's recipes; the adaptive recipes do not read it."""
         return {} if self._loader is None else dict(self._loader.state_dict())
 
 
-class Sampler(StatefulDistributedSampler):
-    """torchtune's sampler with its order in an array: 8 bytes per sample instead of 40 in a list."""
+class ArraySampler(StatefulDistributedSampler):
+    """The sampler of torchtune's recipes, with its order in an array: 8 bytes per sample instead of 40 in a list."""
 
-    def share(self, samples_done: int = 0) -> np.ndarray[Any, Any]:
-        """Return this rank's indices of the epoch after its first `samples_done` samples."""
+    def indices_after(self, samples_done: int) -> np.ndarray[Any, Any]:
+        """Return the indices of this rank's samples in the epoch, without the first `samples_done` of all ranks."""
         samples, generator = len(self.dataset), torch.Generator().manual_seed(self.seed + self.epoch)
         order = (torch.randperm(samples, generator=generator) if self.shuffle else torch.arange(samples)).numpy()
-        places = np.arange(samples_done + self.rank, self.total_size, self.num_replicas)
-        share: np.ndarray[Any, Any] = order[places % samples]  # repeats the first samples, for equal shares
-        return share
+        positions = np.arange(samples_done + self.rank, self.total_size, self.num_replicas)
+        indices: np.ndarray[Any, Any] = order[positions % samples]  # repeats the first samples, for equal shares
+        return indices
 
     def __iter__(self) -> Iterator[int]:
-        self.yielded = 0  # its state is never loaded
-        for index in self.share():
+        self.yielded = 0  # the sampler's state is never loaded
+        for index in self.indices_after(0):
             self.yielded += 1
             yield int(index)

@@ -30,16 +30,16 @@ from torchtune_adaptive.formatting import ranks_named, shown
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 Meshes = Mapping[str, DeviceMesh]
-"""`dp`: ranks with different data; `tp`: ranks that share data; `sharding`: the mesh that shards and replicates the
-model."""
+"""`dp`: ranks with different data; `tp`: ranks with the same data; `sharding`: the mesh over which FSDP shards and
+replicates the model."""
 SHARDING = "sharding"
-WHATEVER_IS_LEFT = -1
-GREETS_EVERY_S = 0.02
-OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
-"""Keys that may differ between nodes, besides paths."""
-A_PATH = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
-"""Keys of paths. Values of other keys are paths if they begin like one."""
-MOST_NAMED = 3
+ALL_REMAINING_RANKS = -1
+POLL_INTERVAL_S = 0.02
+KEYS_PER_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
+"""Keys that may differ between nodes, in addition to paths."""
+PATH_KEY = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
+"""Keys whose values are paths. A value of another key is a path if it begins like one."""
+MAX_KEYS_NAMED = 3
 
 
 class Devices(NamedTuple):
@@ -83,43 +83,47 @@ def leave() -> None:
 
 
 def store_of_this_start() -> dict[str, Any]:
-    """Return the arguments for a store without keys of earlier starts; empty without torchrun.
+    """Collective: return arguments of `init_process_group` for a store without keys of earlier starts.
 
-    After a restart, the launcher's store still contains the addresses of ranks that died. So all ranks use a prefix
-    that rank 0 draws. Launchers count restarts independently, so their count cannot be the prefix. Each rank
-    announces itself under a random name, and rank 0 answers every name until all ranks confirm the prefix. Answers to
-    dead ranks are never read.
+    After a restart, torchrun's store still contains the addresses of ranks that died. Therefore all ranks use a new
+    key prefix, which rank 0 draws at random. The number of restarts cannot be the prefix, because each node counts its
+    own. Each rank writes a random id into the store, and rank 0 writes the prefix under every id that it finds, until
+    all ranks have confirmed it. It may find the id of a dead rank, whose answer is never read. Without torchrun, the
+    result is empty.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or REHEARSAL.on:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     if rank == 0:
-        name = _greeted(store, world_size)
+        prefix = _distribute_prefix(store, world_size)
     else:
-        mine = uuid.uuid4().hex
-        store.set(f"there/{rank}", mine)
-        name = str(store.get(f"start/{mine}").decode())
-        store.set(f"{name}/heard/{rank}", "")
-    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+        own_id = uuid.uuid4().hex
+        store.set(f"id/{rank}", own_id)
+        prefix = str(store.get(f"prefix/{own_id}").decode())
+        store.set(f"{prefix}/confirmed/{rank}", "")
+    own = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     return {"store": own, "rank": rank, "world_size": world_size}
 
 
-def _greeted(store: Any, world_size: int) -> str:
-    name, answered = uuid.uuid4().hex, dict.fromkeys(range(1, world_size), "")
-    until_s = time.monotonic() + default_pg_timeout.total_seconds()
-    while waiting := [rank for rank in answered if not store.check([f"{name}/heard/{rank}"])]:
-        if time.monotonic() > until_s:
-            raise CollectiveFailedError(f"{ranks_named(waiting)} did not join")
+def _distribute_prefix(store: Any, world_size: int) -> str:
+    prefix, answered = uuid.uuid4().hex, dict.fromkeys(range(1, world_size), "")
+    timeout_s = default_pg_timeout.total_seconds()
+    end_s = time.monotonic() + timeout_s
+    while waiting := [rank for rank in answered if not store.check([f"{prefix}/confirmed/{rank}"])]:
+        if time.monotonic() > end_s:
+            raise CollectiveFailedError(
+                f"{ranks_named(waiting)} did not join within {timeout_s:.0f} s; check their logs"
+            )
         for rank in waiting:
-            if store.check([f"there/{rank}"]) and (there := store.get(f"there/{rank}").decode()) != answered[rank]:
-                store.set(f"start/{there}", name)
-                answered[rank] = there
-        time.sleep(GREETS_EVERY_S)
-    return name
+            if store.check([f"id/{rank}"]) and (found := store.get(f"id/{rank}").decode()) != answered[rank]:
+                store.set(f"prefix/{found}", prefix)
+                answered[rank] = found
+        time.sleep(POLL_INTERVAL_S)
+    return prefix
 
 
 def check_same_code() -> None:
-    """Collective: raise a ConfigError if ranks have different versions of libraries, or another recipe or package."""
+    """Collective: raise a ConfigError if ranks differ in library versions, or in the code of recipe or package."""
     first, *others = from_all_ranks(_code())
     for rank, theirs in enumerate(others, start=1):
         if other := [name for name in first if theirs.get(name, first[name]) != first[name]]:
@@ -130,7 +134,7 @@ def check_same_code() -> None:
 
 
 def _code() -> dict[str, str]:
-    """Return versions of libraries, and checksums of the loaded modules."""
+    """Return the versions of libraries, and a checksum of each loaded module of the package and of the recipe."""
     code = {name: version(name) for name in ("torch", "torchtune", "torchao")}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -151,15 +155,15 @@ def check_same_config(cfg: DictConfig) -> None:
     differing = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
     named = [
         f"{key} is {first.get(key, 'null')} on rank 0 and {second.get(key, 'null')} on rank {other}"
-        for key in differing[:MOST_NAMED]
+        for key in differing[:MAX_KEYS_NAMED]
     ]
-    more = f" (and {len(differing) - MOST_NAMED} more)" if len(differing) > MOST_NAMED else ""
+    more = f" (and {len(differing) - MAX_KEYS_NAMED} more)" if len(differing) > MAX_KEYS_NAMED else ""
     raise ConfigError(f"{'; '.join(named)}{more}: start all nodes with the same config and overrides")
 
 
 def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and values that must be equal on all ranks; null counts like a missing key."""
-    if value is None or key in OF_A_NODE:
+    """Yield the dotted keys and values that must be equal on all ranks; a null equals a missing key."""
+    if value is None or key in KEYS_PER_NODE:
         return
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -169,19 +173,19 @@ def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
             yield from _values(f"{key}[{at}]", inner)
     elif isinstance(value, float) and value.is_integer():
         yield key, shown(int(value))
-    elif not (isinstance(value, str) and (A_PATH.search(key) or value.startswith(("/", "./", "../", "~")))):
+    elif not (isinstance(value, str) and (PATH_KEY.search(key) or value.startswith(("/", "./", "../", "~")))):
         yield key, shown(value)
 
 
 def mesh_shape(settings: Settings, ranks: int) -> tuple[int, int, int]:
     """Return the numbers of replicas, shards and tensor-parallel ranks, whose product must be `ranks`."""
     replicas, tensor_parallel = settings.data_parallel_replicate_dim, settings.tensor_parallel_dim
-    given = None if settings.data_parallel_shard_dim == WHATEVER_IS_LEFT else settings.data_parallel_shard_dim
-    shards = ranks // (replicas * tensor_parallel) if given is None else given
+    shard_dim = None if settings.data_parallel_shard_dim == ALL_REMAINING_RANKS else settings.data_parallel_shard_dim
+    shards = ranks // (replicas * tensor_parallel) if shard_dim is None else shard_dim
     if replicas * shards * tensor_parallel == ranks and shards > 0:
         return replicas, shards, tensor_parallel
     raise ConfigError(
-        f"data_parallel_replicate_dim {replicas} × data_parallel_shard_dim {-1 if given is None else given} × "
+        f"data_parallel_replicate_dim {replicas} × data_parallel_shard_dim {-1 if shard_dim is None else shard_dim} × "
         f"tensor_parallel_dim {tensor_parallel} must equal the world size, which is {ranks}; -1 means all remaining "
         "ranks. Change one of them or the number of ranks (--nproc_per_node; for adaptive_plan, world_size)"
     )
@@ -191,11 +195,11 @@ def mesh_of(device: torch.device, settings: Settings) -> Meshes:
     """Collective: create the device meshes."""
     replicas, shards, tensor_parallel = mesh_shape(settings, dist.get_world_size())
     if replicas == 1:
-        whole = init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))
-        return {"dp": whole["dp"], "tp": whole["tp"], SHARDING: whole["dp"]}
+        mesh = init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))
+        return {"dp": mesh["dp"], "tp": mesh["tp"], SHARDING: mesh["dp"]}
     # The ranks of a replica are consecutive.
-    whole = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return {"dp": whole._flatten("dp"), SHARDING: whole}
+    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return {"dp": mesh._flatten("dp"), SHARDING: mesh}
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -213,14 +217,14 @@ def device_of(settings: Settings) -> torch.device:
     return device
 
 
-def prepare(settings: Settings) -> None:
-    """Set the number of threads for an optimizer on the CPU. Call it before anything is built."""
+def set_cpu_threads(settings: Settings) -> None:
+    """Set the number of threads if the optimizer runs on the CPU. Call this before building any component."""
     if settings.fsdp_cpu_offload:
         training.set_torch_num_threads()
 
 
 def free_setup_memory(device: torch.device) -> None:
-    """Free memory that setup left behind, so it does not count in the peak of training."""
+    """Free memory that is left over from setup, so that it does not count in the peak of training."""
     if device.type == "cpu":
         gc.collect()
     else:

@@ -45,28 +45,28 @@ def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
 
 
 class ForwardBackward:
-    """Accumulates the gradients of a microbatch, summed over its target tokens."""
+    """Runs forward and backward of a microbatch, with a loss that is summed over its target tokens."""
 
     def __init__(
         self, model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, device: torch.device
     ) -> None:
         self.model, self.loss_fn, self.data, self.device = model, loss_fn, data, device
         self.activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
-        self._by_tokens, self._updates = settings.adaptive.token_budget is not None, settings.optimizer_in_bwd
+        self._token_budget, self._updates_in_backward = settings.adaptive.token_budget, settings.optimizer_in_bwd
         self._decoder = getattr(model, "decoder", model)
-        # A head in its own FSDP group is gathered once per chunk. Few tokens would give fewer chunks, and peers would
-        # wait for the missing all-gathers, so the number of chunks is fixed.
-        by_itself = isinstance(getattr(self._decoder, "output", None), FSDPModule)
-        self._chunks: int = getattr(loss_fn, "num_output_chunks", 1) if by_itself else 1
+        # A head in its own FSDP group is gathered once per chunk. A batch with few tokens would have fewer chunks, and
+        # peers would wait for the missing all-gathers. So every batch has the same number of chunks.
+        has_own_group = isinstance(getattr(self._decoder, "output", None), FSDPModule)
+        self._chunks: int = getattr(loss_fn, "num_output_chunks", 1) if has_own_group else 1
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
-        """Run one microbatch."""
+        """Accumulate the gradients of one microbatch."""
         with clearing_offloaded_on_error(self.activations):
-            loss, tokens, learned_tokens = self._loss(samples)
-            target_tokens = learned_tokens if self._by_tokens else tokens
+            loss, labels, shifted_labels = self._loss(samples)
+            target_tokens = labels if self._token_budget is None else shifted_labels
             loss = loss * target_tokens
             total = loss.detach()
-            if self._updates:  # the optimizer runs inside the backward, so scale now
+            if self._updates_in_backward:  # the optimizer runs inside the backward, so scale now
                 # FSDP averages over ranks: scale this rank's sum so that the result is the mean over all tokens.
                 tokens_of_all = sum_over_ranks(torch.tensor(target_tokens, device=self.device))
                 loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
@@ -75,54 +75,55 @@ class ForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> Totals:
-        """Return the loss of one microbatch, a sum over target tokens, which does not depend on the split."""
-        loss, _, learned_tokens = self._loss(samples)
-        return Totals(loss * learned_tokens, learned_tokens)
+        """Return the loss of one microbatch, summed over target tokens; it does not depend on the split of the step."""
+        loss, _, shifted_labels = self._loss(samples)
+        return Totals(loss * shifted_labels, shifted_labels)
 
     def _loss(self, samples: Sequence[Sample]) -> tuple[Tensor, int, int]:
-        """Return the mean loss, the labels as torchtune counts them, and those that count in the loss.
+        """Return the mean loss, and the numbers of labels before and after the shift by one token.
 
-        torchtune counts labels before the shift, which includes a label at the first token. Without padding, that
-        count would depend on the split into microbatches.
+        torchtune's recipe divides by the number before the shift, which includes a label at the first token. Without
+        padding, that number would depend on the split into microbatches.
         """
         kind, ignored = self.data.kind, self.data.kind.ignored_label
         batch = self.data.collate(kind.rows_of(samples))
-        tokens = int(batch["labels"].ne(ignored).sum())
+        unshifted_labels = int(batch["labels"].ne(ignored).sum())
         # Shift: each position predicts the next token.
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
-        learned_tokens = int(labels.ne(ignored).sum())
+        shifted_labels = int(labels.ne(ignored).sum())
         if (targets := targets_of(batch, labels, ignored)) is not None:
             labels, targets = labels[:, targets], targets.to(self.device)
         if missing := -labels.size(1) % self._chunks:
             labels = pad(labels, (0, missing), value=ignored)
-        choose = partial(_chosen, targets=targets, missing=missing) if targets is not None or missing else None
+        select = partial(_selected, targets=targets, missing=missing) if targets is not None or missing else None
         batch_to_device(batch, self.device)
-        with self.activations, allowing_long_rows(self.model, batch), logits_only_for(self._decoder, choose):
+        with self.activations, allowing_long_rows(self.model, batch), logits_only_for(self._decoder, select):
             logits = self.model(**batch)
-        if not learned_tokens:
-            # The mean over zero tokens is NaN, and peers wait for a backward: use a loss of zero.
+        if not shifted_labels:
+            # The mean over zero tokens is NaN, but peers wait for the backward, so run one with a loss of zero.
             chunks = [logits] if isinstance(logits, Tensor) else logits
             loss = torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
         elif isinstance(logits, Tensor):
             loss = self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1).to(self.device))
         else:  # losses that take chunks reshape them
             loss = self.loss_fn(logits, labels.to(self.device))
-        return loss, tokens, learned_tokens
+        return loss, unshifted_labels, shifted_labels
 
 
-def _chosen(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
+def _selected(states: Tensor, *, targets: Tensor | None, missing: int) -> Tensor:
+    """Select the states at `targets`, and append `missing` zeros, so that the chunks have equal sizes."""
     states = states if targets is None else states.index_select(1, targets)
     return pad(states, (0, 0, 0, missing)) if missing else states
 
 
 @contextmanager
-def logits_only_for(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """Compute logits only for the hidden states that `chosen` returns; logits may be the largest tensors."""
-    if chosen is None:
+def logits_only_for(model: nn.Module, select: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """Compute logits only for the hidden states that `select` returns, because logits may be the largest tensors."""
+    if select is None:
         yield
         return
     norm = cast(nn.Module, model.norm)
-    handle = norm.register_forward_pre_hook(lambda _, states: (chosen(states[0]),))
+    handle = norm.register_forward_pre_hook(lambda _, states: (select(states[0]),))
     try:
         yield
     finally:
@@ -131,7 +132,7 @@ def logits_only_for(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None)
 
 @contextmanager
 def clearing_offloaded_on_error(activations: AbstractContextManager[object]) -> Iterator[None]:
-    """If the pass raises, clear the tensors that torchtune's offloading keeps for its backward."""
+    """If the pass fails, clear the tensors that torchtune's activation offloading keeps for the backward."""
     try:
         yield
     except BaseException:
@@ -154,7 +155,7 @@ def build_validation(
     settings: Settings,
     devices: Devices,
 ) -> Validation | None:
-    """Collective: build the evaluation of `dataset_val`; None if the config does not request it."""
+    """Collective: build the validation on `dataset_val`; None if the config does not request it."""
     if settings.run_val_every_n_steps is None:
         return None
     build = partial(build_data, tokenizer=tokenizer, loss_fn=loss_fn, mesh=devices.mesh)
@@ -179,7 +180,7 @@ def build_step_runner(
 
 
 def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Collective: switch padding off if the config allows it and the model supports it."""
+    """Collective: concatenate samples instead of padding them, if the config and the model allow it."""
     if not is_padded(model, settings, device, packed=data.packed, run_model=True):
         data.remove_padding()
 

@@ -80,7 +80,7 @@ class Metrics:
                 logger.info("config: %s", path)
 
     def watch(self, memory: MemorySource | None) -> None:
-        """Log the peak of this memory; it is reset at every logged step."""
+        """Log the peak of this memory with every logged step, and then reset it."""
         self._memory = memory
 
     def epoch(
@@ -89,20 +89,20 @@ class Metrics:
         later: Sequence[EpochSizes],
         steps: Iterable[Item],
         steps_done: int = 0,
-        called: str = "steps",
+        unit: str = "steps",
     ) -> Iterator[Item]:
-        """Yield the steps of an epoch and show their progress; `later` epochs follow."""
+        """Yield the steps of an epoch and show their progress. `later` epochs count in the remaining time."""
         self._samples_per_step, self._left = sizes.samples_per_step, sizes.steps - steps_done
         self._samples_later = sum(each.steps * each.samples_per_step for each in later)
         what = f"epoch {sizes.epoch}"
-        with progress_bar(what, sizes.steps, called, done=steps_done, shown=self._shown, at_once=True) as self._bar:
+        with progress_bar(what, sizes.steps, unit, done=steps_done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
             yield from steps
 
     def log_step(
         self, step: int, result: StepResult, grad_norm: float | None, samples: float | None, more: Mapping[str, float]
     ) -> float:
-        """Log a step and return its loss, a mean over target tokens or over `samples`. Synchronizes with the GPU."""
+        """Log a step and return its loss, a mean over target tokens or over `samples`. Waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
@@ -120,7 +120,7 @@ class Metrics:
             **({} if grad_norm is None else {"grad_norm": grad_norm}),
             "skipped_updates": self._skipped,
         }
-        # Tensor-parallel ranks run the same samples, so sums over ranks count each sample several times.
+        # Tensor-parallel ranks train the same samples, so a sum over ranks counts each sample several times.
         sharing = self._settings.tensor_parallel_dim
         run = {
             "samples": self._samples_per_step * ranks // sharing,
@@ -132,7 +132,7 @@ class Metrics:
         return loss
 
     def log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
-        """Log figures to the configured metric logger and to the journal; `run` only to the journal."""
+        """Log figures to the metric logger and to the journal, and those of `run` only to the journal."""
         self._skipped = int(figures["skipped_updates"])
         if self._shown:
             self._first = self._first if self._first[0] else (step, headline)
@@ -150,7 +150,7 @@ class Metrics:
             self._memory.reset_peak()
 
     def _pace(self, figures: Mapping[str, float], run: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the remaining time, estimated from all steps but the first; then speed, padding and memory."""
+        """Yield the remaining time, estimated from all steps except the first one; then speed, padding and memory."""
         now, self._left = time.perf_counter(), self._left - 1
         if self._first_step_ended is None:
             self._first_step_ended = now
@@ -171,7 +171,7 @@ class Metrics:
             yield f"{format_bytes(run['peak_bytes'])} of {format_bytes(run['budget_bytes'])}"
 
     def log_validation(self, step: int, figures: Mapping[str, float], *, best: bool) -> None:
-        """Log a validation after this step; its time and memory do not count in the next step."""
+        """Log a validation after this step, and exclude its time and memory from the next step."""
         self._step_began = time.perf_counter()
         if self._memory is not None:
             self._memory.reset_peak()
@@ -187,7 +187,7 @@ class Metrics:
     def _log_dict(self, step: int, figures: Mapping[str, Any]) -> None:
         try:
             self._logger.log_dict(figures, step=step)
-        except OSError as error:  # a full disk: the next checkpoint has a better error
+        except OSError as error:  # if the disk is full, saving the next checkpoint raises a better error
             if not self._logger_failed:
                 logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
             self._logger_failed = True
@@ -213,7 +213,7 @@ class Cause(NamedTuple):
     """The cause of a NaN or infinite loss or gradient; empty if unknown."""
 
     where: str = ""
-    """Follows the number in a message: " in stage train policy"."""
+    """Where the number occurred, appended to it in messages: " in stage train policy"."""
     remedy: str = ""
 
 
@@ -223,13 +223,13 @@ NO_CAUSE = Cause()
 class LossWatch:
     """Raises NotLearningError if losses or gradients stay NaN, or if the samples have no target tokens.
 
-    Its inputs are sums over all ranks, so all ranks raise the same error.
+    Losses, tokens and norms are those of all ranks together, so all ranks raise the same error.
     """
 
     def __init__(self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files") -> None:
         self._max_skipped, self._files = max_skipped_steps, files
         self._steps = self._learning_steps = self._nan_steps = self._nan_in_a_row = 0
-        self._said_why_not_saved = False
+        self._warned_of_saving = False
         self._cause = NO_CAUSE
 
     def record(
@@ -263,27 +263,27 @@ class LossWatch:
 
     def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
         """Return False if no step so far has trained the weights; at the end of an epoch, raise NotLearningError."""
-        nothing = self._learning_steps == 0
-        if not nothing and self._nan_steps < self._steps:
+        no_targets = self._learning_steps == 0
+        if not no_targets and self._nan_steps < self._steps:
             return True
         if ends_epoch and self._steps:
             why = (
                 "no sample has a token to learn (all labels are masked); check that the dataset's columns and prompt "
                 "template match the data, and that tokenizer.max_seq_len does not cut off the answers"
-                if nothing
+                if no_targets
                 else f"every loss was NaN or infinite{self._cause.where}; "
                 + (self._cause.remedy or f"lower optimizer.lr, or check that the weights of {self._files} are not NaN")
             )
             raise NotLearningError(f"nothing was trained in {count_of(self._steps, 'step')}: {why}")
-        if not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
-            self._said_why_not_saved = True
-            why = "no sample so far has a token to learn" if nothing else "every loss was NaN or infinite"
+        if not ends_epoch and not self._warned_of_saving and dist.get_rank() == 0:
+            self._warned_of_saving = True
+            why = "no sample so far has a token to learn" if no_targets else "every loss was NaN or infinite"
             logger.warning("step %d: no checkpoint is saved yet, since %s", step, why)
         return False
 
 
 class StepProfiler:
-    """Steps the configured profiler, and records CUDA's memory history during its active steps."""
+    """Runs the configured profiler, and records CUDA's memory history during the profiler's active steps."""
 
     def __init__(self, cfg: DictConfig, device: torch.device) -> None:
         section = cfg.get("profiler")
@@ -291,7 +291,7 @@ class StepProfiler:
         self._profiler: Any = training.DummyProfiler()
         if section is None or not profiler_is_enabled(section):
             return
-        # Resolve before the section is separated from the config, which contains ${output_dir}.
+        # Resolve ${output_dir} while the section is still part of the config.
         values = OmegaConf.to_container(section, resolve=True)
         self._profiler, chosen = components.build_section("profiler", OmegaConf.merge(values, {COMPONENT: PROFILER}))
         if device.type == "cuda" and dist.get_rank() == 0 and chosen.get("profile_memory"):
@@ -301,19 +301,19 @@ class StepProfiler:
     def start(self) -> None:
         """Start the profiler."""
         self._profiler.start()
-        self._switch_record()
+        self._switch_recording()
 
     def step(self) -> None:
-        """Count a step."""
+        """End a step."""
         self._steps += 1
-        self._switch_record()
+        self._switch_recording()
         self._profiler.step()
 
     def stop(self) -> None:
         """Stop the profiler."""
         self._profiler.stop()
 
-    def _switch_record(self) -> None:
+    def _switch_recording(self) -> None:
         if self._recorded and self._steps == self._recorded.start:
             torch.cuda.memory._record_memory_history()
         elif self._recorded and self._steps == self._recorded.stop:
@@ -321,10 +321,10 @@ class StepProfiler:
 
 
 def profiler_is_enabled(section: object) -> bool:
-    """Check the `profiler` section, even if it is disabled, and return its `enabled`."""
+    """Check the `profiler` section, even if the profiler is disabled, and return the value of `enabled`."""
     if not isinstance(section, DictConfig):
         raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")
-    # on a command line, profiler=5 sets the component, and profiler=null removes it
+    # torchtune's command line reads profiler=5 as profiler._component_=5
     check(one_of(PROFILER) | NULL, section.get(COMPONENT), "profiler._component_")
     check(BOOL, enabled := section.get("enabled", True), "profiler.enabled")
     return bool(enabled)

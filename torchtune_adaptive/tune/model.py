@@ -34,17 +34,17 @@ CHECKPOINTER = "checkpointer"
 """The default config section of the weight files."""
 Weights = Mapping[str, torch.Tensor]
 SAMPLED_VALUES = 1024
-"""Values of each quantized weight that ranks compare."""
+"""The number of values of each quantized weight that ranks compare."""
 
 
 class Unfilled(dict[str, torch.Tensor]):
-    """Marks weights that are not loaded because only their memory matters; the storage stays uninitialized."""
+    """Stands for weights in a rehearsal, where only memory matters: parameters are allocated but not initialized."""
 
 
 def build_full_model(
     settings: Settings, devices: Devices, checkpoint: State, key: str = "model", files: str = CHECKPOINTER
 ) -> nn.Module:
-    """Collective: build the model of a section with all parameters trainable and load its weights."""
+    """Collective: build the model of the config section `key`, with trainable parameters, and load its weights."""
     device, mesh = devices
     dtype = training.get_dtype(settings.dtype, device=device)
     model = build_on_device(META, settings.config, dtype, key)
@@ -69,7 +69,7 @@ def build_full_model(
 def build_frozen_model(
     settings: Settings, devices: Devices, weights: Weights, key: str = "model", files: str = "ref_checkpointer"
 ) -> nn.Module:
-    """Collective: build the model of a section without gradients and dropout, for example a reference."""
+    """Collective: build the model of the config section `key` without gradients and dropout, such as a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
     model = build_full_model(no_checkpoints, devices, {training.MODEL_KEY: weights}, key, files)
     disable_dropout(model)
@@ -77,14 +77,14 @@ def build_frozen_model(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Disable dropout, like torchtune does in models whose log-probabilities are compared."""
+    """Disable dropout. torchtune also does this if the log-probabilities of models are compared."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
 
 
 def build_lora_model(settings: Settings, devices: Devices, checkpoint: State) -> nn.Module:
-    """Collective: build the model with trainable adapters, loaded from the checkpoint or initialized."""
+    """Collective: build the model with trainable adapters; without adapters in the checkpoint, initialize new ones."""
     device, mesh = devices
     dtype = training.get_dtype(settings.dtype, device=device)
     model = build_on_device(META, settings.config, dtype)
@@ -121,7 +121,7 @@ def build_lora_model(settings: Settings, devices: Devices, checkpoint: State) ->
 
 
 def build_on_device(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
-    """Build the model of a section on a device, with attention that supports unpadded samples."""
+    """Build the model of the config section `key` on a device, with attention that supports unpadded samples."""
     with training.set_default_dtype(dtype), where:
         model: nn.Module = components.build(key, cfg)
     support_documents(model)
@@ -133,7 +133,7 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
-    """Apply activation checkpointing, to all layers or to some; as in torchtune, to none if both keys are set."""
+    """Checkpoint activations of all layers or of some; as in torchtune, of none if both keys are set."""
     if settings.enable_activation_checkpointing and settings.ac_mode is None:
         policy = {modules.TransformerSelfAttentionLayer}
         training.set_activation_checkpointing(model, auto_wrap_policy=policy)
@@ -173,9 +173,9 @@ def _call_where_present(model: nn.Module, method: str) -> None:
 
 @log_if_slow("loaded the weights into the model")
 def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool) -> None:
-    """Collective: load full weights, which every rank has read from the same files."""
+    """Collective: load unsharded weights, which every rank has read from the same files."""
     if isinstance(weights, Unfilled):
-        _fill_with_nothing(model, settings, device)
+        _allocate(model, settings, device)
         return
     if _is_quantized(model):
         model.load_state_dict(weights, strict=strict)
@@ -185,8 +185,8 @@ def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.
         )
 
 
-def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Allocate the parameters; quantized shards are made from full weights like in torchtune."""
+def _allocate(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """Allocate the parameters without initializing them; torchtune's function makes quantized shards from zeros."""
     quantized = {
         name: torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         for name, parameter in model.state_dict().items()
@@ -206,13 +206,13 @@ def _check_weights(model: nn.Module, weights: Weights, files: str, *, needed: Co
     """Raise a ConfigError if names or shapes of the weights do not match, before any collective."""
     if isinstance(weights, Unfilled):
         return
-    places = model.state_dict()
-    if unknown := sorted(weights.keys() - places.keys()):
+    expected = model.state_dict()
+    if unknown := sorted(weights.keys() - expected.keys()):
         why = f"{count_of(len(unknown), 'unexpected key')}, first: {unknown[0]}"
     elif missing := sorted({*needed} - weights.keys()):
         why = f"{count_of(len(missing), 'missing key')}, first: {missing[0]}"
-    elif other := [name for name, weight in weights.items() if weight.shape != places[name].shape]:
-        shapes = [tuple(each[other[0]].shape) for each in (weights, places)]
+    elif other := [name for name, weight in weights.items() if weight.shape != expected[name].shape]:
+        shapes = [tuple(each[other[0]].shape) for each in (weights, expected)]
         why = f"size mismatch for {other[0]}: {shapes[0]} in the file, {shapes[1]} in the model"
     else:
         return
@@ -222,7 +222,8 @@ def _check_weights(model: nn.Module, weights: Weights, files: str, *, needed: Co
 def _check_quantized_alike(model: nn.Module, weights: Weights, files: str) -> None:
     """Collective: raise a ConfigError if ranks have read different values of quantized weights.
 
-    Each rank quantizes the values that it reads; all other weights come from rank 0. The check compares a sample.
+    The check is necessary because each rank quantizes the values that it reads. All other weights come from rank 0.
+    It compares `SAMPLED_VALUES` values of each weight.
     """
     names = () if isinstance(weights, Unfilled) else sorted(_quantized_in(model) & weights.keys())
     checksums = [checksum([_sampled(weights[name])]) for name in names]
@@ -250,7 +251,7 @@ def _sampled(weight: torch.Tensor) -> torch.Tensor:
 
 
 def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, nn.Module]:
-    """Return the modules that separate the phases of a step; empty if the model's structure is unknown."""
+    """Return, by name, the modules whose output ends a part of the forward pass; empty if the model is unknown."""
     decoder: Any = getattr(model, "decoder", model)
     if not hasattr(decoder, "norm"):
         return {}

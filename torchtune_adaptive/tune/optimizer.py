@@ -19,11 +19,11 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 
 SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
-"""Target tokens or pairs; a mapping by submodule name if several models are updated together."""
+"""A number of target tokens or pairs; a mapping by submodule name if several models are updated together."""
 
 
 class Optimization:
-    """One optimizer, or one per parameter. The learning rate is the configured schedule times a factor."""
+    """One optimizer, or one per parameter, with the configured learning-rate schedule times a factor."""
 
     def __init__(
         self, settings: Settings, model: nn.Module, checkpointed: AnyOptimizer, *optimizers: torch.optim.Optimizer
@@ -36,11 +36,11 @@ class Optimization:
         self._factor = 1.0
         # torchtune's wrapper copies the learning rate of the first optimizer to the others at every step.
         self._scheduler: LRScheduler | None = None
-        # Read before a checkpoint overwrites the rates.
+        # Read the rates here, before a checkpoint overwrites them.
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
     def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
-        """Build the learning-rate schedule and move it to `steps_done`, with `lr_factor` as its current factor."""
+        """Build the learning-rate schedule and set it to `steps_done`; `lr_factor` belongs to the current epoch."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
             return
@@ -65,16 +65,16 @@ class Optimization:
     def update(self, summed_over: SummedOver) -> float | None:
         """Collective: scale and clip the gradients, update the weights, and return the gradient norm.
 
-        Gradients are sums over `summed_over`, averaged over ranks. If the norm is not finite, the weights stay
-        unchanged. Returns None if the optimizer runs inside the backward.
+        The gradients must be sums over the `summed_over` tokens or pairs of all ranks, divided by the number of ranks.
+        If the norm is not finite, the weights stay unchanged. Returns None if the optimizer runs inside the backward.
         """
         norm = None
         if not isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
-            # FSDP averages over ranks: multiply by their number and divide by the tokens to get the mean over tokens.
+            # To get the mean over tokens, undo FSDP's division by the number of ranks, and divide by the tokens.
             # Without target tokens, all gradients are zero.
             ranks = dist.get_world_size()
             for name, count in (summed_over if isinstance(summed_over, Mapping) else {"": summed_over}).items():
-                # A tensor on the device needs no synchronization.
+                # If the count is a tensor on the device, do not wait for its value.
                 scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
                 training.scale_grads(self._model.get_submodule(name), scale)
             norm = clip(self._model, self._max_norm)
@@ -96,24 +96,26 @@ class Optimization:
 def clip(model: nn.Module, max_norm: float | None) -> float:
     """Collective: clip the gradients to `max_norm` and return their norm before clipping.
 
-    torch cannot combine gradients on different meshes (tensor parallelism), so this combines the norms per mesh.
+    Under tensor parallelism, gradients are on several meshes. torch supports only one, so combine the norms of each.
     """
-    kinds: dict[object, list[nn.Parameter]] = {}
+    by_mesh: dict[object, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            kinds.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [nn.utils.get_total_norm([each.grad for each in kind if each.grad is not None]) for kind in kinds.values()]
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [
+        nn.utils.get_total_norm([each.grad for each in group if each.grad is not None]) for group in by_mesh.values()
+    ]
     if len(norms) < 2:
         norm = norms[0] if norms else torch.tensor(0.0)
     else:
-        norm = torch.linalg.vector_norm(torch.stack([_whole(each) for each in norms]))
+        norm = torch.linalg.vector_norm(torch.stack([_full(each) for each in norms]))
     if max_norm is not None:
-        for kind in kinds.values():
-            nn.utils.clip_grads_with_norm_(kind, max_norm, norm, foreach=False if len(norms) > 1 else None)
-    return float(_whole(norm))
+        for group in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(group, max_norm, norm, foreach=False if len(norms) > 1 else None)
+    return float(_full(norm))
 
 
-def _whole(norm: Tensor) -> Tensor:
+def _full(norm: Tensor) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

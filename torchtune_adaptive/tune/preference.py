@@ -1,7 +1,7 @@
-"""The two stages of a preference step, over the same pairs.
+"""The two stages of a step of preference training (DPO), which run one after the other on the same pairs.
 
-    reference    forward pass over all pairs of the step, which store their log-probabilities
-    policy       forward pass, loss compared with the reference, backward pass
+    reference    forward pass over all pairs of the step; stores the log-probabilities in the pairs
+    policy       forward pass, loss with these log-probabilities, and backward pass
 
 So activations of reference and policy are never in memory together, and each stage has its own limit.
 """
@@ -39,8 +39,8 @@ POLICY = "policy"
 
 VALIDATION_REFERENCE_STAGE = f"{VALIDATION_STAGE}, {REFERENCE}"
 
-KEPT = "reference_log_probs"
-"""Key for the reference log-probabilities of a pair: chosen, rejected."""
+REFERENCE_LOG_PROBS = "reference_log_probs"
+"""Key for the two reference log-probabilities of a pair, of the chosen and of the rejected answer."""
 
 PAIRS = "pairs"
 ACCURACY = "rewards/accuracies"
@@ -51,15 +51,15 @@ class Scores(NamedTuple):
     """Log-probabilities and logits of a microbatch of pairs."""
 
     log_probs: Tensor
-    """[2, pairs]: sums over the labels of chosen and rejected answers."""
+    """[2, pairs]: sums over the labels of the chosen answers, and of the rejected ones."""
     logits: Tensor
     row_lengths: list[int]
-    """Tokens of the chosen, then of the rejected answers."""
+    """Numbers of tokens of the chosen answers, followed by those of the rejected ones."""
     target_tokens: int
 
 
 def score(model: nn.Module, pairs: Sequence[Sample], data: Data, device: torch.device) -> Scores:
-    """Score pairs; results do not depend on the split into microbatches."""
+    """Run the model on pairs. The scores of a pair do not depend on the other pairs of the microbatch."""
     rows, ignored = data.kind.rows_of(pairs), data.kind.ignored_label
     lengths = [len(row["tokens"]) for row in rows]
     batch = data.collate(rows)
@@ -70,22 +70,22 @@ def score(model: nn.Module, pairs: Sequence[Sample], data: Data, device: torch.d
     batch_to_device(batch, device)
     with allowing_long_rows(model, batch):
         logits: Tensor = model(**batch)
-    of_token = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction="none")
-    log_probs = -sums_of_rows(of_token.view(labels.shape), lengths)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction="none")
+    log_probs = -sums_of_rows(losses.view(labels.shape), lengths)
     return Scores(log_probs.view(2, -1), logits, lengths, target_tokens)
 
 
 def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum over each row; `lengths` separates the rows if they are concatenated."""
+    """Sum over each row. If all rows are concatenated in one, split it into rows of these `lengths`."""
     if values.size(0) == len(lengths):
         return values.sum(-1)
-    # `index_add` is not deterministic on a GPU, and `segment_reduce` loses a digit at 4096 values
+    # `index_add` is not deterministic on a GPU, and `segment_reduce` is less accurate with 4096 values.
     return torch.stack([part.sum() for part in values[0].split(list(lengths))])
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters and dropout of a LoRA model."""
+    """Disable the adapters and the dropout of a LoRA model within the context."""
     with evaluating(model), disable_adapter(model):
         yield
 
@@ -109,7 +109,7 @@ def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor)
 class Passes:
     """The passes of both stages over a microbatch of pairs.
 
-    If policy and reference are the same model, the reference is the policy with its adapters disabled.
+    With LoRA, `policy` and `reference` are the same model, and the reference pass disables its adapters.
     """
 
     policy: nn.Module
@@ -125,16 +125,16 @@ class Passes:
         return cast(AbstractContextManager[object], context)
 
     @torch.no_grad()
-    def refer(self, pairs: Sequence[Sample]) -> Totals:
+    def score_reference(self, pairs: Sequence[Sample]) -> Totals:
         """Store the log-probabilities of the reference in the pairs."""
         with without_adapters(self.policy) if self.reference is self.policy else nullcontext():
             scores = score(self.reference, pairs, self.data, self.device)
         for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
-            pair[KEPT] = log_probs
+            pair[REFERENCE_LOG_PROBS] = log_probs
         return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
 
     def train(self, pairs: Sequence[Sample]) -> Totals:
-        """Accumulate the gradients of the policy, summed over pairs."""
+        """Accumulate the gradients of the policy, with a loss that is summed over pairs."""
         with clearing_offloaded_on_error(self._activations):
             loss, target_tokens, sums = self._loss(pairs)
             loss.backward()
@@ -142,18 +142,19 @@ class Passes:
 
     @torch.no_grad()
     def evaluate(self, pairs: Sequence[Sample]) -> Totals:
-        """Return the loss and the accuracy of the rewards, summed over pairs."""
+        """Return the loss, summed over pairs, and the number of pairs whose chosen answer has the higher reward."""
         loss, target_tokens, sums = self._loss(pairs)
         return Totals(loss, target_tokens, {COUNT: sums[PAIRS], f"val_{ACCURACY}": sums[ACCURACY]})
 
     def _loss(self, pairs: Sequence[Sample]) -> tuple[Tensor, int, dict[str, Tensor]]:
-        asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(self.device)
+        reference = torch.stack([pair[REFERENCE_LOG_PROBS] for pair in pairs], dim=1).to(self.device)
         counted = torch.tensor([FILLER not in pair for pair in pairs], device=self.device).float()
         with self._activations:
             scores = score(self.policy, pairs, self.data, self.device)
-        losses, *rewards = self.loss_fn(*scores.log_probs, *asked)
+        losses, *rewards = self.loss_fn(*scores.log_probs, *reference)
         sums = _sums_over_pairs(scores, rewards, counted)
-        return (losses * counted).sum(), scores.target_tokens, sums  # a filler has loss ln 2 but must not count
+        # `counted` is 0 for fillers, whose loss would be ln 2.
+        return (losses * counted).sum(), scores.target_tokens, sums
 
 
 def build_dpo_models(
@@ -172,25 +173,26 @@ def build_stages(passes: Passes, on_change: OnChange) -> Stages[Sample]:
     """Collective: build both stages, with an initial limit of `batch_size` pairs."""
     plan_padding(passes.data, passes.policy, passes.settings, passes.device)
     recovery = build_recovery(passes.settings, on_change, *dict.fromkeys((passes.policy, passes.reference)))
-    runs = {REFERENCE: (passes.reference, passes.refer), POLICY: (passes.policy, passes.train)}
+    runs = {REFERENCE: (passes.reference, passes.score_reference), POLICY: (passes.policy, passes.train)}
     return stages_of(runs, passes.data, passes.settings.batch_size, recovery)
 
 
 def build_validation_of_pairs(
     passes: Passes, stages: Stages[Sample], tokenizer: Tokenizer, mesh: Meshes
 ) -> Validation | None:
-    """Collective: build the evaluation of `dataset_val` by both stages; None if the config does not request it."""
+    """Collective: build the validation on `dataset_val`, with two stages; None if the config does not request it."""
     settings = passes.settings
     if settings.run_val_every_n_steps is None:
         return None
     data = build_validation_data(settings, passes.data, partial(build_pairs, tokenizer=tokenizer, mesh=mesh))
     own = replace(passes, data=data, settings=replace(settings, enable_activation_offloading=False))
-    runs = {VALIDATION_REFERENCE_STAGE: (own.reference, own.refer), VALIDATION_STAGE: (own.policy, own.evaluate)}
+    reference = own.reference, own.score_reference
+    runs = {VALIDATION_REFERENCE_STAGE: reference, VALIDATION_STAGE: (own.policy, own.evaluate)}
     return Validation(settings, data, runs, stages.training.recovery)
 
 
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:
-    """Return torchtune's metrics of the answers, means over pairs or tokens. Synchronizes with the GPU."""
+    """Return torchtune's DPO metrics, which are means over pairs or tokens. Waits for the GPU."""
     sums = {name: float(value) for name, value in results[POLICY].sums.items()}
     names = [ACCURACY, *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ANSWERS)]
     figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in names}

@@ -1,4 +1,4 @@
-"""Kinds of sample. Only `TokenKind` reads the fields of a sample.
+"""Kinds of sample. All code reads the fields of a sample through its `TokenKind`.
 
 In finetuning, a sample is one sequence of tokens and labels. In preference training, it is a pair of sequences: the
 chosen and the rejected answer, with their prompts. A sample is never split.
@@ -23,11 +23,12 @@ Cost: TypeAlias = Callable[[int], float]
 INDEX = "index in the dataset"
 """Key for the index of a sample; collate functions do not see it."""
 FILLER = "filler"
-"""Key that marks fillers, whose loss must not count: it may be nonzero even without labels."""
+"""Key that marks a filler: a small sample that a rank runs in place of a missing one, so that it issues the same
+collectives as its peers. Its loss must not count, and may be nonzero even without labels."""
 
 
 class Fields(NamedTuple):
-    """The keys of one sequence of a sample."""
+    """The keys under which a sample contains one of its sequences."""
 
     tokens: str
     labels: str
@@ -39,8 +40,8 @@ class Fields(NamedTuple):
 class TokenKind:
     """The sequences of a sample, and how they become rows of a microbatch.
 
-    A microbatch of n samples has n rows per sequence; limits count samples. With padding, the length of a sample is the
-    length of its longest sequence; without padding, the sum of all its sequences.
+    A pair has two sequences, so a microbatch of n pairs has 2 n rows; limits count pairs. With padding, the length of a
+    sample is the length of its longest sequence. Without padding, it is the sum of the lengths of its sequences.
     """
 
     sequences: tuple[Fields, ...]
@@ -50,7 +51,7 @@ class TokenKind:
 
     @property
     def rows(self) -> int:
-        """Return the rows of a sample."""
+        """Return the number of rows that a sample becomes."""
         return len(self.sequences)
 
     @property
@@ -60,7 +61,7 @@ class TokenKind:
 
     @property
     def padded_rows(self) -> int:
-        """Return the number of rows that are padded to the length of the sample."""
+        """Return how many rows of a sample are padded to its length; 1 if sequences are concatenated."""
         return self.rows if self.padded else 1
 
     def for_steps(self, model: nn.Module) -> SampleKind[Sample]:
@@ -74,11 +75,11 @@ class TokenKind:
         )
 
     def lengths_of(self, sample: Sample) -> tuple[int, ...]:
-        """Return the tokens of each sequence."""
+        """Return the number of tokens of each sequence."""
         return tuple(len(sample[fields.tokens]) for fields in self.sequences)
 
     def length_of(self, sample: Sample) -> int:
-        """Return the length that limits compare."""
+        """Return the length of a sample, which is compared with limits."""
         lengths = self.lengths_of(sample)
         return max(lengths) if self.padded else sum(lengths)
 
@@ -87,34 +88,35 @@ class TokenKind:
         return longest if self.padded else longest * self.rows
 
     def longest_at(self, length: int) -> int:
-        """Return the tokens per sequence with which a sample has at most this length."""
+        """Return the most tokens per sequence with which the sample is not longer than `length`."""
         return length if self.padded else length // self.rows
 
     @property
     def length_suffix(self) -> str:
-        """Return the text that follows a length which adds up several sequences."""
+        """Return the text that follows a length in messages, if the length is a sum over both answers."""
         return "" if self.padded or self.rows == 1 else " in both answers together"
 
     def uniform(self, token: int, length: int) -> Sample:
-        """Return a sample of this length: equal sequences in which every token is a target."""
+        """Return a sample of this length, whose sequences repeat `token` and have every token as a target."""
         each = max(1, self.longest_at(length))
         return {key: [token] * each for fields in self.sequences for key in fields[:2]}
 
     def cut(self, sample: Sample, length: int) -> Sample:
-        """Shorten a uniform sample to this length."""
+        """Shorten a sample, whose sequences have equal lengths, to this length."""
         tokens = max(1, self.longest_at(length))
         short = self._beginnings(sample, tokens)
         return {**short, "seq_lens": torch.tensor([tokens])} if "seq_lens" in sample else short
 
     def filler(self, sample: Sample) -> Sample:
-        """Return the first two tokens of each sequence without labels: the fewest that pass through the whole model.
+        """Return a filler: the first two tokens of each sequence, without labels.
 
-        Samples with images stay whole, since their masks connect every token with the images.
+        Two tokens are the fewest that run through the whole model. Samples with images are not shortened, since their
+        masks connect every token with the images.
         """
         return self.without_labels(sample if "encoder_input" in sample else self.cut(sample, self.length_at(2)))
 
     def without_labels(self, sample: Sample) -> Sample:
-        """Return the sample as a filler of the same length."""
+        """Return a filler that is as long as the sample."""
         filler, ignored = {**sample, FILLER: True}, self.ignored_label
         for key in (fields.labels for fields in self.sequences):
             labels = sample[key]
@@ -122,7 +124,7 @@ class TokenKind:
         return filler
 
     def rows_of(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the rows of a microbatch: the first sequences of all samples, then the second ones.
+        """Return the rows of a microbatch: the first sequences of all samples, followed by all second sequences.
 
         Models cannot run an empty sequence, so it becomes one token without a label.
         """
@@ -131,7 +133,7 @@ class TokenKind:
             for sample in samples:
                 if not len(sample[tokens]):
                     rows.append({"tokens": [0], "labels": [self.ignored_label]})
-                elif self.rows == 1:  # with masks and images
+                elif self.rows == 1:  # with all other fields, for example masks and images
                     rows.append({key: value for key, value in sample.items() if key not in (INDEX, FILLER)})
                 else:
                     rows.append({"tokens": sample[tokens], "labels": sample[labels]})
@@ -152,12 +154,12 @@ PAIR = TokenKind(
 
 
 def cost_of(model: nn.Module) -> Cost:
-    """Return a function from length to cost in tokens; it counts attention only in torchtune's decoder."""
+    """Return a function from the length of a sequence to its cost in tokens; attention costs 0 for unknown models."""
     layer = next(iter(model.layers), None) if isinstance(model, TransformerDecoder) else None
     attention = getattr(layer, "attn", None)
     if layer is None or not isinstance(attention, MultiHeadAttention):
         return float
-    # Each token is multiplied with every parameter and, in two products, with half of its sample on average.
+    # In a layer, a token is multiplied with every parameter, and twice with (on average) half of its sequence.
     width = attention.num_heads * attention.head_dim
     per_pair = width / sum(parameter.numel() for parameter in layer.parameters())
     return lambda length: length * (1 + per_pair * length)

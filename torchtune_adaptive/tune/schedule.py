@@ -1,7 +1,8 @@
 """The batch size of every epoch: how it grows, how it is split into microbatches, and how it is logged.
 
-The increase function returns the number of rows to add before an epoch. It is called for all epochs before training
-starts. So the learning-rate schedule knows the number of steps, and errors of the function appear at once.
+The config's increase function returns the number of rows to add to the batch size before an epoch. It is called for all
+epochs before training starts, because the learning-rate schedule needs the number of steps, and so that errors of the
+function appear at once.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
 
 
 class SizedRun(NamedTuple):
-    """The sizes of all epochs, and the position of the run in them."""
+    """The sizes of all epochs, and the progress of the run in them."""
 
     progress: Progress
     epochs: tuple[EpochSizes, ...]
     lr_factor: float
-    """Factor on the learning rate in the epoch in progress or, between epochs, in the last one."""
+    """The learning-rate factor of the epoch in progress or, between two epochs, of the last one."""
 
 
 def size_run(
@@ -81,13 +82,13 @@ def size_run(
 ) -> SizedRun:
     """Return the sizes of a run that continues from `progress` on `ranks` ranks.
 
-    `samples_left_per_rank` is for the epoch in progress. `rows_that_fit` is the result of the search.
+    `samples_left_per_rank` belongs to the epoch in progress. `rows_that_fit` is the result of the search.
     """
     if progress.current_epoch is not None:
         rest = _rest_of_epoch(progress, progress.current_epoch, rows_that_fit, samples_left_per_rank, ranks)
         progress = replace(progress, current_epoch=rest)
     epochs = size_epochs(settings, progress, samples_per_rank, rows_that_fit=rows_that_fit, increase=increase)
-    # Count the steps here, because checkpoints of torchtune's own recipes do not.
+    # Count the steps here, because checkpoints of torchtune's own recipes do not contain their number.
     step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
     lr_factor = progress.epochs_started[-1].lr_factor if progress.epochs_started else 1.0
     return SizedRun(replace(progress, step=step, ranks=ranks), epochs, lr_factor)
@@ -96,7 +97,7 @@ def size_run(
 def _rest_of_epoch(
     progress: Progress, sizes: EpochSizes, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
 ) -> EpochSizes:
-    """Return the sizes of the epoch in progress; it keeps its samples per step."""
+    """Return the sizes of the epoch in progress, which keeps its samples per step."""
     steps = sizes.steps
     if ranks != progress.ranks:
         steps = progress.steps_in_epoch + samples_left_per_rank // sizes.samples_per_step
@@ -113,9 +114,9 @@ def size_epochs(
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
 ) -> tuple[EpochSizes, ...]:
-    """Size all epochs in order; epochs that have begun keep their sizes.
+    """Compute the sizes of all epochs in order; epochs that have begun keep theirs.
 
-    With an increase function, the batch starts at the configured size and grows up to `rows_that_fit`.
+    With an increase function, the batch size starts at the configured one and grows up to `rows_that_fit`.
     """
     epochs = [*progress.epochs_started][: progress.total_epochs]
     for epoch in range(len(epochs), progress.total_epochs):
@@ -135,19 +136,19 @@ def size_epochs(
 
 
 def grown_sizes(settings: Settings, epoch: int, current: int, requested: int, rows_that_fit: int | None) -> EpochSizes:
-    """Return steps of the requested batch size, or of the current one if the requested one exceeds a bound."""
+    """Return the sizes of an epoch with the requested batch size; if it exceeds the bound, with the current one."""
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
-    # A smaller batch than the current one is accepted even above the bound.
+    # A batch size below the current one is accepted even if it exceeds the bound.
     batch_size = requested if requested <= max(current, most) else current
     sizes = _sizes(settings, epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
     return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == requested else requested)
 
 
 def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> EpochSizes:
-    """Return steps that do not grow, by `adaptive.accumulation`.
+    """Return the sizes of an epoch without an increase function, by `adaptive.accumulation`.
 
-    - `rebalance` keeps the configured samples per step, unless one microbatch holds more.
-    - `fixed` keeps `gradient_accumulation_steps`, so the samples per step follow the rows.
+    - `rebalance` keeps the configured samples per step, unless a single microbatch holds more.
+    - `fixed` keeps `gradient_accumulation_steps`, so more rows in a microbatch mean more samples per step.
     - `keep` never changes the samples per step.
     """
     samples, rows = settings.samples_per_step, rows_that_fit or settings.batch_size
@@ -159,7 +160,7 @@ def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> E
 
 
 def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> EpochSizes:
-    """Split a step evenly into the fewest microbatches; the number of steps is set later."""
+    """Split the samples of a step evenly into the fewest microbatches. The caller sets the number of steps."""
     microbatches = math.ceil(samples / most_rows)
     rows, growth = math.ceil(samples / microbatches), samples / settings.samples_per_step
     lr_factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling]
@@ -193,7 +194,7 @@ def total_steps(epochs: Sequence[EpochSizes]) -> int:
 
 
 def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
-    """Return the rows that a microbatch needs to hold a whole step; None if steps always have several."""
+    """Return the rows of a microbatch that holds a whole step; None if a step always has several microbatches."""
     adaptive, rows = settings.adaptive, settings.samples_per_step
     grows = settings.config.get(KEY) is not None
     if grows or adaptive.accumulation == "fixed":
@@ -206,7 +207,7 @@ def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
 def log_schedule(
     epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
 ) -> None:
-    """Log the sizes before training starts, and how they differ from the checkpoint's."""
+    """Log the sizes before training starts and, on another number of ranks than before, those of the checkpoint."""
     sizes, before = epochs[-1], progress.epochs_started
     per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
@@ -225,17 +226,17 @@ def log_schedule(
 
 
 def log_left_out(sizes: EpochSizes, progress: Progress, loader: StepLoader[Any]) -> None:
-    """At the end of an epoch, log the samples that were left out because they do not fill a step, as in torchtune."""
+    """At the end of an epoch, log how many samples were left out because they do not fill a step, as in torchtune."""
     left_per_rank = loader.samples_left_per_rank(progress.samples_in_epoch)
     if 0 < left_per_rank < sizes.samples_per_step:  # otherwise `max_steps_per_epoch` has ended the epoch
         read = progress.ranks * loader.samples_per_rank
-        samples = progress.dataset_samples or read  # fewer than `read`, if the sampler repeats some
+        samples = progress.dataset_samples or read  # fewer than `read` if the sampler has repeated some
         left_out = progress.ranks * left_per_rank + samples - read
         log_rank_0(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 
 def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str = "rank") -> str:
-    """Return the arithmetic of one optimizer step, compared with the configured samples of a rank."""
+    """Return a line with the product of rows, microbatches and ranks that makes up the samples of a step."""
     even = sizes.microbatch_rows * sizes.microbatches == sizes.samples_per_step
     rows = "at most " * (not even) + count_of(sizes.microbatch_rows, "row")
     product = f"{rows} × {count_of(sizes.microbatches, 'microbatch', 'microbatches')} × {count_of(ranks, kind_of_rank)}"

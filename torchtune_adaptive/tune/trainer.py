@@ -1,4 +1,4 @@
-"""The part of a run that all recipes share: start and resume, the loop over epochs, logging, saving and the end."""
+"""The parts of a run that all recipes share: start, resuming, the loop over epochs, logging, saving and the end."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
-from torchtune_adaptive.tune.data import CutSamples, Data, StepLoader
+from torchtune_adaptive.tune.data import Data, LongestSamples, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer, FullestRank
-from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, prepare
+from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
 from torchtune_adaptive.tune.fingerprint import check_same_data
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
@@ -42,7 +42,7 @@ Samples = tuple[list[Sample], list[Sample] | None]
 
 
 class Run:
-    """The parts of a run that exist before its model: ranks, start position, checkpoints, journal and metrics."""
+    """The parts of a run that exist before its model: devices, start position, checkpoints, journal and metrics."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Run:
         self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
         self.checkpoints = CheckpointManager(settings, self._start, contents, self.devices.device, build)
         self.progress = start_progress(settings, self.devices.ranks)
-        prepare(settings)
+        set_cpu_threads(settings)
         self.metrics = Metrics(settings, self.devices.device, self.journal)
 
     def resume(self, checkpoint: State) -> None:
@@ -79,14 +79,14 @@ class BatchSchedule:
 
     epochs: tuple[EpochSizes, ...]
     limits: Mapping[str, Limit] = field(default_factory=dict)
-    """Limits that hold for the whole run, by stage; the limit of other stages is the microbatch of the epoch."""
+    """Limits that hold for the whole run, by stage. Other stages are limited to `microbatch_rows` of the epoch."""
     dealer: Dealer | FullestRank | None = None
     """Distributes the samples of each step over the ranks; None: each rank trains on the samples it reads."""
     looks_ahead: bool = False
-    """If True, a step gets the samples of the next one, to plan ahead."""
+    """If True, a step also gets the samples of the next step, whose microbatches can then be planned early."""
 
     def limits_of(self, stages: Stages[Any], sizes: EpochSizes) -> dict[str, Limit]:
-        """Return the limit of every stage in an epoch of these sizes."""
+        """Return the limit of every stage in an epoch with these sizes."""
         return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
 
     def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Iterator[Samples]:
@@ -130,14 +130,14 @@ class Trainer:
         validation: Validation | None = None,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
-        """Initialize before the batch sizes are known.
+        """Collective: check the data. `set_batch_sizes` sets the schedule later.
 
-        Probes measure the peaks before and after `loss_fn` returns as separate phases. `weights` is the config key that
-        an error about NaN weights names.
+        `loss_fn` lets probes measure the peaks before and after the end of the loss separately. `weights` is the config
+        key of the weight files, for an error about NaN weights.
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
-        # other data are allowed if the config names the files to resume from, and the run is between two epochs
+        # Between two epochs, the data may change if the config names the files to resume from.
         if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
             check_same_data(data.dataset, data.fingerprint, run.progress.dataset_fingerprint)
         run.progress = replace(run.progress, dataset_fingerprint=data.fingerprint)
@@ -145,11 +145,11 @@ class Trainer:
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
-        self._cut = CutSamples(data, run.settings.tensor_parallel_dim)
+        self._longest_samples = LongestSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
-        """Limit and measure the memory of this rank, with all models and optimizers in it."""
+        """Return a context that limits and measures this rank's memory, in which all models and optimizers count."""
         models = nn.ModuleList(self.stages.training.recovery.models)
         resident = resident_tensors(models, self.optimization.optimizers)
         limit, limits = None, self.run.settings.adaptive.memory_limit
@@ -158,8 +158,8 @@ class Trainer:
         return memory_within(limit, self.run.devices.device, resident)
 
     @contextmanager
-    def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
-        """Collective: yield the remaining steps of the run; memory is limited and measured while it is open."""
+    def training(self, unit: str = "steps") -> Iterator[Iterator[Step]]:
+        """Collective: yield the remaining steps of the run. Memory is limited and measured within the context."""
         free_setup_memory(self.run.devices.device)
         self._profiler.start()
         with self.memory_of_this_rank() as memory:
@@ -167,26 +167,26 @@ class Trainer:
             if self.validation is not None:
                 self.validation.stages.measure_memory(memory)
             self.run.metrics.watch(memory)
-            with closing(self._steps(called)) as steps:  # closes the progress bar before an error
+            with closing(self._steps(unit)) as steps:  # closes the progress bar before an error is printed
                 yield steps
         self._profiler.stop()
 
-    def _steps(self, called: str) -> Generator[Step]:
+    def _steps(self, unit: str) -> Generator[Step]:
         run = self.run
         while run.progress.epochs_run < len(self.schedule.epochs):
             sizes = self._sizes = self.schedule.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
             record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.devices.ranks)
             self.optimization.use_lr_factor(sizes.lr_factor)
-            self._validate_if_due()  # a resumed run may have been stopped before this validation
+            self._validate_if_due()  # the run may have been stopped before a validation that was due
             with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             later = self.schedule.epochs[run.progress.epochs_run + 1 :]
-            for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, called):
-                self._cut.count(samples)
+            for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, unit):
+                self._longest_samples.count(samples)
                 yield Step(run.progress.step + 1, samples, upcoming)
             log_left_out(sizes, run.progress, self.data.loader)
-            self._cut.announce(sizes.epoch)
+            self._longest_samples.announce(sizes.epoch)
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()
@@ -200,21 +200,15 @@ class Trainer:
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Collective: log a step, then save if it is due. The loss is a mean over target tokens, or over `samples`."""
+        """Collective: log and count a step, and save if due. The loss is a mean over target tokens or `samples`."""
         figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
         self.advance(loss, result.target_tokens, grad_norm, stop_requested=result.stop_requested)
 
     def advance(
-        self,
-        loss: float,
-        target_tokens: int,
-        grad_norm: float | None,
-        *,
-        stop_requested: bool,
-        cause: Cause = NO_CAUSE,
+        self, loss: float, target_tokens: int, grad_norm: float | None, *, stop_requested: bool, cause: Cause = NO_CAUSE
     ) -> None:
-        """Collective: count a logged step, save a checkpoint if it is due, and end the run if a signal arrived."""
+        """Collective: count a logged step, validate and save a checkpoint if due, and end the run after a signal."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
         self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
@@ -229,7 +223,7 @@ class Trainer:
     def _validate_if_due(self) -> bool:
         """Collective: validate if it is due, and return True if the loss is the lowest so far.
 
-        If the run is asked to stop, it does not validate. The resumed run validates before its first step.
+        A run that is asked to stop does not validate; when it is resumed, it validates before its first step.
         """
         run, validation = self.run, self.validation
         if validation is None or self._stopping or not validation.is_due(run.progress):
@@ -262,9 +256,9 @@ class Trainer:
 def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
     """Restore the limits of a checkpoint, by stage, and log those that differ from the current ones."""
     for stage in (name for name in saved if name in stages):
-        runner, found = stages[stage], stages[stage].limit
+        runner, before = stages[stage], stages[stage].limit
         runner.load_state_dict(saved[stage])
-        if runner.limit != found:
+        if runner.limit != before:
             log_rank_0(
                 f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit} (restored from the checkpoint)"
             )

@@ -1,7 +1,7 @@
 """Microbatches without padding: samples are concatenated in one row, and attention is masked per sample.
 
-torchtune's decoder passes its mask on unchanged, and its attention calls a function that is an attribute of the
-instance. So the mask can carry the sample boundaries, and only that attribute is replaced.
+torchtune's decoder passes its mask unchanged to the attention modules, which call a function that is an attribute of
+the module. So the boundaries of the samples are passed as the mask, and only that attribute is replaced.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Batch = dict[str, Any]
 """The arguments of a model for one microbatch."""
 
 FLASH_ATTENTION_2 = (8, 0)
-"""Minimum compute capability (Ampere)."""
+"""Its minimum compute capability (Ampere)."""
 WIDEST_HEAD = 256
 """Largest head dimension of flash attention on a GPU."""
-TRIED_SAMPLE, TRIED_OTHERS = (1, 2, 3), ((4,), (5, 6))
-"""A sample and its neighbours in a row, with tokens that every vocabulary contains."""
+TEST_SAMPLE, TEST_NEIGHBOURS = (1, 2, 3), ((4,), (5, 6))
+"""Tokens of a sample and of its neighbours in a row, for a test of the model. Every vocabulary contains them."""
 
 
 class Documents(NamedTuple):
@@ -44,14 +44,15 @@ class Documents(NamedTuple):
     """
 
     ends: Tensor
-    """int32, on the model's device; starts with 0."""
+    """0, and the position after the last token of each sample; int32, on the model's device."""
     longest: int
 
 
 def concatenated(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
-    """Concatenate samples; positions restart with every sample.
+    """Concatenate samples in one row; positions restart with every sample.
 
-    The first label of a sample is ignored, because after the shift the previous sample would have to predict it.
+    The first label of each sample is ignored. After the shift, it would be the target of the previous sample's last
+    token.
     """
     lengths = [len(sample["tokens"]) for sample in samples]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -69,7 +70,7 @@ def concatenated(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
 
 
 def batch_to_device(batch: Batch, device: torch.device) -> None:
-    """Move a batch like torchtune's function, which does not support `Documents`."""
+    """Move a batch to the device. torchtune's function of this name does not support `Documents`."""
     documents = batch.pop("mask") if isinstance(batch.get("mask"), Documents) else None
     utils.batch_to_device(batch, device)
     if documents is not None:
@@ -77,19 +78,19 @@ def batch_to_device(batch: Batch, device: torch.device) -> None:
 
 
 def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
-    """Return the positions with a label, or the first position without any; None for padded rows."""
+    """Return the positions that have a label, or position 0 if none has; None for padded rows."""
     if not isinstance(batch.get("mask"), Documents):
         return None
     positions = labels[0].ne(ignored).nonzero()[:, 0]
-    # Layers are not tested with zero tokens.
+    # Few layers are tested with zero tokens, so keep one.
     return positions if len(positions) else positions.new_zeros(1)
 
 
 @contextmanager
 def allowing_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Raise the model's `max_seq_len` to the length of the row.
+    """Raise the model's `max_seq_len` to the length of the row within the context.
 
-    It is a limit for one sample, whose positions it bounds, but torchtune compares it with the whole row.
+    It limits the positions within a sample, but torchtune compares it with the length of the whole row.
     """
     most: Any = getattr(model, "max_seq_len", None)
     if most is None or not isinstance(batch.get("mask"), Documents):
@@ -103,7 +104,7 @@ def allowing_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 class PerSampleAttention:
-    """torchtune's attention function, which with a `Documents` mask attends within each sample only."""
+    """Wraps torchtune's attention function; with a `Documents` mask, tokens attend only within their sample."""
 
     def __init__(self, stock: Callable[..., Tensor]) -> None:
         self.stock = stock
@@ -111,14 +112,17 @@ class PerSampleAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout_p: float, is_causal: bool) -> Tensor:
         """Compute attention with torchtune's arguments."""
         if isinstance(mask, Documents):
-            assert not dropout_p, "the kernels drop nothing: such a model has padded rows"
+            assert not dropout_p, "the kernels do not support dropout; _obstacles() rejects such a model"
             return attend_each(q, k, v, mask)
         return self.stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
 
 def support_documents(model: nn.Module) -> None:
-    """Add support for `Documents` to torchtune's attention, before it is compiled; skip attention that was replaced."""
-    # torchtune creates one function per module, with the same code object.
+    """Add support for `Documents` to torchtune's attention. Call it before compilation.
+
+    Modules whose attention function is not torchtune's stay unchanged.
+    """
+    # torchtune creates one function for each module; all of them have the same code object.
     stock = _sdpa_or_flex_attention().__code__
     for module in model.modules():
         if isinstance(module, MultiHeadAttention) and getattr(module._attention_call, "__code__", None) is stock:
@@ -149,10 +153,10 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: Documents)
 def _attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Return [tokens, heads, width] and, for the backward, the logsumexp of every softmax."""
     attended, logsumexp = _fake_attend_each(query, key, value, ends)
-    for *parts, whole, of_all in _by_sample(ends, query, key, value, attended, logsumexp):
-        part, of_softmax = _flash(*parts, 0.0, True)
-        whole.copy_(part)
-        of_all.copy_(of_softmax)
+    for *sample, into_attended, into_logsumexp in _by_sample(ends, query, key, value, attended, logsumexp):
+        sample_attended, sample_logsumexp = _flash(*sample, 0.0, True)
+        into_attended.copy_(sample_attended)
+        into_logsumexp.copy_(sample_logsumexp)
     return attended, logsumexp
 
 
@@ -168,9 +172,10 @@ def _attend_each_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = (_buffer_like(query), _buffer_like(key), _buffer_like(value))
     rows = (gradient, query, key, value, attended, logsumexp, *gradients)
-    for *parts, of_query, of_key, of_value in _by_sample(ends, *rows):
-        for whole, part in zip((of_query, of_key, of_value), _flash_backward(*parts, 0.0, True), strict=True):
-            whole.copy_(part)
+    for *sample, into_query, into_key, into_value in _by_sample(ends, *rows):
+        sample_gradients = _flash_backward(*sample, 0.0, True)
+        for into, sample_gradient in zip((into_query, into_key, into_value), sample_gradients, strict=True):
+            into.copy_(sample_gradient)
     return gradients
 
 
@@ -194,12 +199,12 @@ _attend_each.register_autograd(_backward, setup_context=_keep)
 
 
 def _buffer_like(tensor: Tensor) -> Tensor:
-    """Return a contiguous buffer of the same shape; `empty_like` would copy the strides."""
+    """Return an uninitialized contiguous tensor of the same shape; `empty_like` would keep the strides."""
     return tensor.new_empty(tensor.shape)
 
 
 def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split [tokens, heads, width] into samples of [1, heads, tokens, width].
+    """Split rows [tokens, heads, width] by sample; yield for each sample views of [1, heads, tokens, width].
 
     One split per tensor is measurably faster than one view per sample.
     """
@@ -210,18 +215,18 @@ def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def is_padded(
     model: nn.Module, settings: Settings, device: torch.device, *, packed: bool, run_model: bool = False
 ) -> bool:
-    """Return True if rows are padded; if they must be, log the reason.
+    """Return True if samples are padded; if the model or the device requires padding, log the reason.
 
-    With `run_model` it is collective, and runs a row of several samples through the model, which needs its weights.
+    With `run_model`, this is collective: it also tests the model, with its weights, on a row of several samples.
     """
     if settings.adaptive.token_budget is None or settings.adaptive.padding:
         return True
     reason = next(_obstacles(model, settings, device, packed=packed), None)
     if run_model:  # GPUs may differ between ranks
-        reason = next(filter(None, from_all_ranks(reason)), None) or _mixing(model, device)
+        reason = next(filter(None, from_all_ranks(reason)), None) or _find_dependence(model, device)
     if reason is None:
         return False
-    if rank() == 0 and not packed:  # the token budget logs a line for packed rows
+    if rank() == 0 and not packed:  # for packed rows, `set_batch_sizes` logs a line
         logger.info("token budget · samples are padded: %s", reason)
     return True
 
@@ -262,22 +267,22 @@ def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, pa
 
 
 def _name(thing: object) -> str:
-    """Return the name without the prefix that FSDP adds to class names."""
+    """Return the name of a function, or of an object's class without FSDP's prefix."""
     return str(getattr(thing, "__name__", type(thing).__name__.removeprefix("FSDP")))
 
 
-def _mixing(model: nn.Module, device: torch.device) -> str | None:
-    """Collective: run the model to test whether the logits of a sample depend on the others in its row.
+def _find_dependence(model: nn.Module, device: torch.device) -> str | None:
+    """Collective: run the model to test whether the logits of a sample depend on its neighbours in the row.
 
-    Inspection cannot find all causes, for example a hook that shifts tokens, or positions that count along the row.
-    Such a model would silently train on wrong contexts.
+    Return the reason for padding if they do, else None. Such a model would silently train on wrong contexts.
+    `_obstacles` cannot find all causes, for example a hook that shifts tokens, or positions that do not restart.
     """
-    (alone,) = _logits(model, device, [TRIED_SAMPLE])
-    row = [TRIED_SAMPLE, TRIED_OTHERS[0], TRIED_SAMPLE, TRIED_OTHERS[1], TRIED_SAMPLE]
-    apart = torch.stack([(logits - alone).norm(dim=-1) for logits in _logits(model, device, row)[::2]])
-    most = max(from_all_ranks(float((apart / alone.norm(dim=-1).clamp_min(1e-30)).max())))
-    rounding = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-    if most <= rounding:
+    (alone,) = _logits(model, device, [TEST_SAMPLE])
+    row = [TEST_SAMPLE, TEST_NEIGHBOURS[0], TEST_SAMPLE, TEST_NEIGHBOURS[1], TEST_SAMPLE]
+    errors = torch.stack([(logits - alone).norm(dim=-1) for logits in _logits(model, device, row)[::2]])
+    most = max(from_all_ranks(float((errors / alone.norm(dim=-1).clamp_min(1e-30)).max())))
+    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    if most <= tolerance:
         return None
     return (
         f"the model's output for a sample depends on the other samples in its row (logits differ by {most:.1%}), so "
@@ -298,7 +303,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _logits(model: nn.Module, device: torch.device, row: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Collective: return the logits of each sample of a row, without dropout, gradients or compilation."""
+    """Collective: run a row of samples without dropout, gradients or compilation; return the logits of each sample."""
     batch = concatenated([{"tokens": list(tokens), "labels": list(tokens)} for tokens in row], ignored=-100)
     del batch["labels"]
     batch_to_device(batch, device)

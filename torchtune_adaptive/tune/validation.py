@@ -1,7 +1,7 @@
 """Validation: the loss on all of `dataset_val`, between two steps of training.
 
-Its passes are stages without a backward. They have their own limits, so running out of memory here changes nothing in
-training, which is bitwise the same without validation.
+Its passes are stages without a backward, with their own limits. So running out of memory here does not change the
+limits of training, and the training steps are bitwise equal to those of a run without validation.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ VALIDATION_STAGE = "validation"
 """The name of the stage that computes the loss."""
 LOSS = "val_loss"
 COUNT = "count"
-"""Key of the divisor: the target tokens, unless the sums of a pass contain another one, such as the number of pairs."""
+"""Key of the number that sums are divided by: target tokens or, if a pass returns another number, for example pairs."""
 
 StagePasses: TypeAlias = Mapping[str, tuple[nn.Module, Callable[[Sequence[Sample]], Totals]]]
-"""Model and microbatch function of each stage, in order; the last one returns the loss."""
+"""The model and the microbatch function of each stage, in order. The last stage computes the loss."""
 
 
 def build_validation_data(settings: Settings, training: Data, build: Callable[[Settings], Data]) -> Data:
     """Collective: build `dataset_val` like `dataset`, without padding if training has none."""
     config = settings.config.copy()
     config.dataset = config.dataset_val
-    whole = replace(settings, config=config, shuffle=False, batch_size=1, gradient_accumulation_steps=1)
-    with isolated_random_state(), _naming_its_dataset():
-        data = build(whole)
+    own = replace(settings, config=config, shuffle=False, batch_size=1, gradient_accumulation_steps=1)
+    with isolated_random_state(), _naming_dataset_val():
+        data = build(own)
     if not training.kind.padded and not data.packed:
         data.remove_padding()
     return data
@@ -52,7 +52,7 @@ def build_validation_data(settings: Settings, training: Data, build: Callable[[S
 
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
-    """Seed the host's random generators, and restore all generators at the end."""
+    """Seed the host's random generators within the context, and restore the states of all generators at the end."""
     rng = RngState.capture()
     with seeded(0):
         yield
@@ -60,7 +60,8 @@ def isolated_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def _naming_its_dataset() -> Iterator[None]:
+def _naming_dataset_val() -> Iterator[None]:
+    """Prefix errors with the key `dataset_val`."""
     try:
         yield
     except (ConfigError, SampleError) as error:
@@ -69,7 +70,7 @@ def _naming_its_dataset() -> Iterator[None]:
 
 
 def stages_of(passes: StagePasses, data: Data, rows: int, recovery: Recovery) -> Stages[Sample]:
-    """Build the stages, with an initial limit by rows."""
+    """Build the stages, with an initial limit of `rows` rows."""
     stages: Stages[Sample] = Stages()
     for stage, (model, run) in passes.items():
         kind, limit = data.kind.for_steps(model), RowLimit(rows)
@@ -81,7 +82,7 @@ class Validation:
     """Evaluates the model on `dataset_val`."""
 
     def __init__(self, settings: Settings, data: Data, passes: StagePasses, recovery: Recovery) -> None:
-        """The recovery is that of training; its models include those of `passes`."""
+        """Build the stages. `recovery` is that of training, whose models include those of `passes`."""
         self._every, self._rows, self._data = settings.run_val_every_n_steps or 0, settings.batch_size_val, data
         self.stages = stages_of(passes, data, 1, recovery)
         for runner in self.stages.values():
@@ -90,23 +91,23 @@ class Validation:
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(self._model), max_seq_len_of([self._model])
 
     def is_due(self, progress: Progress) -> bool:
-        """Return True after every N steps, until the run is validated there."""
+        """Return True after every `run_val_every_n_steps` steps, unless this step is already validated."""
         return progress.step % self._every == 0 and progress.validated_step < progress.step
 
     def use_limits_of(self, training: Stages[Sample]) -> None:
-        """Allow the current limits of training, or `batch_size_val` rows."""
+        """Use the current limits of training or, if it is configured, `batch_size_val`."""
         for runner, limit in zip(self.stages.values(), training.limits.values(), strict=True):
             runner.use_limit(limit if self._rows is None else RowLimit(self._rows))
 
     def run(self, step: int, samples_each: int) -> dict[str, float] | None:
         """Collective: return the loss, a mean over target tokens or pairs, and other means over pairs.
 
-        Each rank runs `samples_each` samples at a time; after running out of memory, these are repeated. Returns None
-        if a rank was asked to stop meanwhile.
+        Each rank runs `samples_each` samples at a time. After running out of memory, only these are repeated. Returns
+        None if a rank was asked to stop during validation.
         """
         sums: dict[str, torch.Tensor | float] = defaultdict(float)
         shares = self._data.loader.all_samples(max(samples_each, self._rows or 0))
-        with isolated_random_state(), evaluating(self._model), _naming_its_dataset():
+        with isolated_random_state(), evaluating(self._model), _naming_dataset_val():
             for share in shares:
                 samples = [self._data.kind.without_labels(each) if repeated else each for each, repeated in share]
                 *_, result = self.stages.run(samples, step=step).values()
@@ -116,5 +117,5 @@ class Validation:
                 for name, value in {LOSS: result.loss_sum, **counted}.items():
                     sums[name] += value.double()
         if not (count := float(sums.pop(COUNT))):
-            raise ConfigError("dataset_val: no sample has a token to learn (all labels are masked)")
+            raise ConfigError("dataset_val: no sample has a token to learn (all labels are masked); check its columns")
         return {name: float(value) / count for name, value in sums.items()}

@@ -22,7 +22,7 @@ from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import distributed
-from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE, figures_of
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE, REFERENCE_LOG_PROBS, figures_of
 
 SAMPLES, STEP = 4, 1
 """Samples of a rank in a step; all steps use the same step number."""
@@ -109,7 +109,7 @@ def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[
         recipe.setup()
         dist.barrier()
     if layer_by_layer:
-        recipe.stages.go_layer_by_layer()
+        recipe.stages.gather_by_layer()
     for runner in runners_of(recipe).values():
         runner.use_limit(RowLimit(SAMPLES))
     return recipe, {stage: runner.state_dict() for stage, runner in runners_of(recipe).items()}
@@ -185,7 +185,7 @@ class RecipeBench:
         model.zero_grad()
         assert not any(getattr(each, "disabled", False) for each in model.modules()), "the policy has its adapters"
         losses = {f"{stage} loss": result.loss_sum.item() for stage, result in results.items()}
-        kept = [pair[KEPT] for pair in pairs]
+        kept = [pair[REFERENCE_LOG_PROBS] for pair in pairs]
         return Stepped([*gradients, *kept], figures_of(results) | losses, torch.get_rng_state())
 
     def undisturbed(self, rows: int) -> Stepped:

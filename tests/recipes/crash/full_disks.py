@@ -11,7 +11,7 @@ from tests.recipes.crash.kill_points import TRAIN, Point
 from tests.recipes.crash.summary import Tally
 from tests.recipes.crash.variants import FULL, LORA, STEPS, Variant, write_config
 from torchtune_adaptive.demo.model import demo_model
-from torchtune_adaptive.demo.weights import WEIGHTS_FILE, ensure_made
+from torchtune_adaptive.demo.weights import WEIGHTS_FILE, generate_if_missing
 
 SMALL, LARGE = {FULL: "12m", LORA: "5m"}, "128m"
 """Space for two checkpoints, and for all."""
@@ -99,7 +99,7 @@ class DiskRun:
         arguments = write_config(self._variant, folder, *overrides)
         (folder / "out").mkdir(parents=True)
         # files other than checkpoints go elsewhere
-        ensure_made(folder.parent / "weights" / WEIGHTS_FILE, lambda: demo_model().state_dict())
+        generate_if_missing(folder.parent / "weights" / WEIGHTS_FILE, lambda: demo_model().state_dict())
         return Start(self._variant, folder, tuple(arguments))
 
     def _fails(self, start: Start, number: int, words: list[str], file_bytes: int | None = None) -> None:

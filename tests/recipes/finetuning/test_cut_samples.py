@@ -40,4 +40,4 @@ def test_text_completion_cuts_one_token_earlier() -> None:
     dataset = TextCompletionDataset.__new__(TextCompletionDataset)
     vars(dataset).update(_tokenizer=tokenizer, _data=[{"text": "a" * 200}], _column="text", add_eos=True)
     data = Data(CheckedDataset(dataset), False, lambda _: {}, SimpleNamespace(), tokenizer.max_seq_len)  # type: ignore[arg-type]
-    assert data.cut_at == len(dataset[0]["tokens"]) == ALLOWED - 1
+    assert data.truncated_length == len(dataset[0]["tokens"]) == ALLOWED - 1

@@ -65,7 +65,7 @@ def test_torchtune_has_configs_for_every_recipe_and_every_family_is_covered() ->
 
 def test_keys_of_stock_configs_are_known() -> None:
     for stock in ALL:
-        check_keys(stock.load(), aloud=False)
+        check_keys(stock.load(), log=False)
 
 
 @pytest.mark.smoke("llama3_2/1B_full")

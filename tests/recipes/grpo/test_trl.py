@@ -92,9 +92,9 @@ def ours(folder: Path, loss: Loss) -> tuple[list[Update], list[Rollout]]:
         gradients.append(in_hf({name: each.grad.clone() for name, each in policy.named_parameters()}))
 
     iterations.optimization.optimizers[0].register_step_pre_hook(note)
-    everyone = iterations.answered([iterations.data.dataset[index] for index in range(PROMPTS)], 1)
+    everyone = iterations.generate_and_score([iterations.data.dataset[index] for index in range(PROMPTS)], 1)
     with (
-        mock.patch.object(iterations, "answered", return_value=everyone),
+        mock.patch.object(iterations, "generate_and_score", return_value=everyone),
         mock.patch.object(iterations, "update", wraps=iterations.update) as update,
     ):
         recipe.iterate([], 1)

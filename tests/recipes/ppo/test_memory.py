@@ -29,9 +29,9 @@ LARGE_CRITIC = (
 
 def train_with_a_large_critic(folder: Path) -> None:
     from torchtune_adaptive.demo.model import demo_classifier
-    from torchtune_adaptive.demo.weights import ensure_made
+    from torchtune_adaptive.demo.weights import generate_if_missing
 
-    ensure_made(
+    generate_if_missing(
         folder / "weights" / "critic.pt", lambda: demo_classifier(num_layers=6, intermediate_dim=1024).state_dict()
     )
     plain = "torchtune.training.FullModelTorchTuneCheckpointer"

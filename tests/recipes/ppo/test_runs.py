@@ -131,7 +131,7 @@ def go_on_alone(folder: Path) -> str:
 def test_different_number_of_ranks_is_refused_because_iterations_would_change(runs: Path) -> None:
     [message] = run_on_ranks(1, go_on_alone, runs / "stopped", timeout_s=60, in_group=False)
     assert "saved on 2 ranks, but there are 1 now" in message
-    assert message.endswith("resume on 2")
+    assert message.endswith("resume on 2 ranks")
 
 
 def test_every_stage_is_measured_separately_with_one_result_on_unequal_ranks(runs: Path) -> None:

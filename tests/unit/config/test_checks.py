@@ -28,21 +28,21 @@ from torchtune_adaptive.forecast.request import PlanSettings, recipe_of
 )
 def test_misspelled_key_is_an_error_with_the_intended_key(slip: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}\\? If it is your own key"):
-        check_keys(OmegaConf.create({slip: 1}), aloud=True)
+        check_keys(OmegaConf.create({slip: 1}), log=True)
 
 
 @pytest.mark.parametrize("key", ["my_note", "batch_size_test", "ppo_batch_size", "low_cpu_ram"])
 def test_custom_key_is_reported_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=True)
-        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=False)
+        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), log=True)
+        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), log=False)
     assert caplog.messages == [f"ignored config keys: {key}"]
 
 
 def test_key_used_by_other_keys_counts_as_used(caplog: pytest.LogCaptureFixture) -> None:
     cfg = OmegaConf.create({"output": "runs", "output_dir": "${output}/mine"})
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        check_keys(cfg, aloud=True)
+        check_keys(cfg, log=True)
     assert caplog.messages == []
 
 
@@ -53,7 +53,7 @@ OURS = [field.name for field in dataclasses.fields(AdaptiveConfig)]
 @pytest.mark.parametrize("name", OURS)
 def test_adaptive_key_at_the_top_level_is_an_error_with_its_full_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} has no effect here: did you mean adaptive\.{name}\? "):
-        check_keys(OmegaConf.create({"batch_size": 2, name: 1}), aloud=False)
+        check_keys(OmegaConf.create({"batch_size": 2, name: 1}), log=False)
 
 
 def test_best_checkpoint_needs_validation() -> None:
@@ -64,7 +64,7 @@ def test_best_checkpoint_needs_validation() -> None:
 def test_all_wrong_keys_are_reported_together() -> None:
     cfg = {"search": "binary", "batch_szie": 2, "epoch": 1}
     with pytest.raises(ConfigError) as caught:
-        check_keys(OmegaConf.create(cfg), aloud=True)
+        check_keys(OmegaConf.create(cfg), log=True)
     assert [error.partition(":")[0] for error in str(caught.value).split(BETWEEN_ERRORS)] == [
         "search has no effect here",
         "batch_szie is not a known key",
@@ -73,9 +73,9 @@ def test_all_wrong_keys_are_reported_together() -> None:
 
 
 def test_plan_key_that_is_also_an_adaptive_key_belongs_to_the_plan() -> None:
-    check_keys(OmegaConf.create({"memory_limit": "h100", "sequence_length": 512}), PLAN_KEYS, aloud=False)
+    check_keys(OmegaConf.create({"memory_limit": "h100", "sequence_length": 512}), PLAN_KEYS, log=False)
     with pytest.raises(ConfigError, match=r"did you mean adaptive\.search\?"):
-        check_keys(OmegaConf.create({"search": "static"}), PLAN_KEYS, aloud=False)
+        check_keys(OmegaConf.create({"search": "static"}), PLAN_KEYS, log=False)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_plan_key_that_is_also_an_adaptive_key_belongs_to_the_plan() -> None:
     ],
 )
 def test_keys_of_components_and_references_are_not_checked(cfg: dict[str, Any]) -> None:
-    check_keys(OmegaConf.create(cfg), aloud=False)
+    check_keys(OmegaConf.create(cfg), log=False)
 
 
 BUDGET = {"token_budget": 4096}

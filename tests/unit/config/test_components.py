@@ -45,13 +45,13 @@ def message(name: str, **keys: Any) -> str:
     ("name", "keys", "expected"),
     [
         ("fails", {"lr": 3}, "TypeError: 3 is no number"),
-        ("compares", {"lr": "nan"}, "'str' and 'float'; strings: _component_ is "),
+        ("compares", {"lr": "nan"}, "'str' and 'float'; these values are strings: _component_ is "),
         ("compares", {"lr": "nan"}, "compares', lr is 'nan'"),
         ("fails_below", {"lr": 3}, "RuntimeError: An error occurred (TypeError: 3 is no number)"),
         (
             "anything",
             {"lr": 3, "lrr": 4},
-            "unexpected keyword argument 'lrr'; remove it, on a command line by '~optimizer.lrr'",
+            "unexpected keyword argument 'lrr'; remove it, for example by '~optimizer.lrr' on the command line",
         ),
         ("optimizer", {}, "missing 1 required positional argument: 'lr'"),
         ("builtins.range", {"lr": 3}, "TypeError"),

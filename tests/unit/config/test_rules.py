@@ -56,7 +56,7 @@ def test_error_names_key_section_value_and_allowed_values() -> None:
 
 
 def test_missing_required_key_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^rows is missing: give a whole number of at least 1$"):
+    with pytest.raises(ConfigError, match=r"^rows is missing: set it to a whole number of at least 1$"):
         read(Section, {})
 
 

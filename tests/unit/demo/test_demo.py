@@ -16,12 +16,12 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.demo.dataset import demo_dataset, demo_row
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.tokenizer import demo_tokenizer
-from torchtune_adaptive.demo.weights import ensure_made
+from torchtune_adaptive.demo.weights import generate_if_missing
 
 OUR_CONFIGS = Path(__file__).parents[3] / "configs" / "demo"
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 
-ensure_weights = partial(ensure_made, make=lambda: demo_model().state_dict())
+ensure_weights = partial(generate_if_missing, generate=lambda: demo_model().state_dict())
 
 
 @given(st.text())

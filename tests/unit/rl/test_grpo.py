@@ -17,8 +17,8 @@ from torchtune_adaptive.rl.rollouts import (
     WEIGHT,
     Rollout,
     counts_of,
+    fraction_cut_off,
     results_of,
-    share_cut_off,
 )
 from torchtune_adaptive.rl.settings import GRPOLoss, GRPOSettings
 
@@ -138,5 +138,5 @@ def test_run_with_signal_in_one_iteration_does_not_warn(caplog: pytest.LogCaptur
 def test_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:
     everyone = answers([1, 0, 0], [3, MOST, MOST])
     everyone[2].answer[-1] = 5
-    assert share_cut_off(everyone, [5, 6]) == pytest.approx(1 / 3)
-    assert share_cut_off(everyone, []) == pytest.approx(2 / 3)
+    assert fraction_cut_off(everyone, [5, 6]) == pytest.approx(1 / 3)
+    assert fraction_cut_off(everyone, []) == pytest.approx(2 / 3)

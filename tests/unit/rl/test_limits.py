@@ -46,7 +46,7 @@ def test_prompt_without_space_for_an_answer_is_named_before_training_with_row_li
         data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=cut_at),
         optimization=None,
     )
-    finder, dataset.cut_at = finder_of(trainer, {"generate": LONG, "values": SHORT}, 12), cut_at
+    finder, dataset.truncate_at = finder_of(trainer, {"generate": LONG, "values": SHORT}, 12), cut_at
     monkeypatch.setattr(CheckedDataset, "longest", lambda self: Longest(2, len(self[2]["tokens"])))
     if cut_at == 8:
         finder.find(memory=None)

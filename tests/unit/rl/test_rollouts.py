@@ -28,15 +28,15 @@ WORST = worst_rollout(torch.arange(PROMPT), NEW)
 
 def test_rollout_is_cut_to_the_measured_length_with_the_longest_answer() -> None:
     for length in range(2, PROMPT + NEW + 1):
-        cut = WORST.answered(length)
+        cut = WORST.shortened(length)
         assert cut.whole_length == length
         assert cut.length == min(NEW, length - 1)
         assert counts_of([cut]).sum() == cut.length
         assert sequences_of([cut], "cpu").tokens.shape == (1, length)
     for length in range(NEW + 1, PROMPT + NEW + 1):
-        generates = WORST.prompting(length)
-        assert (generates.most_length, len(generates.answer)) == (length, NEW)
-    assert (WORST.whole_length, WORST.most_length) == (PROMPT + NEW, PROMPT + NEW)
+        generates = WORST.with_shorter_prompt(length)
+        assert (generates.padded_length, len(generates.answer)) == (length, NEW)
+    assert (WORST.whole_length, WORST.padded_length) == (PROMPT + NEW, PROMPT + NEW)
     assert counts_of([WORST]).all()
 
 
@@ -80,7 +80,7 @@ ROWS = Dataset.from_list([{"question": "1+1", "answer": "2"}])
 
 
 def test_unknown_column_is_reported_with_the_columns() -> None:
-    with pytest.raises(ConfigError, match=r"^dataset\.column is 'questin': allowed is question or answer$"):
+    with pytest.raises(ConfigError, match=r"^dataset\.column is 'questin': use one of the columns question, answer$"):
         Prompts(DemoTokenizer(), ROWS, "questin", None)
 
 

@@ -39,7 +39,7 @@ def test_one_error_names_both_lines_of_torchtunes_config_to_change() -> None:
 
 def test_torchtunes_config_with_these_changes_is_accepted_and_equals_ours() -> None:
     changed = config(STOCK, "optimizer_in_bwd=False", "optimizer._component_=torch.optim.AdamW")
-    check_keys(changed, PPO_KEYS, aloud=False)
+    check_keys(changed, PPO_KEYS, log=False)
     settings, ppo = read_ppo_settings(changed)
     assert (settings.samples_per_step, ppo.updates, ppo.iterations(ranks=4)) == (128, 1, 19)
     assert settings.config.model == changed.policy_model

@@ -22,7 +22,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"tokens": [1]}, "no tokens or no labels"),
     ({"tokens": [1, 4], "labels": [1, 1]}, "token 4, but the model's vocabulary has 4 tokens, 0 to 3"),
     ({"tokens": torch.tensor([1, -4]), "labels": torch.tensor([1, 1])}, "token -4, but"),
-    ({"tokens": [1, 1], "labels": [1, 4]}, "label 4, but the model's vocabulary has 4 tokens, 0 to 3: the loss"),
+    (
+        {"tokens": [1, 1], "labels": [1, 4]},
+        "label 4, but the model's vocabulary has 4 tokens, 0 to 3: use one of these",
+    ),
     ({"tokens": [1, 2, 3], "labels": [1, 2]}, "3 tokens and 2 labels: every token needs a label"),
     ({"tokens": None, "labels": [1]}, r"tokens that are not a list of integers \(null\)"),
     ({"tokens": ["a", "b"], "labels": [1, 1]}, r"tokens that are not a list of integers \(\['a', 'b'\]\)"),
@@ -88,7 +91,7 @@ def test_unreadable_sample_is_named() -> None:
 def test_pair_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
     pairs = [JOINED.uniform(1, length) for length in (886, 984)]
     samples = CheckedDataset(pairs, JOINED)
-    samples.room = 887, "; raise it"
+    samples.length_limit = 887, "; raise it"
     assert samples[0][INDEX] == 0
     with pytest.raises(
         SampleTooLargeError,

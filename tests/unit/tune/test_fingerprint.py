@@ -11,7 +11,7 @@ import torch
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import fingerprint
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.fingerprint import PLACES, check_same_data, fingerprint_of
+from torchtune_adaptive.tune.fingerprint import COMPARED, check_same_data, fingerprint_of
 
 LINES = [{"tokens": [at, at + 1], "labels": torch.tensor([at, at])} for at in range(64)]
 
@@ -46,7 +46,7 @@ def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def from_both(mine: Any) -> list[Any]:
         if isinstance(mine, bool):
             return [mine, mine]
-        return [mine, [fingerprint._checksum_at(CheckedDataset(others[0]), at) for at in fingerprint._places(64)]]
+        return [mine, [fingerprint._checksum_of(CheckedDataset(others[0]), at) for at in fingerprint._compared(64)]]
 
     monkeypatch.setattr(fingerprint, "from_all_ranks", from_both)
     return others
@@ -87,7 +87,7 @@ def test_unreadable_sample_is_not_compared(other_rank: list[Any]) -> None:
 
     found = fingerprint_of(CheckedDataset(Broken(random.random)), None)
     assert found is not None
-    assert found["crc32"][-2:] == [fingerprint._checksum_at(CheckedDataset(LINES), fingerprint._places(64)[-2]), None]
+    assert found["crc32"][-2:] == [fingerprint._checksum_of(CheckedDataset(LINES), fingerprint._compared(64)[-2]), None]
 
 
 def test_fingerprint_reads_a_few_samples_and_restores_the_random_state(other_rank: list[Any]) -> None:
@@ -100,7 +100,7 @@ def test_fingerprint_reads_a_few_samples_and_restores_the_random_state(other_ran
     other_rank.append(Drawn(draw))
     states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]]
     fingerprint_of(CheckedDataset(Drawn(draw)), None)
-    assert len(reads) == 2 * PLACES
+    assert len(reads) == 2 * COMPARED
     for before, after in zip(states, [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]], strict=True):
         assert np.array_equal(np.asarray(before, dtype=object), np.asarray(after, dtype=object))
 
@@ -119,5 +119,5 @@ def test_resume_may_change_max_seq_len() -> None:
 @pytest.mark.parametrize("draw", DRAWS)
 def test_resume_may_draw_samples_at_random(draw: str) -> None:
     samples = CheckedDataset(Drawn(DRAWS[draw]))
-    saved = {"samples": 64, "max_seq_len": None, "crc32": [1] * PLACES}
+    saved = {"samples": 64, "max_seq_len": None, "crc32": [1] * COMPARED}
     check_same_data(samples, fingerprint_of(samples, None), saved)
