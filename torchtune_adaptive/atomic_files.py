@@ -48,10 +48,8 @@ def write_optional_file(path: Path, content: bytes, consequence: str) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a small JSON file that contains an object. Return None if the file does not exist.
-
-    Raises ValueError for any fault. The caller adds the name of the file to its message.
-    """
+    """Read a small JSON file that contains an object. Return None if the file does not exist. Raises ValueError for any
+    fault. The caller adds the name of the file to its message."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ValueError("it is not a regular file")  # reading a FIFO would block

@@ -32,10 +32,8 @@ class MemorySize:
     is_fraction: bool
 
     def bytes_of(self, total_bytes: int) -> int:
-        """Return this amount on a device of `total_bytes`.
-
-        An amount above `total_bytes` is reduced to it, because an "80 GB" GPU reports a little less than 80 GB.
-        """
+        """Return this amount on a device of `total_bytes`. An amount above `total_bytes` is reduced to it, because an
+        "80 GB" GPU reports a little less than 80 GB."""
         requested_bytes = self.amount * total_bytes if self.is_fraction else self.amount
         return min(int(requested_bytes), total_bytes)
 

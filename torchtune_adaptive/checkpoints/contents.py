@@ -1,8 +1,8 @@
-"""Contents of a checkpoint: weights, optimizer state and random generators, gathered on rank 0 and loaded back.
+"""Gathers the contents of a checkpoint on rank 0 and loads them back: weights, optimizer state, random generators.
 
 torch cannot gather the quantized optimizer state of torchao: such a tensor consists of blocks, and a shard may end
-inside a block. Its shards are therefore saved as they are. The same number of ranks loads the same bits; other numbers
-load the same values.
+inside a block. Its shards are therefore saved as they are. The same number of ranks loads the same bits. Another number
+of ranks loads dequantized values.
 """
 
 from __future__ import annotations
@@ -37,65 +37,63 @@ from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.formatting import count_of
 
 ShardedWeights: TypeAlias = dict[str, dict[str, Tensor]]
-"""Local weights by name, under each key of torchtune's checkpointer."""
+"""For each key of torchtune's checkpointer, this rank's weights by name."""
 StateKey: TypeAlias = tuple[str, str]
-"""Parameter name, and key in the optimizer state."""
+"""The name of a parameter, and a key of its optimizer state."""
 AnyOptimizer: TypeAlias = Optimizer | OptimizerInBackwardWrapper
 """Optimizers that torchtune can save."""
 Shard: TypeAlias = tuple[tuple[int, ...], Tensor]
-"""Offset in each dimension of the full tensor, and the local tensor."""
+"""A local tensor, after its offset in each dimension of the full tensor."""
 RandomState: TypeAlias = dict[str, Any]
 
 SHARDS = "adaptive_shards"
-"""Key of a list of shards, in place of a tensor."""
+"""Key under which a checkpoint has a list of shards instead of a tensor."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The weights that a recipe saves. With LoRA: the adapter, and the model with the adapter merged into it unless
-    only the adapter is wanted."""
+    """The weights that a recipe saves. With LoRA, these are the adapter and, unless `adapter_only`, the model with the
+    adapter merged into it."""
 
     recipe: str = "full"
     lora: LoraSettings | None = None
     adapter_only: bool = False
     parts: tuple[tuple[str, str], ...] = (("", training.MODEL_KEY),)
-    """Trained submodules, and their keys in torchtune's checkpointer."""
+    """The name of each trained submodule, and its key in torchtune's checkpointer."""
 
     def sharded(self, model: nn.Module) -> ShardedWeights:
-        """Return the local weights that rank 0 has to gather."""
-        whole = {key: model.get_submodule(name).state_dict() for name, key in self.parts}
+        """Return this rank's part of the weights to save."""
+        weights_of = {key: model.get_submodule(name).state_dict() for name, key in self.parts}
         if not self.adapter_only:
-            return whole
-        return {key: peft.get_adapter_state_dict(weights, None) for key, weights in whole.items()}
+            return weights_of
+        return {key: peft.get_adapter_state_dict(weights, None) for key, weights in weights_of.items()}
 
-    def finished(self, gathered: State, model: nn.Module) -> State:
+    def for_checkpointer(self, gathered: State, model: nn.Module) -> State:
         """On rank 0: convert gathered weights to the state that torchtune's checkpointer saves."""
         if (lora := self.lora) is None:
             return gathered
         modules = list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
-        for_peft = {
+        adapter_config = {
             "r": lora.lora_rank,
             "lora_alpha": lora.lora_alpha,
             "target_modules": peft.get_lora_module_names(*modules),
             "peft_type": "LORA",
         }
-        state: State = {training.ADAPTER_CONFIG: for_peft}
+        state: State = {training.ADAPTER_CONFIG: adapter_config}
         if self.adapter_only:
             return {**state, training.ADAPTER_KEY: gathered[training.MODEL_KEY]}
-        # torchtune merges in place; weights on the host that did not have to be gathered are those of the model
+        # Copy weights that are on the host: they may be the model's own tensors, and torchtune merges in place.
         on_host = next(model.parameters()).is_cpu
-        own = {name: weight.clone() if on_host else weight for name, weight in gathered[training.MODEL_KEY].items()}
-        state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
-        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=lora.lora_rank, alpha=lora.lora_alpha)
+        weights = {name: weight.clone() if on_host else weight for name, weight in gathered[training.MODEL_KEY].items()}
+        state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(weights)
+        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(weights, rank=lora.lora_rank, alpha=lora.lora_alpha)
         return state
 
 
 def gather_weights(sharded: ShardedWeights, device: torch.device) -> State:
-    """Collective: return the full weights in host memory of rank 0. Quantized ones are dequantized.
-
-    Unlike torchtune, without a barrier after each weight: a gather ends only after all ranks have sent.
-    """
-    first, whole = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
+    """Collective: return the full weights on the host of rank 0. Quantized weights are dequantized. torchtune has a
+    barrier after each weight. None is needed, because a gather ends only after all ranks have sent."""
+    is_rank_0, full = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
     for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
         gathered = weight.to(device) if weight.is_cpu else weight
         if isinstance(gathered, DTensor):
@@ -103,17 +101,17 @@ def gather_weights(sharded: ShardedWeights, device: torch.device) -> State:
             gathered = _gather_nf4_tensor(gathered) if quantized else gathered.full_tensor()
         if isinstance(gathered, NF4Tensor):
             gathered = gathered.to(gathered.dtype)
-        if first:
-            whole[key][name] = gathered.cpu()
+        if is_rank_0:
+            full[key][name] = gathered.cpu()
         elif gathered.is_cuda:
             torch.cuda.current_stream().synchronize()
-    return whole
+    return full
 
 
 @torch.no_grad()
 def weights_are_finite(model: nn.Module) -> bool:
     """Return True if the trained weights of this rank contain no NaN or infinity."""
-    # A sum is NaN or infinite if one of its terms is, and needs no memory, unlike `isfinite`.
+    # a sum is NaN or infinite if one of its terms is, and unlike `isfinite` it needs no memory
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
     sums = [shard.sum(dtype=torch.float32) for shard in shards]
@@ -121,44 +119,45 @@ def weights_are_finite(model: nn.Module) -> bool:
 
 
 def gather_optimizer_state(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> State:
-    """Collective: return the full state on rank 0; if each parameter has its own optimizer, one state per name."""
+    """Collective: return the full optimizer state on rank 0, and {} on other ranks. If each parameter has its own
+    optimizer, the result has one state per name of a parameter."""
     if isinstance(optimizer, OptimizerInBackwardWrapper):
-        return {name: _gathered(model, each, device) for name, each in optimizer.optim_map.items()}
-    return _gathered(model, optimizer, device)
+        return {name: _gather_state(model, each, device) for name, each in optimizer.optim_map.items()}
+    return _gather_state(model, optimizer, device)
 
 
-def _gathered(model: nn.Module, optimizer: Optimizer, device: torch.device) -> State:
-    first = dist.get_rank() == 0
+def _gather_state(model: nn.Module, optimizer: Optimizer, device: torch.device) -> State:
+    is_rank_0 = dist.get_rank() == 0
     states: Any = get_optimizer_state_dict(model, optimizer)
-    whole: State = {**states, "state": {name: dict(entries) for name, entries in states["state"].items()}}
+    full: State = {**states, "state": {name: dict(entries) for name, entries in states["state"].items()}}
     tensors = _tensors(states)
-    # a rank whose shard is smaller than a block has a plain tensor where the other ranks have a quantized one
-    mine = [
+    # Ask all ranks: where a shard is smaller than a block, its rank has a plain tensor instead of a quantized one.
+    quantized_here = [
         key for key, value in tensors.items() if isinstance(value, DTensor) and wraps_tensors(type(value.to_local()))
     ]
-    quantized = set().union(*from_all_ranks(mine)) if dist.get_world_size() > 1 else set()
+    quantized = set().union(*from_all_ranks(quantized_here)) if dist.get_world_size() > 1 else set()
     for (name, key), value in tensors.items():
         if (name, key) in quantized:
-            whole["state"][name][key] = {SHARDS: _shards_on_rank_0(value)}
+            full["state"][name][key] = {SHARDS: _shards_on_rank_0(value)}
             continue
         gathered: Tensor = value.to(device).full_tensor() if isinstance(value, DTensor) else value  # type: ignore[attr-defined]
-        whole["state"][name][key] = gathered.cpu() if first else None
-    return whole if first else {}
+        full["state"][name][key] = gathered.cpu() if is_rank_0 else None
+    return full if is_rank_0 else {}
 
 
 def load_optimizer_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Collective: distribute a full state to the optimizers of all ranks."""
+    """Collective: load a full optimizer state; every rank keeps its shards."""
     plain, in_shards = _without_shards(state)
     training.load_from_full_optimizer_state_dict(model, optimizer, plain, device)
     loaded = _tensors(get_optimizer_state_dict(model, optimizer)) if in_shards else {}
     for entry, shards in in_shards.items():
-        _fill(loaded[entry], shards)
+        _copy_own_part(loaded[entry], shards)
 
 
 def _tensors(states: Mapping[str, Any]) -> dict[StateKey, Any]:
-    """Return the optimizer's tensors by names that do not depend on how the model is wrapped."""
+    """Return the tensors of an optimizer's state, by parameter name and key."""
     return {
         (name, key): value
         for name, entries in states["state"].items()
@@ -171,16 +170,16 @@ def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
     """Collective: return every distinct shard once on rank 0, and an empty list on other ranks."""
     local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    placed = zip(coordinate, tensor.placements, strict=True)
-    is_first_replica = not any(at for at, placement in placed if placement.is_replicate())
-    mine: tuple[tuple[int, ...], bytes] | None = None
+    dimensions = zip(coordinate, tensor.placements, strict=True)
+    is_first_replica = not any(index for index, placement in dimensions if placement.is_replicate())
+    own_shard: tuple[tuple[int, ...], bytes] | None = None
     if is_first_replica and local.numel():
-        file = io.BytesIO()  # pickle alone does not support 8-bit types
+        file = io.BytesIO()  # `torch.save`, because pickle alone does not support 8-bit types
         torch.save(copied_to_host(local), file)
-        mine = _offset(tensor), file.getvalue()
+        own_shard = _offset(tensor), file.getvalue()
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, gathered)
-    # under tensor parallelism, ranks outside the tensor's mesh have the same shards
+    dist.gather_object(own_shard, gathered)
+    # a dictionary removes duplicates: under tensor parallelism, ranks outside the tensor's mesh have the same shards
     shards = dict(sorted(shard for shard in gathered or [] if shard is not None))
     return [(offset, torch.load(io.BytesIO(shard), weights_only=True)) for offset, shard in shards.items()]
 
@@ -192,7 +191,7 @@ def _offset(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _without_shards(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[StateKey, list[Shard]]]:
-    """Split a state into the part that torchtune can load and the quantized tensors."""
+    """Split an optimizer state into the part that torchtune can load, and the quantized tensors as shards."""
     in_shards: dict[StateKey, list[Shard]] = {}
     plain: dict[str, State] = {}
     if not isinstance(state.get("state"), Mapping):
@@ -210,24 +209,24 @@ def _without_shards(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[S
 
 
 @torch.no_grad()
-def _fill(target: Tensor, shards: Sequence[Shard]) -> None:
-    """Copy this rank's part of a tensor from all of its shards."""
+def _copy_own_part(target: Tensor, shards: Sequence[Shard]) -> None:
+    """Copy this rank's part of a tensor from the saved shards, whose boundaries may differ."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if not local.numel():
         return
-    mine = _offset(target)
+    own_offset = _offset(target)
     for offset, shard in shards:
-        if tuple(offset) == mine and shard.shape == local.shape:
+        if tuple(offset) == own_offset and shard.shape == local.shape:
             local.copy_(shard)
             return
-    whole = torch.empty(target.shape, device=local.device)
+    full = torch.empty(target.shape, device=local.device)
     for offset, shard in shards:
         plain: Tensor = shard.dequantize() if wraps_tensors(type(shard)) else shard
-        whole[_box(offset, shard)] = plain.to(whole)
-    local.copy_(whole[_box(mine, local)])
+        full[_slices(offset, shard)] = plain.to(full)
+    local.copy_(full[_slices(own_offset, local)])
 
 
-def _box(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:
+def _slices(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))
 
 
@@ -244,7 +243,7 @@ def capture_random_state() -> RandomState:
 
 
 def restore_random_state(folder: Path) -> str | None:
-    """Restore this rank's generators from a checkpoint; return the reason if that is not possible."""
+    """Restore this rank's generators from a checkpoint. If that is not possible, return the reason."""
     path = folder / RANDOM_FILE
     if not path.is_file():
         return "the checkpoint has no random state"

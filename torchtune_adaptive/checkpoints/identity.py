@@ -1,4 +1,4 @@
-"""Identity of a run: the config values and frozen weights that must not change when it resumes."""
+"""The identity of a run: config values and frozen weights that must not change when the run resumes."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ ROLLOUT_KEYS = (
     "stop_token_ids",
 )
 MAY_BE_LOWERED = "tokenizer.max_seq_len"
-"""Out-of-memory errors advise to lower it, so it may change."""
+"""May change, because out-of-memory errors advise to lower it."""
 NOT_TRAINED = {
     "ref_policy_checkpointer": "reference weights",
     "ref_checkpointer": "reference weights",
     "reward_checkpointer": "reward weights",
 }
-"""Config section of weights that recipes read and do not train -> their name."""
+"""Maps a config section of frozen weights to their name in messages."""
 ENDS_BYTES = 2**22
-"""Bytes to read at each end of a file."""
+"""Number of bytes that a fingerprint reads at each end of a file."""
 
 
 def saves_adapters(recipe: str) -> bool:
-    """Return True if a recipe trains adapters; other recipes cannot resume from its checkpoints."""
+    """Return True if a recipe trains adapters. Recipes without adapters cannot resume from its checkpoints."""
     return recipe.startswith("lora")
 
 
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
-    """Return the values that must not change, by dotted key. Reads files, so call it on rank 0."""
-    on_rollouts = recipe.endswith(("_ppo", "_grpo"))
-    values = {key: value_at(cfg, key) for key in (*RUN_KEYS, *(ROLLOUT_KEYS if on_rollouts else ()))}
+    """Return the values that must not change, by dotted key. Call it on rank 0 only, because it reads large files."""
+    uses_rollouts = recipe.endswith(("_ppo", "_grpo"))
+    values = {key: value_at(cfg, key) for key in (*RUN_KEYS, *(ROLLOUT_KEYS if uses_rollouts else ()))}
     plain = {
         key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for key, value in values.items()
@@ -66,13 +66,13 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     if saves_adapters(recipe):
         flat |= weights_in("frozen weights", cfg.get("checkpointer"))
     flat.pop(MAY_BE_LOWERED, None)
-    if recipe == "full_ppo":  # PPO uses this key only to split a step
+    if recipe == "full_ppo":  # PPO uses this key only to split a step into microbatches
         flat.pop("gradient_accumulation_steps", None)
     return flat
 
 
 def weights_in(name: str, section: Any) -> dict[str, object]:
-    """Return fingerprints of a checkpointer's files: of their content, because paths change."""
+    """Return a fingerprint of the content of each of a checkpointer's files. Paths may change when a run resumes."""
     names = section.get("checkpoint_files") if isinstance(section, DictConfig) else None
     if not isinstance(names, ListConfig | DictConfig):
         return {}
@@ -83,7 +83,7 @@ def weights_in(name: str, section: Any) -> dict[str, object]:
 
 
 def file_names(value: object, key: str = "checkpointer") -> list[str]:
-    """Return the names in `checkpoint_files`, which is a list or torchtune's short form of one."""
+    """Return the names in `checkpoint_files`: a list, or torchtune's short form with a format and a maximum."""
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if isinstance(plain, list) and plain:
         return [str(name) for name in plain]
@@ -95,18 +95,18 @@ def file_names(value: object, key: str = "checkpointer") -> list[str]:
 
 
 def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """Describe the keys that differ, with both values; for another recipe, only the recipe."""
+    """Describe the keys that differ, with both values; None if none do. If recipes differ, compare nothing else."""
     another_recipe = configured.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
         if configured.get(key) != saved.get(key):
-            ours, theirs = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
-            changed.append(f"{key} is {ours}, but was {theirs}")
+            now, before = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
+            changed.append(f"{key} is {now}, but was {before}")
     return ", and ".join(changed) or None
 
 
 def _fingerprint(path: Path) -> str:
-    """Return the size of a file, and a checksum of both of its ends."""
+    """Return the size of a file and a checksum of its first and last bytes."""
     size = path.stat().st_size
     with path.open("rb") as file:
         crc32 = zlib.crc32(file.read(ENDS_BYTES))
@@ -116,7 +116,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _flat(values: object, prefix: str = "") -> dict[str, object]:
-    """Flatten nested mappings to dotted keys, without nulls, which torchtune treats as absent."""
+    """Flatten nested mappings to dotted keys. Values that are None are left out, because torchtune ignores them."""
     if not isinstance(values, Mapping):
         return {} if values is None else {prefix.rstrip("."): values}
     return {key: value for name, part in values.items() for key, value in _flat(part, f"{prefix}{name}.").items()}

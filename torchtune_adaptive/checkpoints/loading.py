@@ -1,6 +1,6 @@
-"""Load weights and state with torchtune's checkpointers.
+"""Loads weights and state with torchtune's checkpointers.
 
-Every rank reads the same files. All ranks raise the error of the first rank that fails.
+Every rank reads the same files. If loading fails on any rank, all ranks raise the error of the lowest such rank.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
     if "checkpoint_files" in cfg.checkpointer:
         file_names(cfg.checkpointer.checkpoint_files)
     if files is not None:
-        # When resuming, torchtune looks for an adapter in the last epoch of output_dir, and fails without an epoch.
+        # torchtune looks for an adapter in the last epoch of output_dir, and fails if there is no folder of an epoch
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
         section.update(recipe_checkpoint=files.recipe_state, adapter_checkpoint=files.adapter)
-        if files.adapter is None:  # otherwise the base weights are those that the config names
+        if files.adapter is None:  # with an adapter, the config names the base weights
             section["checkpoint_files"] = list(files.weights)
     built = components.build_section(
         "checkpointer", OmegaConf.create(section), should_load_recipe_state=files is not None
@@ -46,7 +46,7 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
 
 
 def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
-    """Collective: load weights that are not trained."""
+    """Collective: load the frozen weights that the checkpointer in section `key` of the config names."""
     section = section_writing_to(settings.config, key, Path(settings.output_dir) / store.SAVING)
     checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
     weights: State = _on_all_ranks(checkpointer.load_checkpoint, "the weights", key)[training.MODEL_KEY]
@@ -54,7 +54,7 @@ def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
 
 
 def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, Any]:
-    """Return a checkpointer's section with another output directory."""
+    """Return the section of a checkpointer, with the staging directory as its output directory."""
     section = components.require(cfg, key)
     _check_directory(section, key)
     plain = OmegaConf.to_container(section, resolve=True)
@@ -69,20 +69,20 @@ def load(checkpointer: Checkpointer, files: Files | None) -> State:
 
     def read() -> State:
         state = checkpointer.load_checkpoint()
-        _check_belongs_together(state, files)
+        _check_same_epoch(state, files)
         return state
 
     return _on_all_ranks(read, f"checkpoint {files.folder}")
 
 
 def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
-    """Collective: run `work` on all ranks; raise the error of the first failed rank on all of them."""
+    """Collective: run `work` on all ranks. If it fails on any, raise the error of the lowest such rank on all."""
     result, problem = None, None
     try:
         result = work()
     except AdaptiveError as error:
         problem = str(error)
-    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
+    except Exception as error:  # noqa: BLE001 - damaged files can raise any error
         if is_oom(error) or isinstance(error, MemoryError):
             problem = (
                 f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
@@ -99,10 +99,10 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
 
 
 def _check_directory(section: DictConfig, key: str) -> None:
-    """Raise ConfigError if the directory of weights is missing; torchtune's error names neither key nor directory."""
+    """Raise ConfigError if the directory of weights is missing. torchtune's error names neither key nor directory."""
     directory = section.get("checkpoint_dir")
-    created = not str(section.get(COMPONENT)).startswith("torchtune.training.")  # the demo's checkpointer does
-    if not isinstance(directory, str) or not (created or os.path.isdir(directory)):
+    creates_files = not str(section.get(COMPONENT)).startswith("torchtune.training.")  # as the demo's checkpointer
+    if not isinstance(directory, str) or not (creates_files or os.path.isdir(directory)):
         raise ConfigError(
             f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
             "download the weights first (tune download) or correct the path"
@@ -110,7 +110,7 @@ def _check_directory(section: DictConfig, key: str) -> None:
 
 
 def check_copied_files(section: DictConfig) -> None:
-    """Raise ConfigError, before training, for a file next to the weights that saves could not copy."""
+    """Raise ConfigError if a file next to the weights cannot be read, because torchtune copies it in every save."""
     if not str(section.get(COMPONENT)).startswith("torchtune"):
         return
     for root, folders, files in os.walk(str(section.checkpoint_dir)):
@@ -124,8 +124,8 @@ def check_copied_files(section: DictConfig) -> None:
                 )
 
 
-def _check_belongs_together(state: State, files: Files) -> None:
-    """Raise ConfigError if weights and state are from different epochs; a manifest guarantees that they are not."""
+def _check_same_epoch(state: State, files: Files) -> None:
+    """Raise ConfigError if weights and state are from different epochs, unless a manifest covers all files."""
     if training.OPT_KEY not in state or not state[training.OPT_KEY]:
         raise ConfigError(f"{files.recipe_state} has no optimizer state: the run cannot be resumed from it")
     weights_of, state_of = files.folder.name, f"epoch_{int(state.get(training.EPOCHS_KEY) or 0) - 1}"

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: loads the one to resume from, and saves new ones.
+"""Loads the checkpoint that a run resumes from, and saves new ones.
 
-A kill at any moment leaves the previous checkpoint intact.
+If the run is killed at any moment, the previous checkpoint is intact.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
 logger = logging.getLogger(__name__)
 
 REMEDIES = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
-"""Remedies for running out of memory in a save."""
+"""Remedies for an out-of-memory error in a save."""
 SMALL_WRITE_BYTES = 2**22
+"""Size of the file that is written to find out why a save has failed."""
 
 
 class CheckpointManager:
@@ -72,13 +73,13 @@ class CheckpointManager:
         self._directory = start.directory
         self._settings = settings
         self._serial = start.serial
-        # Do not prune the checkpoint that the command names: torchrun may restart the command after a failure.
+        # never prune the checkpoint that the config names, because torchrun may restart the command after a failure
         named = start.files if settings.resume_from_checkpoint is True else None
-        self._always_kept = named.folder.name if named else None
+        self._never_pruned = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
-        # only on rank 0, which writes the manifest; after `build`, where the demo's checkpointer creates its files
+        # on rank 0, which writes the manifest, and after `build`, in which the demo's checkpointer creates its files
         self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
-        self._random_state_folder = start.files.folder if start.files else None
+        self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
         self._stop_requested = False
         THIS_RUN.newest = start.files.folder if start.files else None
         if settings.enable_async_checkpointing:
@@ -88,7 +89,7 @@ class CheckpointManager:
 
     @property
     def last(self) -> Path | None:
-        """The newest complete checkpoint, from which a run that ends now can resume."""
+        """The newest complete checkpoint. A run that ends now can resume from it."""
         return THIS_RUN.newest
 
     @log_if_slow("read the weights")
@@ -98,10 +99,11 @@ class CheckpointManager:
 
     @contextmanager
     def continue_random_state(self, progress: Progress) -> Iterator[None]:
-        """Collective: restore the saved random state, before or after the body starts the loader of an epoch.
+        """Collective: restore the random state of the checkpoint around the body, which starts the loader of an epoch.
 
-        The loader then draws a random number. A checkpoint within an epoch was saved after that draw, so its state is
-        restored after the body. A checkpoint between epochs was saved before the draw. Later epochs restore nothing.
+        A starting loader draws a random number. A checkpoint between epochs was saved before that draw, so its state is
+        restored before the body. A checkpoint within an epoch was saved after the draw, so its state is restored after
+        the body. This happens once: later calls restore nothing.
         """
         if not progress.steps_in_epoch:
             self._restore_random_state()
@@ -114,16 +116,16 @@ class CheckpointManager:
     def _restore_random_state(self) -> None:
         if self._random_state_folder is None:
             return
-        reason = restore_random_state(self._random_state_folder)
+        problem = restore_random_state(self._random_state_folder)
         self._random_state_folder = None
-        if reason is not None:
-            log_rank_0(f"random draws (dropout) restart from the seed: {reason}")
+        if problem is not None:
+            log_rank_0(f"random draws (dropout) restart from the seed: {problem}")
 
     def is_due(self, progress: Progress, stop_requested: bool) -> bool:
-        """Return True if a checkpoint is due within an epoch; every epoch ends with one anyway."""
+        """Return True if a checkpoint must be saved now, within an epoch. The end of an epoch always saves one."""
         every, sizes = self._settings.save_every_n_steps, progress.current_epoch
-        within = sizes is not None and progress.steps_in_epoch < sizes.steps
-        return within and (stop_requested or (every is not None and progress.step % every == 0))
+        within_epoch = sizes is not None and progress.steps_in_epoch < sizes.steps
+        return within_epoch and (stop_requested or (every is not None and progress.step % every == 0))
 
     def save(
         self, progress: Progress, model: nn.Module, optimizer: AnyOptimizer, loader_state: Mapping[str, object]
@@ -133,7 +135,7 @@ class CheckpointManager:
             THIS_RUN.phase = RunPhase.LAST_SAVE
         name, began = progress.name_of_checkpoint(), time.perf_counter()
         finite, random_states = zip(*from_all_ranks((weights_are_finite(model), capture_random_state())), strict=True)
-        if not all(finite):  # pruning would then remove good checkpoints
+        if not all(finite):  # otherwise pruning could replace all good checkpoints by bad ones
             raise NotLearningError(
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
                 f"run with a lower optimizer.lr or a clip_grad_norm{', from its weights' * bool(THIS_RUN.newest)}"
@@ -141,16 +143,18 @@ class CheckpointManager:
         with fatal_on_oom(partial(out_of_memory_in, name)):
             optimizer_state = gather_optimizer_state(model, optimizer, self._device)
             weights = gather_weights(self._contents.sharded(model), self._device)
-        failure, lost = None, False
+        failure, directory_lost = None, False
         if dist.get_rank() == 0:
             state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
             try:
-                whole = {**self._contents.finished(weights, model), **state, training.OPT_KEY: optimizer_state}
-                self._write(progress, whole, list(random_states))
+                weights = self._contents.for_checkpointer(weights, model)
+                self._write(progress, {**weights, **state, training.OPT_KEY: optimizer_state}, list(random_states))
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
-                failure, lost = self._failure(name, error)
-        failure, lost, self._stop_requested = from_rank_0((failure, lost, THIS_RUN.stop_requested()))
-        if lost:  # earlier checkpoints have moved, or belong to another run
+                failure, directory_lost = self._failure(name, error)
+        failure, directory_lost, self._stop_requested = from_rank_0(
+            (failure, directory_lost, THIS_RUN.stop_requested())
+        )
+        if directory_lost:  # the earlier checkpoints were moved, or belong to another run
             THIS_RUN.newest = THIS_RUN.record_directory = None
         if failure is not None:
             self.close()
@@ -161,12 +165,12 @@ class CheckpointManager:
         log_rank_0(f"checkpoint {THIS_RUN.newest} saved in {time.perf_counter() - began:.1f} s")
 
     def _write(self, progress: Progress, state: State, random_states: list[RandomState]) -> None:
-        """On rank 0: write with torchtune's checkpointer into the staging directory, publish, and prune."""
+        """On rank 0: write the checkpoint into the staging directory, rename it to its place, and prune older ones."""
         epoch, staging = progress.epochs_run, self._directory.staging
         options = {"adapter_only": True} if self._contents.adapter_only else {}
         torchtune_logger = get_logger()
         level = torchtune_logger.level
-        torchtune_logger.setLevel(logging.WARNING)  # its lines name files in the staging directory
+        torchtune_logger.setLevel(logging.WARNING)  # hides lines that name files in the staging directory
         try:
             self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
         finally:
@@ -188,12 +192,12 @@ class CheckpointManager:
         store.publish(self._directory, written, progress.name_of_checkpoint())
         self._serial += 1
         try:
-            store.prune(self._directory.path, self._settings.keep_last_n_checkpoints, self._always_kept)
-        except OSError as error:  # the new checkpoint is complete
+            store.prune(self._directory.path, self._settings.keep_last_n_checkpoints, self._never_pruned)
+        except OSError as error:  # only a warning, because the new checkpoint is complete
             logger.warning("older checkpoints in %s could not be removed: %s", self._directory.path, error.strerror)
 
     def _failure(self, name: str, error: Exception) -> tuple[str, bool]:
-        """On rank 0: return the message of a failed save, and True if the output directory is no longer this run's."""
+        """On rank 0: return the message for a failed save, and whether the output directory is no longer this run's."""
         directory = self._directory.path
         try:
             self._directory.check()
@@ -203,7 +207,7 @@ class CheckpointManager:
         return f"checkpoint {name} could not be saved to {directory}: {cause}; {_last_good()}; {_once_fixed()}", False
 
     def stop_if_asked(self, progress: Progress, stop_requested: bool) -> None:
-        """Raise RunStopped after a save if the ranks have agreed to stop before the end."""
+        """Raise RunStopped if the ranks have agreed to stop, unless the run is finished. Call it after a save."""
         if (stop_requested or self._stop_requested) and not progress.finished:
             raise RunStopped(f"stopped after step {progress.step}")
 
@@ -214,7 +218,7 @@ class CheckpointManager:
 
 
 def describe_failure(error: Exception, directory: Path) -> str:
-    """Return the cause of a failed save and its remedy."""
+    """Return the cause of a failed save, with a remedy if memory ran out, or else the free space of the disk."""
     if is_oom(error) or isinstance(error, MemoryError):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
     number, file = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
@@ -225,7 +229,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
 
 
 def _errno_of_a_write(folder: Path) -> int | None:
-    """Try a small write and return its errno. The errors of torch's writer have none."""
+    """Write a small file, and return the errno if that fails. Errors of torch's writer have no errno."""
     try:
         replace_file(folder / "try", bytes(SMALL_WRITE_BYTES))
         (folder / "try").unlink(missing_ok=True)
@@ -235,7 +239,7 @@ def _errno_of_a_write(folder: Path) -> int | None:
 
 
 def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:
-    """Return the error for running out of memory while gathering, which one rank cannot repeat alone."""
+    """Return the error for running out of memory while gathering, which a single rank cannot repeat."""
     return UnrecoverableError(
         f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}; {_once_fixed()}",
         *REMEDIES,

@@ -1,4 +1,4 @@
-"""Progress of a run, which a checkpoint stores in addition to weights and optimizer state."""
+"""The progress of a run, which a checkpoint stores in addition to weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TORCHTUNE_KEYS = {
     "total_epochs": training.TOTAL_EPOCHS_KEY,
     "max_steps_per_epoch": training.MAX_STEPS_KEY,
 }
-"""Field -> key in torchtune's recipe state."""
+"""Maps fields of Progress to keys of torchtune's recipe state."""
 
 SavedLimits: TypeAlias = Mapping[str, Any]
 """State of each stage's limit, by the stage's name."""
 
 ADAPTIVE_KEY = "adaptive"
-"""Key in torchtune's recipe state for the fields that torchtune's recipes do not have."""
+"""Key in the recipe state for all other fields. torchtune's recipes ignore it."""
 
 
 @dataclass(frozen=True)
@@ -42,41 +42,40 @@ class EpochSizes:
     samples_per_step: int
     steps: int
     lr_factor: float
-    """Factor on the learning rate for growth beyond the configured samples per step."""
+    """Factor on the learning rate, if a step has more samples than configured."""
     refused_batch_size: int | None = None
-    """A requested batch size that was rejected because it exceeds the bound."""
+    """The batch size that was requested, if it was rejected because it exceeds the maximum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress of a run. A resumed run keeps the checkpoint's seed and steps per epoch, but uses the config's
-    epochs."""
+    """The progress of a run, at a boundary between two steps."""
 
     seed: int
     epochs_run: int = 0
     total_epochs: int
     max_steps_per_epoch: int | None
     past: tuple[EpochSizes, ...] = ()
-    """Completed epochs; empty for torchtune's checkpoints."""
+    """The completed epochs; empty for torchtune's checkpoints."""
     current_epoch: EpochSizes | None = None
-    """The current epoch, if any; it ends as planned, even if other sizes fit after a resume."""
+    """The epoch that has begun, if there is one. After a resume, it keeps these sizes, even if others fit."""
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
-    """Samples of this epoch that all ranks together have trained on, excluding prefetched ones."""
+    """Number of samples of this epoch on which all ranks together have trained. Prefetched samples do not count."""
     step: int = 0
-    """Steps since the start of the run; 0 for torchtune's checkpoints, which do not count them."""
+    """Number of steps since the start of the run. 0 for torchtune's checkpoints, which do not contain it."""
     limit: SavedLimits | None = None
     """None before the first epoch and in torchtune's checkpoints."""
     ranks: int
-    """Data-parallel ranks; in a resumed run, those of the earlier run."""
+    """Number of data-parallel ranks that have saved this progress."""
     validated_step: int = 0
-    """The last step after which the run was validated."""
+    """The latest step that was followed by a validation."""
     best_val_loss: float = math.inf
     best_step: int | None = None
     """The step with the lowest validation loss."""
     dataset_samples: int | None = None
     dataset_fingerprint: Mapping[str, Any] | None = None
-    """Fingerprint by which a resumed run detects changed data; None if unavailable."""
+    """A resumed run compares it, to detect that the data has changed. None if there is no fingerprint."""
 
     @property
     def finished(self) -> bool:
@@ -85,7 +84,7 @@ class Progress:
 
     @property
     def epochs_started(self) -> tuple[EpochSizes, ...]:
-        """The completed epochs and the current one."""
+        """The completed epochs and, if there is one, the current epoch."""
         return self.past if self.current_epoch is None else (*self.past, self.current_epoch)
 
     @property
@@ -118,17 +117,18 @@ class Progress:
         return replace(self, epochs_run=done, past=past, current_epoch=None, steps_in_epoch=0, samples_in_epoch=0)
 
     def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
-        """Return the progress of a checkpoint, with the config's epochs; log other keys that the config changes."""
+        """Return the progress of a checkpoint, but with the number of epochs of the config. Logs other keys whose value
+        in the config differs, because the value of the checkpoint is used."""
         if absent := [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
                 "set checkpointer.recipe_checkpoint to the recipe state of an unfinished run"
             )
-        theirs = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
-        ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
-        past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
-        current = EpochSizes(**sizes) if (sizes := ours.pop("current_epoch", None)) else None
-        saved = Progress(**theirs, past=past, current_epoch=current, **ours)
+        torchtune_fields = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
+        other_fields = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
+        past = tuple(EpochSizes(**sizes) for sizes in other_fields.pop("past", ()))
+        current = EpochSizes(**sizes) if (sizes := other_fields.pop("current_epoch", None)) else None
+        saved = Progress(**torchtune_fields, past=past, current_epoch=current, **other_fields)
         resumed = replace(saved, total_epochs=self.total_epochs)
         if resumed.finished:
             raise ConfigError(
@@ -142,14 +142,14 @@ class Progress:
         return resumed
 
     def recipe_state(self) -> dict[str, object]:
-        """Return the progress in torchtune's keys, and in one more key that torchtune's recipes ignore."""
+        """Return the progress under torchtune's keys and `ADAPTIVE_KEY`."""
         values = asdict(self)
-        ours = {name: value for name, value in values.items() if name not in TORCHTUNE_KEYS}
-        return {**{key: values[field] for field, key in TORCHTUNE_KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
+        other_fields = {name: value for name, value in values.items() if name not in TORCHTUNE_KEYS}
+        return {**{key: values[field] for field, key in TORCHTUNE_KEYS.items()}, ADAPTIVE_KEY: json.dumps(other_fields)}
 
 
 def start_progress(settings: Settings, ranks: int) -> Progress:
-    """Collective: seed every rank and return the progress of a new run."""
+    """Collective: seed every rank, and return the progress of a new run."""
     seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
-    epochs, most = settings.epochs, settings.max_steps_per_epoch
-    return Progress(seed=seed, total_epochs=epochs, max_steps_per_epoch=most, ranks=ranks)
+    max_steps = settings.max_steps_per_epoch
+    return Progress(seed=seed, total_epochs=settings.epochs, max_steps_per_epoch=max_steps, ranks=ranks)

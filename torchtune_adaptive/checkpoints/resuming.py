@@ -1,8 +1,8 @@
-"""Find where a run starts. Rank 0 looks at the output directory and decides for all ranks.
+"""Finds out where a run starts. Rank 0 looks at the output directory and decides for all ranks.
 
-resume_from_checkpoint: False    fresh, in an output directory without checkpoints
-                        auto     from the newest complete checkpoint of this run, or fresh without one
-                        True     as in torchtune: from the files that the config names
+resume_from_checkpoint: False    a fresh start, in an output directory without checkpoints
+                        auto     from the newest intact checkpoint of this run, or fresh if there is none
+                        True     as in torchtune, from the files that the config names
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 logger = logging.getLogger(__name__)
 
 StepsOnRanks: TypeAlias = Callable[[int], int]
-"""Total steps of a run by number of ranks, for runs that count steps instead of epochs."""
+"""Returns the total steps of a run for a number of ranks. Used by recipes that count steps instead of epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The start of a run: fresh, or from a checkpoint."""
+    """Where a run starts: fresh, or from a checkpoint."""
 
     serial: int
-    """Serial of the run's next checkpoint."""
+    """The serial of the next checkpoint of the run."""
     files: Files | None = None
-    """The checkpoint to resume from, unless the start is fresh."""
+    """The checkpoint to resume from; None for a fresh start."""
     lock: IO[bytes] | None = None
-    """On rank 0: the open file that locks the output directory."""
+    """On rank 0, the open file that locks the output directory."""
     directory: OutputDirectory
 
     @property
@@ -52,25 +52,25 @@ class Start:
         return self.files is not None
 
     def release(self) -> None:
-        """Unlock the directory, after the last write."""
+        """Unlock the directory. Call it after the last write."""
         if self.lock is not None:
             self.lock.close()
 
 
 @log_if_slow("looked for a checkpoint and verified its files")
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
-    """Collective: return where the run starts; raise `RunFinished` or the same error on every rank."""
-    decided: Start | Exception | None = None
+    """Collective: return where the run starts, or raise RunFinished or the same error on every rank."""
+    decision: Start | Exception | None = None
     lock: IO[bytes] | None = None
     if dist.get_rank() == 0:
         try:
             lock = lock_directory(Path(settings.output_dir))
-            decided = decide(settings, recipe, steps)
+            decision = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
-            decided = error
+            decision = error
             if lock is not None:
                 lock.close()
-    start = from_rank_0(decided)
+    start = from_rank_0(decision)
     if isinstance(start, Exception):
         raise start
     assert start is not None, "rank 0 has decided"
@@ -78,7 +78,7 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     start = replace(start, directory=replace(start.directory, path=own_path))
     _check_shared(start, settings)
     if not REHEARSAL.on:
-        THIS_RUN.keep_record_in(own_path)  # any rank may record the end
+        THIS_RUN.keep_record_in(own_path)  # on all ranks, because any rank may record the end
         if dist.get_rank() == 0:
             run_state.record_start(own_path, resume_command(), start.serial)
     return replace(start, lock=lock)
@@ -90,13 +90,13 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     checkpoints = store.find_checkpoints(directory)
     try:
         files, manifest = choose_checkpoint(settings, recipe, checkpoints, steps)
-    except RunFinished:  # a kill after the last checkpoint may have prevented the cleanup
+    except RunFinished:  # the run may have been killed after its last save, before it cleaned up
         with suppress(OSError):
             store.prune(directory, settings.keep_last_n_checkpoints, None)
             store.clean(directory)
         raise
     if files is not None:
-        with suppress(OSError):  # a killed run may have left more checkpoints than it keeps
+        with suppress(OSError):  # a run that was killed in a save may have left too many checkpoints
             store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name)
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     elif settings.resume_from_checkpoint == AUTO:
@@ -114,10 +114,10 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
 def choose_checkpoint(
     settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
 ) -> tuple[Files | None, Manifest | None]:
-    """Return the files to resume from and their manifest; None for a fresh start. Changes no file."""
+    """Return the files to resume from and their manifest, or None and None for a fresh start. Changes no file."""
     if settings.resume_from_checkpoint is True:
         files, manifest = named_files(settings, recipe, checkpoints)
-        # within an epoch, another order or size of steps would repeat samples and skip others
+        # within an epoch, other samples per step or another order would repeat samples and skip others
         if manifest is not None and manifest.position.steps_in_epoch:
             _check_same_run(manifest, settings, recipe)
         return files, manifest
@@ -134,10 +134,10 @@ def choose_checkpoint(
 
 
 def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None) -> None:
-    """Raise RunFinished after the last epoch or, with `steps`, after the last step.
+    """Raise RunFinished if the checkpoint is from the end of the last epoch or, with `steps`, from the last step.
 
-    The last step is computed for the number of ranks that saved the checkpoint. For more ranks it would be lower, so an
-    unfinished run could look finished.
+    The last step is computed for the number of ranks that have saved the checkpoint. With more ranks it would be lower,
+    so an unfinished run could look finished.
     """
     position = manifest.position
     if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
@@ -167,8 +167,8 @@ def _has_checkpoints(checkpoints: Sequence[FoundCheckpoint], settings: Settings)
 
 
 def _check_shared(start: Start, settings: Settings) -> None:
-    """Collective: check that all ranks see rank 0's directory; a node without it could not resume."""
-    # test the marker, which is unique: a node may have a directory of the same name from an earlier run
+    """Collective: check that all ranks see rank 0's directory. Without it, a rank could not resume."""
+    # looks for the staging directory, whose name is unique: a node may have an output directory of an earlier run
     seen = from_all_ranks(start.directory.staging.exists())
     if all(seen):
         return
@@ -186,43 +186,43 @@ def named_files(
 ) -> tuple[Files, Manifest | None]:
     """Return the files that the config names for `resume_from_checkpoint: True`, and their manifest if there is one.
 
-    If a named file is in a checkpoint with a manifest, all files are taken from there. torchtune's own recipes save
-    weights and recipe state in different folders: then the config names both, or the state has its default path.
+    If a named file is in a checkpoint with a manifest, all files are read from that checkpoint. torchtune's own recipes
+    save weights and recipe state in different folders, and the recipe state may be left out if it has its default path.
     """
     directory, section = Path(settings.output_dir).absolute(), settings.config.checkpointer
     state = directory / str(name) if (name := section.get("recipe_checkpoint")) else None
-    adapter = saves_adapters(recipe)
-    if adapter:
+    is_adapter = saves_adapters(recipe)
+    if is_adapter:
         weights = [_adapter_named(section.get("adapter_checkpoint"), state, directory, checkpoints)]
     else:
         weights = [directory / name for name in file_names(section.get("checkpoint_files"))]
     folders = {path.resolve().parent for path in (*weights, state) if path is not None}
-    ours = next((each for each in checkpoints if each.manifest and each.path.resolve() in folders), None)
-    if len({path.parent for path in weights}) > 1 or (ours is not None and len(folders) > 1):
+    complete = next((each for each in checkpoints if each.manifest and each.path.resolve() in folders), None)
+    if len({path.parent for path in weights}) > 1 or (complete is not None and len(folders) > 1):
         raise ConfigError(
             "resume_from_checkpoint is True, but weights and state are from several checkpoints "
             f"({', '.join(sorted(folder.name for folder in folders))}): name the files of one checkpoint, or remove "
             "recipe_checkpoint"
         )
-    state = state or (weights[0].parent if ours else directory / store.RECIPE_STATE) / store.RECIPE_STATE_FILE
+    state = state or (weights[0].parent if complete else directory / store.RECIPE_STATE) / store.RECIPE_STATE_FILE
     for path in (*weights, state):
         if not os.path.isfile(path):
             raise _not_found(f"checkpointer names {path}, which does not exist", directory)
-    if ours is not None and ours.manifest is not None:
-        if (name := store.changed_file(ours.path, ours.manifest)) is not None:
-            raise _not_found(f"{ours.path} is damaged: the content of {name} has changed", directory)
-        return store.files_of(ours.path, ours.manifest), ours.manifest
+    if complete is not None and complete.manifest is not None:
+        if (name := store.changed_file(complete.path, complete.manifest)) is not None:
+            raise _not_found(f"{complete.path} is damaged: the content of {name} has changed", directory)
+        return store.files_of(complete.path, complete.manifest), complete.manifest
     files = Files(
         folder=weights[0].parent,
-        weights=() if adapter else tuple(map(str, weights)),
-        adapter=str(weights[0]) if adapter else None,
+        weights=() if is_adapter else tuple(map(str, weights)),
+        adapter=str(weights[0]) if is_adapter else None,
         recipe_state=str(state),
     )
     return files, None
 
 
 def _adapter_named(name: object, state: Path | None, directory: Path, checkpoints: Sequence[FoundCheckpoint]) -> Path:
-    """Return the adapter with this name, or that next to the state, or else the newest one."""
+    """Return the adapter with this name. Without a name, return that next to the recipe state, or else the newest."""
     if name:
         return directory / str(name)
     complete = [checkpoint.path.absolute() for checkpoint in checkpoints if checkpoint.manifest]

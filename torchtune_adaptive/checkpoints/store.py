@@ -1,8 +1,10 @@
-"""The checkpoints of an output directory: find, publish atomically, prune. Only rank 0 calls these functions.
+"""Finds, publishes and prunes the checkpoints of an output directory. Only rank 0 calls these functions.
 
-.saving/MARK/step_40/…   staging directory with all files, the manifest last; each run has its own MARK
-step_40/                 renamed to its place after fsync, so a partial checkpoint is never visible
-.removing-step_20-…/     renamed before its files are deleted
+Each checkpoint is a directory, which is renamed when it is complete and before it is deleted:
+
+.saving/MARK/step_40/…   a checkpoint that is being written, its manifest last; each run has its own MARK
+step_40/                 a complete checkpoint, synced before the rename
+.removing-step_20-…/     a checkpoint that is being deleted
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
 """Names of checkpoint directories, including those that torchtune's recipes write."""
 MANIFEST_FILE = "adaptive_checkpoint.json"
 MARKER_FILE = "run"
-"""Marks the staging directory of a run. If the directory was removed, a save recreates it, but not this file."""
+"""Name of the file that marks a run's staging directory. A save recreates a removed directory, but not this file."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
 """torchtune writes `recipe_state/recipe_state.pt` next to its checkpoints. This package writes `recipe_state.pt` into
 each checkpoint."""
@@ -43,22 +45,22 @@ OWN_CHECKSUM = "crc32"
 CHUNK_BYTES, PART_BYTES = 2**22, 2**26
 
 State = dict[str, Any]
-"""State dict that torchtune's checkpointers read and write."""
+"""The state dict that torchtune's checkpointers read and write."""
 
 
 class Checkpointer(Protocol):
-    """Reads and writes weights: one of torchtune's checkpointers, or a wrapper of several."""
+    """Interface of torchtune's checkpointers, which a wrapper of several also has."""
 
     def load_checkpoint(self) -> State:
-        """Load the files, with torchtune's keys."""
+        """Read the files that the config names."""
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
-        """Write into the directory of the epoch."""
+        """Write the state into the folder of the epoch, in the output directory of the checkpointer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Progress of a run, at any boundary between two steps. Epochs count from 0, as in torchtune's directories."""
+    """The number of completed epochs and steps of a run. Epochs count from 0, as in torchtune's directories."""
 
     epochs: int
     steps_in_epoch: int
@@ -67,8 +69,7 @@ class Position:
     def __str__(self) -> str:
         if not self.steps_in_epoch:
             return f"step {self.step}"
-        within = count_of(self.steps_in_epoch, "step")
-        return f"step {self.step}, {within} into epoch {self.epochs}"
+        return f"step {self.step}, {count_of(self.steps_in_epoch, 'step')} into epoch {self.epochs}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +82,21 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Description of a complete checkpoint."""
+    """The description of a complete checkpoint, in its file `MANIFEST_FILE`."""
 
     serial: int
-    """Counts the checkpoints of an output directory; the newest has the largest serial. Names do not order them,
-    because a run that resumes from an earlier epoch uses the same names again."""
+    """Number of the checkpoint in its output directory. The newest has the largest one. Names do not show the order,
+    because a run that resumes from an earlier checkpoint uses the same names again."""
     position: Position
     finished: bool
-    """True if all epochs were trained. A larger `epochs` continues the run."""
+    """True if all epochs were trained. The run can still continue, if `epochs` is raised."""
     ranks: int
     identity: Mapping[str, object]
-    """The part of the config that must not change on resume."""
+    """The values that must not change when the run resumes (see `identity.py`)."""
     saved_at: str
     files: Mapping[str, FileRecord]
     best_step: int | None = None
-    """The step of the checkpoint to keep because its validation loss is the lowest so far."""
+    """The step of the checkpoint that is kept because its validation loss is the lowest so far."""
 
 
 @dataclass(frozen=True)
@@ -105,51 +106,48 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest | None
     fault: str | None
-    """Reason why the checkpoint is unusable, if it is; completes a sentence that starts with its name."""
+    """The reason why the checkpoint cannot be used, if it cannot, without its subject: `has no manifest`."""
 
     @property
     def name(self) -> str:
-        """Name of the directory."""
+        """The name of the directory."""
         return self.path.name
 
     @property
     def serial(self) -> int:
-        """Serial of its manifest; -1 without one."""
+        """The serial in the manifest; -1 if there is no valid manifest."""
         return self.manifest.serial if self.manifest else -1
 
 
 class DirectoryLost(Exception):
-    """The output directory is no longer this run's. The caller begins the message with the directory's name."""
+    """The output directory no longer belongs to this run. The message is a sentence without its subject, the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputDirectory:
-    """The directory of a run's checkpoints. The lock alone does not identify it: if the directory is renamed, the lock
-    moves with it, and another run may start under the old name."""
+    """The directory of a run's checkpoints, and how to recognize that it still belongs to this run. The lock is not
+    enough: if the directory is renamed, the lock moves with it, and another run may start under the old name."""
 
     path: Path
     mark: str
-    """Unique name of the run's staging directory."""
+    """The unique name of the run's staging directory."""
     directory_id: tuple[int, int]
-    """On rank 0's machine."""
+    """Device and inode of the directory on rank 0's machine."""
 
     @property
     def staging(self) -> Path:
-        """Directory in which only this run writes its checkpoints."""
+        """The directory in which this run writes its checkpoints, and no other run does."""
         return self.path / SAVING / self.mark
 
     def check(self) -> None:
-        """Raise DirectoryLost if the directory was moved, removed or replaced, or if another run has cleaned it (rank 0
-        only).
-
-        The inode number identifies the directory: no other gets this number while the lock file in it is open.
-        """
+        """Raise DirectoryLost if the directory was moved, removed or replaced, or if another run has cleaned it. The
+        inode number is sufficient: no other directory gets this number while the lock file in it is open."""
         with suppress(FileNotFoundError, NotADirectoryError):
             if directory_id(self.path) == self.directory_id and (self.staging / MARKER_FILE).is_file():
                 return
         raise DirectoryLost(
-            "is no longer this run's: it was moved, removed or replaced, and the checkpoints with it, or another run "
-            "has started in it; find the checkpoints (tune-adaptive status), then resume from where they are now "
+            "no longer belongs to this run: it was moved, removed or replaced with its checkpoints, or another run has "
+            "started in it; find the checkpoints (tune-adaptive status), then resume from where they are now "
             "(output_dir=..., resume_from_checkpoint=auto), or start over in another output_dir"
         )
 
@@ -161,7 +159,7 @@ class OutputDirectory:
 
 
 def mark_directory(path: Path) -> OutputDirectory:
-    """Create this run's staging directory in an existing directory, with the file that marks it."""
+    """Create this run's staging directory, with its marker file, in an existing directory."""
     marked = OutputDirectory(path=path.absolute(), mark=uuid.uuid4().hex, directory_id=directory_id(path))
     marked.staging.mkdir(parents=True)
     (marked.staging / MARKER_FILE).touch()
@@ -170,16 +168,16 @@ def mark_directory(path: Path) -> OutputDirectory:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """The files that a resumed run reads. Paths are absolute: torchtune prepends directories to relative ones."""
+    """The files that a resumed run reads. Paths are absolute, because torchtune adds directories to relative ones."""
 
     folder: Path
-    """The checkpoint's directory, which also contains the saved state of the random generators."""
+    """The directory of the checkpoint, which also contains the random state."""
     weights: tuple[str, ...] = ()
-    """Files of the full model; empty if only an adapter was saved."""
+    """The files of the full model; empty if only an adapter was saved."""
     adapter: str | None = None
     recipe_state: str | None = None
     complete: bool = False
-    """True if a manifest covers all files; otherwise weights and state may be from different epochs."""
+    """True if a manifest covers all files. Otherwise, weights and state may be from different epochs."""
 
 
 def files_of(folder: Path, manifest: Manifest) -> Files:
@@ -201,7 +199,7 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
-    """Return all checkpoint directories: complete ones first, newest first."""
+    """Return all checkpoint directories, those with a valid manifest first, in descending order of serial."""
     checkpoints = []
     for path in filter(Path.is_dir, checkpoint_paths(directory)):
         found = read_manifest(path)
@@ -211,31 +209,31 @@ def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
 
 
 def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
-    """Return the newest checkpoint with intact files, and the faulty ones that were skipped."""
+    """Verify checksums, and return the newest intact checkpoint and the faulty ones that were skipped."""
     skipped = [checkpoint for checkpoint in checkpoints if checkpoint.manifest is None]
-    for complete in (checkpoint for checkpoint in checkpoints if checkpoint.manifest):
-        assert complete.manifest is not None
+    for candidate in (checkpoint for checkpoint in checkpoints if checkpoint.manifest):
+        assert candidate.manifest is not None
         try:
-            if (name := changed_file(complete.path, complete.manifest)) is None:
-                return complete, skipped
+            if (name := changed_file(candidate.path, candidate.manifest)) is None:
+                return candidate, skipped
             fault = f"is damaged: the content of {name} has changed"
         except OSError as error:
             fault = f"cannot be read: {error.strerror}"
-        skipped.append(FoundCheckpoint(complete.path, None, fault))
+        skipped.append(FoundCheckpoint(candidate.path, None, fault))
     return None, skipped
 
 
 def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
-    """Fsync a complete checkpoint and rename it from the staging directory to its place. Raises DirectoryLost."""
-    if REHEARSAL.on:  # the weights are zeros: no run may resume from them
+    """Fsync a complete checkpoint, and rename it from the staging directory to its place. Raises DirectoryLost."""
+    if REHEARSAL.on:  # the weights are zeros, so no run may resume from them
         shutil.rmtree(staged, ignore_errors=True)
         return
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)
-    directory.check()  # if the directory is replaced after this check, the rename fails
-    # A checkpoint of this name exists if it is incomplete, or if the run has resumed from an earlier one and reached
-    # this position again. If the run is killed between removal and rename, it resumes from the previous checkpoint.
+    directory.check()  # if the directory is replaced after this check, the rename below fails
+    # There may be a checkpoint of this name: an incomplete one, or one that this run saved before it resumed from an
+    # earlier checkpoint. If the run is killed between removal and rename, it resumes from the previous checkpoint.
     place = directory.path / name
     if place.is_dir():
         remove(place)
@@ -244,25 +242,26 @@ def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
 
 
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
-    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best, and the last of a run."""
+    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best, and those of finished runs.
+    Does nothing if `keep_last` is None."""
     complete = [(found.path, found.manifest) for found in find_checkpoints(directory) if found.manifest]
     if keep_last is None or not complete:
         return
-    best_step = complete[0][1].best_step  # as the newest one names it
+    best_step = complete[0][1].best_step  # from the newest manifest
     for path, manifest in complete[keep_last:]:
         if path.name != resumed_from and not manifest.finished and manifest.position.step != best_step:
             remove(path)
 
 
 def remove(folder: Path) -> None:
-    """Rename, then delete, so that a partly deleted directory does not look like a checkpoint."""
-    condemned = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
-    folder.rename(condemned)
-    shutil.rmtree(condemned)
+    """Rename a checkpoint before deleting it, so that a partly deleted one does not look like a checkpoint."""
+    renamed = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
+    folder.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def clean(directory: Path) -> None:
-    """Remove partly written and partly deleted files and directories of killed runs."""
+    """Remove the files and directories that killed runs have partly written or partly deleted."""
     for path in [*directory.glob(f"{SAVING}*"), *directory.glob(f"{REMOVING}*"), *directory.glob(DRAFTS)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -278,7 +277,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """Read the manifest, and check the sizes of its files but not their contents; return the fault if there is one."""
+    """Read the manifest and check the size, but not the content, of each file. If there is a fault, return its text."""
     try:
         values = read_json(folder / MANIFEST_FILE)
     except ValueError as error:
@@ -287,7 +286,7 @@ def read_manifest(folder: Path) -> Manifest | str:
         return f"has no {MANIFEST_FILE}: it is incomplete, or was not written by these recipes"
     try:
         if values.pop(OWN_CHECKSUM) != _checksum(values) or values.pop("version") != VERSION:
-            raise ValueError("the manifest is not what was saved")
+            raise ValueError("the checksum or the version of the manifest is wrong")
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
         position = Position(**values.pop("position"))
         manifest = Manifest(files=files, position=position, **values)
@@ -295,19 +294,17 @@ def read_manifest(folder: Path) -> Manifest | str:
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
         path = folder / name
-        # not path.is_file(), which raises for a name that is too long
+        # `Path.is_file` would raise for a name that is too long
         size = path.stat().st_size if os.path.isfile(path) else None
         if size != record.bytes:
-            what = "is missing" if size is None else f"has {size} bytes, not {record.bytes}"
-            return f"is damaged: {printable(name)} {what}"
+            fault = "is missing" if size is None else f"has {size} bytes, not {record.bytes}"
+            return f"is damaged: {printable(name)} {fault}"
     return manifest
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Return size and checksum of every file in a directory, except a manifest.
-
-    torchtune copies other files from the directory of the initial weights, which may be a checkpoint with a manifest.
-    """
+    """Return size and checksum of every file in a directory, except of a manifest. There may be one, because torchtune
+    copies files from the directory of the initial weights, maybe a checkpoint."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)
@@ -316,13 +313,13 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 
 
 def changed_file(folder: Path, manifest: Manifest) -> str | None:
-    """Read all files and return the first one whose checksum differs from the manifest."""
-    sums = zip(manifest.files.items(), _checksums([folder / name for name in manifest.files]), strict=True)
-    return next((name for (name, record), crc32 in sums if crc32 != record.crc32), None)
+    """Read all files, and return the name of the first one whose checksum differs from the manifest, or None."""
+    checksums = zip(manifest.files.items(), _checksums([folder / name for name in manifest.files]), strict=True)
+    return next((name for (name, record), crc32 in checksums if crc32 != record.crc32), None)
 
 
 def _checksums(paths: Sequence[Path]) -> list[int]:
-    """Compute CRC-32 checksums on all cores; the checksum of a large file combines those of its parts."""
+    """Compute checksums of files on all cores. That of a large file is the CRC-32 of the CRC-32s of its parts."""
 
     def crc32_of(part: tuple[Path, int]) -> bytes:
         path, offset = part
@@ -342,5 +339,5 @@ def _checksums(paths: Sequence[Path]) -> list[int]:
 
 
 def _checksum(values: Mapping[str, object]) -> int:
-    """Return a checksum of a manifest's values that does not depend on their order."""
+    """Return a checksum of a manifest's values, which does not depend on their order."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())

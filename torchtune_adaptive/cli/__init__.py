@@ -1,1 +1,1 @@
-"""The command line `tune-adaptive`. Modules import torch only where a command needs it."""
+"""The command line `tune-adaptive`. Its modules import torch only for commands that need it."""

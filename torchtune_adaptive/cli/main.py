@@ -1,4 +1,4 @@
-"""`tune-adaptive`: parse the command line and run a command, here `ls` or `cp`."""
+"""Parses the command line of `tune-adaptive` and runs a command. The commands `ls` and `cp` are defined here."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchtune_adaptive.lifecycle.console import INTERRUPTED, printing
 from torchtune_adaptive.rehearse import command as rehearse
 
 _COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
-"""The command in the comments of a config, and its recipe."""
+"""Finds the `tune run` command in the comments of a config, and the recipe in it."""
 ANY_CONFIG = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
 
 
 def ls(options: argparse.Namespace) -> int:
-    """List the recipes and their configs: ours, named adaptive/..., and torchtune's.
+    """List the recipes and their configs: those of this package, named adaptive/..., and torchtune's.
 
     Words filter the list: tune-adaptive ls qwen2_5 lora
     """
@@ -82,8 +82,8 @@ def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
 
 def independent_copy(text: str, destination: Path) -> str:
     """Return the text of a config with its own output_dir and command, without demo settings."""
-    ours = {recipe.stock_name: name for name, recipe in RECIPES.items()}
-    text = _COMMAND.sub(lambda it: f"{it[1]}{ours.get(it[2], it[2])} --config {destination}", text)
+    recipe_for = {recipe.stock_name: name for name, recipe in RECIPES.items()}
+    text = _COMMAND.sub(lambda found: f"{found[1]}{recipe_for.get(found[2], found[2])} --config {destination}", text)
     text = re.sub(r"^.*# only in the demo\b.*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^(output_dir: \S*/)[^\s/]+", rf"\g<1>{destination.stem}", text, flags=re.MULTILINE)
 
@@ -109,7 +109,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its status; print an error as one line."""
+    """Run a command and exit with its status. Print an error as one line."""
     options = parse(arguments)
     try:
         with printing():
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; exit with the usage if it is invalid."""
+    """Parse the command line. If it is invalid, print the usage and exit."""
     parser = argparse.ArgumentParser(
         prog="tune-adaptive", description="Recipes, configs and runs of torchtune-adaptive."
     )

@@ -1,4 +1,4 @@
-"""Draw a picture of a run, or compare several. A run may still be active, or have failed.
+"""Draw a picture of a run, or compare several runs. A run may still be active, or have failed.
 
 tune-adaptive report runs/mine
 tune-adaptive report runs/mine runs/other --output comparison.png
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draw the picture and print its path."""
-    # These import numpy, which `ls`, `cp` and `status` do not need.
+    # imported here, because they need numpy, and `ls`, `cp` and `status` do not
     from torchtune_adaptive.report.journal import STEPS_FILE, read_timeline
     from torchtune_adaptive.report.pictures import REPORT_FILE, RUN_COLORS, draw
 

@@ -309,9 +309,7 @@ class CollectiveLedger:
 
     def listening(self) -> AbstractContextManager[object]:
         """Return a context for a microbatch. Once, after messages outside FSDP were counted, it finds their operations.
-
-        A Listener makes compiled code run eagerly, so all other microbatches run without one.
-        """
+        A Listener makes compiled code run eagerly, so all other microbatches run without one."""
         if not self._record.non_fsdp_messages or self._record.searched_operations:
             return nullcontext()
         self._record.searched_operations = True
@@ -436,10 +434,8 @@ class CollectiveLedger:
         self.issue(collective, call, async_op=False)
 
     def _record_by_filler(self, number: int, issued: int, run_filler: Callable[[], object]) -> tuple[Collective, ...]:
-        """Collective: complete a microbatch that has no record, by running the filler. Return its schedule.
-
-        `issued` is the number of its collectives that this rank has already issued.
-        """
+        """Collective: complete a microbatch that has no record, by running the filler. Return its schedule. `issued` is
+        the number of its collectives that this rank has already issued."""
         if self._replicated and number:
             # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have such gradients, but this
             # rank has dropped its own. It therefore creates some, in a pass that issues no collective.

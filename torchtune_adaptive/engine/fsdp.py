@@ -150,10 +150,8 @@ def gathers_from_all(model: nn.Module) -> bool:
 
 
 def exchanges_activations(model: nn.Module) -> bool:
-    """Return True if a parameter has a mesh dimension that is neither FSDP2's shards nor its replicas.
-
-    Examples are tensor and expert parallelism.
-    """
+    """Return True if a parameter has a mesh dimension that is neither FSDP2's shards nor its replicas. Examples are
+    tensor and expert parallelism."""
     groups = groups_of(model)
     by_fsdp = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
     if any(isinstance(each, DTensor) and id(each) not in by_fsdp for each in model.parameters()):
@@ -262,10 +260,8 @@ def awaits_backward(root: FSDPModule) -> bool:
 
 
 def end_pass_without_backward(root: FSDPModule) -> None:
-    """Reshard after a forward without a backward, and clear the order that FSDP keeps for the backward.
-
-    Unlike `reset`, this does not wait for the GPU: parameters are freed in stream order.
-    """
+    """Reshard after a forward without a backward, and clear the order that FSDP keeps for the backward. Unlike `reset`,
+    this does not wait for the GPU: parameters are freed in stream order."""
     if not awaits_backward(root):
         return
     for module in _modules(root):

@@ -130,9 +130,7 @@ class Governor:
 
     def completed(self, step: int, flushed_cache: Mapping[int, MicrobatchSize]) -> Change | None:
         """Record a completed step, and lower or raise the limit if that is due; return None if it is not.
-
-        `flushed_cache` maps each rank whose allocator flushed its cache in this step to its largest microbatch.
-        """
+        `flushed_cache` maps each rank whose allocator flushed its cache in this step to its largest microbatch."""
         thrashing = bool(flushed_cache) and self._flushed_last_step
         self._flushed_last_step = bool(flushed_cache)
         self._quiet_steps = 0 if flushed_cache else self._quiet_steps + 1
@@ -200,10 +198,8 @@ class Governor:
         self._flushed_last_step = False
 
     def _step_down(self, size: int | None) -> str:
-        """Change to this size or, on probation, to the previous one if that is smaller.
-
-        Returns the end of the log line: on probation, the steps until the next growth.
-        """
+        """Change to this size or, on probation, to the previous one if that is smaller. Returns the end of the log
+        line: on probation, the steps until the next growth."""
         if self._size_before_growth is None:
             self._switch_to(size)
             return ""
@@ -230,10 +226,8 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
-    """Return a limit that excludes the microbatch with the most rows and all others of several rows.
-
-    Returns None if there is no such limit.
-    """
+    """Return a limit that excludes the microbatch with the most rows and all others of several rows. Returns None if
+    there is no such limit."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

@@ -208,10 +208,8 @@ class _Measurements:
         return int(rows) if int(rows) > proven else None
 
     def _proven_rows(self, length: int) -> float:
-        """Return the most rows of this length that an accepted probe proves to fit.
-
-        A probe proves that shorter rows fit, too, if they have no more tokens that count (see `_counted`).
-        """
+        """Return the most rows of this length that an accepted probe proves to fit. A probe proves that shorter rows
+        fit, too, if they have no more tokens that count (see `_counted`)."""
         probes = [probe for probe in (*self.points, *self.checks) if probe.length >= length and self.fits(probe)]
         most = max((probe.rows * self._counted(probe.length) for probe in probes), default=self._counted(length))
         return most / self._counted(length)

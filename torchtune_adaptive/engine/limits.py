@@ -68,10 +68,8 @@ class Surface:
     """The length at which the knee is; 0 if there is no knee."""
 
     def bytes_at(self, rows: float, length: float = 0.0, tokens: float | None = None) -> float:
-        """Return the predicted bytes of rows of this length.
-
-        If rows are not padded, `tokens` is their total number of tokens, and `length` is that of the longest row.
-        """
+        """Return the predicted bytes of rows of this length. If rows are not padded, `tokens` is their total number of
+        tokens, and `length` is that of the longest row."""
         if tokens is None:
             return self.fixed_bytes + rows * self._bytes_of_a_row(length)
         # an upper bound, because each token is paired with at most `length` tokens
@@ -113,11 +111,8 @@ def raised_above(surface: Surface, points: Points) -> Surface:
 
 
 def _fit(points: Points, terms: Sequence[int], knee: int) -> Surface:
-    """Fit these terms by least squares of relative errors.
-
-    Coefficients are not negative, so more rows never need less memory. All subsets of the terms are tried, because
-    least squares alone may return negative ones.
-    """
+    """Fit these terms by least squares of relative errors. Coefficients are not negative, so more rows never need less
+    memory. All subsets of the terms are tried, because least squares alone may return negative ones."""
     basis = np.array([_factors(*at, knee) for at in points])
     measured = np.array([max(1, need) for need in points.values()], dtype=float)
     scale = np.maximum(basis.max(axis=0), 1.0)
@@ -295,10 +290,8 @@ class SurfaceLimit(Limit):
         return self.need(rows, length, tokens) <= self.budget_bytes + _HALF_A_BYTE
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """Return a smaller limit that excludes this microbatch, which ran out of memory; None if there is none.
-
-        Its budget is the fixed part of the microbatch's predicted memory, plus 3/4 of the rest.
-        """
+        """Return a smaller limit that excludes this microbatch, which ran out of memory; None if there is none. Its
+        budget is the fixed part of the microbatch's predicted memory, plus 3/4 of the rest."""
         size = MicrobatchSize(rows, length, tokens)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
         failed_bytes = fullest.bytes_at(*size)

@@ -49,10 +49,8 @@ class MemorySource(Protocol):
 
     @property
     def fullness(self) -> float:
-        """Peak of reserved memory since the last reset, as a share of the memory that the process can obtain.
-
-        At 1, the allocator flushes its cache. 0 if the allocator has no cache.
-        """
+        """Peak of reserved memory since the last reset, as a share of the memory that the process can obtain. At 1, the
+        allocator flushes its cache. 0 if the allocator has no cache."""
 
     def reset_peak(self) -> None:
         """Set the peak to the memory that is in use now."""
@@ -62,11 +60,8 @@ class MemorySource(Protocol):
 
 
 class CudaMemory:
-    """Memory of a GPU, by default the current one, as CUDA's allocator reports it.
-
-    The budget is the memory that this process can obtain, without the memory of other processes. If there is a `limit`,
-    the allocator enforces it.
-    """
+    """Memory of a GPU, by default the current one, as CUDA's allocator reports it. The budget is the memory that this
+    process can obtain, without the memory of other processes. If there is a `limit`, the allocator enforces it."""
 
     def __init__(self, limit: MemorySize | None = None, device: torch.device | None = None) -> None:
         self._device = device
@@ -281,10 +276,8 @@ def _effect_of(func: OpOverload) -> _Effect:
 def memory_within(
     limit: MemorySize | None, device: torch.device, resident: Iterable[Tensor]
 ) -> Iterator[MemorySource | None]:
-    """Enforce this rank's memory limit while open: by the allocator on CUDA, by a MemoryMeter on a CPU.
-
-    `resident` are the tensors that are already on the device. Yields None on a CPU without a limit.
-    """
+    """Enforce this rank's memory limit while open: by the allocator on CUDA, by a MemoryMeter on a CPU. `resident` are
+    the tensors that are already on the device. Yields None on a CPU without a limit."""
     if device.type == "cuda":
         yield CudaMemory(limit, device)
     elif limit is None:

@@ -38,10 +38,8 @@ _OOM_TEXTS = re.compile(
 
 
 def is_oom(error: BaseException) -> bool:
-    """Return True if the device or the host ran out of memory, so that a smaller microbatch may succeed.
-
-    Follows causes, because torch.compile and DTensor wrap exceptions. An AdaptiveError never counts: it ends the run.
-    """
+    """Return True if the device or the host ran out of memory, so that a smaller microbatch may succeed. Follows
+    causes, because torch.compile and DTensor wrap exceptions. An AdaptiveError never counts: it ends the run."""
     return any(_reports_oom(each) for each in _chain(error, all_linked=False))
 
 
@@ -64,9 +62,7 @@ def _reports_oom(error: BaseException) -> bool:
 
 def _chain(error: BaseException | None, *, all_linked: bool) -> Iterator[BaseException]:
     """Yield the error and its causes, without AdaptiveErrors; with `all_linked`, every exception it refers to.
-
-    `__context__` is not a cause, because code that handles one error can raise an unrelated one.
-    """
+    `__context__` is not a cause, because code that handles one error can raise an unrelated one."""
     seen: set[int] = set()
     pending = [error]
     while pending:

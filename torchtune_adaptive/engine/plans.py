@@ -58,10 +58,8 @@ def _longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _microbatch_starts(order: Sequence[int], lengths: Sequence[int], rows_at: Callable[[int], int]) -> list[int]:
-    """Return the positions in `order` at which microbatches begin, if each is as large as possible.
-
-    `rows_at` is called with the length of the first sample of a microbatch, the longest, and returns its most rows.
-    """
+    """Return the positions in `order` at which microbatches begin, if each is as large as possible. `rows_at` is called
+    with the length of the first sample of a microbatch, the longest, and returns its most rows."""
     starts, start = [], 0
     while start < len(order):
         starts.append(start)
@@ -75,9 +73,7 @@ def _cut(order: tuple[int, ...], starts: Sequence[int]) -> Plan:
 
 def _equalized(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
     """Return a plan with this number of microbatches or fewer, whose largest microbatch is as small as possible.
-
-    Bisection finds the smallest number of padded tokens per microbatch for which that many microbatches suffice.
-    """
+    Bisection finds the smallest number of padded tokens per microbatch for which that many microbatches suffice."""
     order = tuple(chain.from_iterable(plan))
 
     def starts_under(tokens: int) -> list[int]:
@@ -161,11 +157,8 @@ def load_of(
     row_lengths: Sequence[Sequence[int]] | None = None,
     cost: Callable[[int], float] = float,
 ) -> Load:
-    """Return the load of a plan.
-
-    If samples have several rows, `row_lengths` has the lengths of the rows of each sample. `cost` returns the computing
-    cost of a row with a given length; by default, this is the length.
-    """
+    """Return the load of a plan. If samples have several rows, `row_lengths` has the lengths of the rows of each
+    sample. `cost` returns the computing cost of a row with a given length; by default, this is the length."""
     row_lengths = row_lengths or [(length,) for length in lengths]
     rows_per_sample = len(row_lengths[0]) if padded else 1
     sizes = [size_of(indices, lengths, padded=padded) for indices in plan if indices]

@@ -66,10 +66,8 @@ def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
 
 
 class PhaseMeter:
-    """Context manager that measures the peak of each phase of the step inside, over all its microbatches.
-
-    `boundaries` are modules in the order of the forward. A phase ends at the output of each.
-    """
+    """Context manager that measures the peak of each phase of the step inside, over all its microbatches. `boundaries`
+    are modules in the order of the forward. A phase ends at the output of each."""
 
     def __init__(self, memory: MemorySource, model: nn.Module, boundaries: Mapping[str, nn.Module]) -> None:
         self.peaks: dict[str, int] = {}
@@ -243,10 +241,8 @@ class Prober:
         raise self.no_row_fits()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
-        """Collective: measure a microbatch of rows of this length, by default the length of the sample.
-
-        If `accumulates`, the gradients of an earlier microbatch are in memory.
-        """
+        """Collective: measure a microbatch of rows of this length, by default the length of the sample. If
+        `accumulates`, the gradients of an earlier microbatch are in memory."""
         self._sample = self._step.sample_of(length)
         self._probe(rows, [*([self._step.smallest] if accumulates else []), [self._sample] * rows])
         if self._failed is None:

@@ -158,10 +158,8 @@ class EqualSteps:
             _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge
 
     def check(self, *, waits: bool = False) -> None:
-        """Raise UnrecoverableError if this rank has announced a step, and a peer did not announce the same one.
-
-        Call it after a collective in which all ranks take part, or with `waits` to wait for their announcements.
-        """
+        """Raise UnrecoverableError if this rank has announced a step, and a peer did not announce the same one. Call it
+        after a collective in which all ranks take part, or with `waits` to wait for their announcements."""
         if not self._unchecked:
             return
         self._unchecked = False
@@ -228,10 +226,8 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Collective: average the gradients of whole models over all ranks, as FSDP does for sharded models.
-
-    A gradient that is None counts as zeros. If it is None on all ranks, it stays None.
-    """
+    """Collective: average the gradients of whole models over all ranks, as FSDP does for sharded models. A gradient
+    that is None counts as zeros. If it is None on all ranks, it stays None."""
     every = list(parameters)
     has_gradient = torch.tensor([each.grad is not None for each in every], dtype=torch.int32, device=every[0].device)
     with explaining_failures("the mean of the gradients"):
@@ -264,10 +260,8 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
 
 
 def synchronize_replicas(parameters: Iterable[Tensor]) -> None:
-    """Collective if there are replicas: copy the values of the first replica to the others.
-
-    Call it after weights were initialized on sharded models, because ranks may draw different random numbers.
-    """
+    """Collective if there are replicas: copy the values of the first replica to the others. Call it after weights were
+    initialized on sharded models, because ranks may draw different random numbers."""
     for parameter in parameters:
         if not isinstance(parameter, DTensor):
             continue

@@ -71,10 +71,8 @@ class Probe:
         return self.rows * self.length
 
     def accepted(self, budget_bytes: int) -> bool:
-        """Return True if the peak is within the budget and the allocator did not retry.
-
-        A single row may have retries, because no smaller microbatch is possible.
-        """
+        """Return True if the peak is within the budget and the allocator did not retry. A single row may have retries,
+        because no smaller microbatch is possible."""
         peak_bytes = self.peak.peak_bytes
         within_budget = peak_bytes is not None and peak_bytes <= budget_bytes
         return within_budget and (self.peak.retries == 0 or self.rows == 1)

@@ -38,10 +38,8 @@ class RngState:
 
 @contextmanager
 def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Restore parameters, gradients, buffers, optimizer state and random generators at the end.
-
-    Gradients are not copied, so the code inside must not accumulate into existing gradients.
-    """
+    """Restore parameters, gradients, buffers, optimizer state and random generators at the end. Gradients are not
+    copied, so the code inside must not accumulate into existing gradients."""
     rng = RngState.capture()
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
     buffers = [
@@ -88,9 +86,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def copied_to_host(tensor: Tensor) -> Tensor:
     """Return a copy of the same type, for example a DTensor of quantized shards, with all its tensors on the host.
-
-    `copy.deepcopy`, which torch uses to stage a state dict, would also copy the mesh, and everything twice.
-    """
+    `copy.deepcopy`, which torch uses to stage a state dict, would also copy the mesh, and everything twice."""
     if not wraps_tensors(type(tensor)):
         return _to_host(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How the process of a run starts and ends: entry point, record and lock in output_dir, signals, silent ranks, errors.
+"""The start and the end of a run's process: entry point, errors, signals, silent ranks, record and lock in output_dir.
 
 Import this before torchtune: it filters warnings of dependencies.
 """

@@ -1,4 +1,4 @@
-"""Log lines and progress bars of a run on stderr, and commands that print a result to stdout."""
+"""Log lines and progress bars on stderr, and the exit status of commands that print to stdout."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OURS = "torchtune_adaptive"
+PACKAGE_LOGGER = "torchtune_adaptive"
 BETWEEN_LINES_S = 30.0
-"""Seconds between progress lines without a terminal."""
+"""Seconds between progress lines if stderr is not a terminal."""
 SLOW_S = 2.0
 CLOSED_PIPE, INTERRUPTED = 141, 130
-"""Exit statuses of a command whose output pipe was closed, or that Ctrl-C ended, as in shells."""
+"""Exit statuses after the output pipe was closed, and after Ctrl-C, as shells report them."""
 
 
 def log_to_stderr() -> None:
-    """Print the package's log lines to stderr. The library logs on rank 0 only."""
-    ours = logging.getLogger(OURS)
-    if not ours.handlers:
-        ours.addHandler(logging.StreamHandler())
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
+    """Print the package's log lines to stderr."""
+    package_logger = logging.getLogger(PACKAGE_LOGGER)
+    if not package_logger.handlers:
+        package_logger.addHandler(logging.StreamHandler())
+    package_logger.setLevel(logging.INFO)
+    package_logger.propagate = False
 
 
 def log_rank_0(line: str) -> None:
-    """Log a line on rank 0 only."""
-    import torch.distributed as dist  # here, because commands that only print run without torch
+    """Log a line if this is rank 0."""
+    import torch.distributed as dist  # here, because commands that only print do not need torch
 
     if dist.get_rank() == 0:
         logger.info("%s", line)
@@ -43,7 +43,7 @@ def log_rank_0(line: str) -> None:
 
 @contextmanager
 def log_if_slow(what: str) -> Iterator[None]:
-    """Log on rank 0 how long a phase of the start took, if that was over two seconds; also works as a decorator."""
+    """Log the duration of the body on rank 0, if it took more than two seconds. Also works as a decorator."""
     start = time.monotonic()
     yield
     if (seconds := time.monotonic() - start) > SLOW_S:
@@ -51,7 +51,7 @@ def log_if_slow(what: str) -> Iterator[None]:
 
 
 class _LogLines(io.TextIOBase):
-    """Write each state of a progress bar as a log line."""
+    """A file for tqdm that logs each new state of a progress bar as a line."""
 
     _last = ""
 
@@ -67,11 +67,9 @@ class _LogLines(io.TextIOBase):
 def progress_bar(
     what: str, total: int | None, unit: str, *, done: int = 0, shown: bool = True, at_once: bool = False
 ) -> Iterator[tqdm[Any]]:
-    """Show a progress bar in a terminal, or a log line every 30 seconds elsewhere.
-
-    With `at_once` the first state is shown immediately and the last one stays.
-    """
-    from tqdm import tqdm  # `tune-adaptive` prints without the extras
+    """Show a progress bar in a terminal; elsewhere, log a line every 30 seconds. With `at_once`, the first state is
+    shown immediately, and the bar stays in the terminal at the end."""
+    from tqdm import tqdm  # here, because some commands of `tune-adaptive` work without the extras
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     in_a_terminal = sys.stderr.isatty()
@@ -80,17 +78,17 @@ def progress_bar(
         counted = "{n_fmt}{unit}" if total is None else "{n_fmt} of {total_fmt}{unit}"
         options |= {"file": _LogLines(), "position": 0, "bar_format": f"{{desc}} · {counted}{{postfix}}"}
         options |= {"mininterval": BETWEEN_LINES_S, "delay": 0 if at_once else BETWEEN_LINES_S}
-    around = logging_redirect_tqdm([logging.getLogger(OURS)]) if in_a_terminal and shown else nullcontext()
-    with around, tqdm(miniters=1, disable=not shown, **options) as bar:
+    above_bar = logging_redirect_tqdm([logging.getLogger(PACKAGE_LOGGER)]) if in_a_terminal and shown else nullcontext()
+    with above_bar, tqdm(miniters=1, disable=not shown, **options) as bar:
         yield bar
 
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Exit without a traceback if the output goes to a closed pipe (`| head`)."""
+    """Exit without a traceback if the body prints to a pipe that was closed, for example by `| head`."""
     try:
         yield
         print(end="", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushing the rest at exit would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit would fail again
         sys.exit(CLOSED_PIPE)

@@ -1,4 +1,4 @@
-"""The entry point of recipes: read the config, run the four methods, end with the message of the first failed rank.
+"""The entry point of recipes: reads the config, runs the recipe, and reports an error once, on the first failed rank.
 
 config  ->  Recipe(cfg)  ->  setup()  ->  train()  ->  cleanup()
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from omegaconf import DictConfig as DictConfig  # recipes import it from here: this package comes first
+from omegaconf import DictConfig as DictConfig  # recipes import it from here, because this package must come first
 
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
@@ -44,21 +44,20 @@ logger = logging.getLogger(__name__)
 
 
 def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Collective: run a recipe with the config of the command line; exit with status 1 on errors.
-
-    `keys` are keys that only this recipe has. `remedies` translates the library's remedies into config keys.
-    """
+    """Collective: run a recipe with the config of the command line. Exit with status 1 if it fails. `keys` are the
+    config keys that only this recipe has. `remedies` phrases the library's remedies as config keys."""
     exit_with_launcher()
     listen()
-    faulthandler.enable(file=2)  # print a traceback if a library aborts the process
+    faulthandler.enable(file=2)  # prints a traceback if a library aborts the process
     exit_with_one_message(lambda: _run(recipe_type, keys), remedies)
     exit_if_blocked(0)
 
 
 def run_query(query: Callable[[DictConfig, Path, Sequence[str]], None], keys: Collection[str]) -> None:
-    """Call `query` with config, path and overrides, on rank 0 only; `keys` are keys in addition to those of recipes."""
+    """Call `query` with the config, its path and the overrides, on rank 0 only. `keys` are config keys that are allowed
+    in addition to those of recipes."""
     if not dist.is_torchelastic_launched():
-        os.environ.pop("RANK", None)  # left over in the shell from another program
+        os.environ.pop("RANK", None)  # may be set in the shell by another program
 
     def run() -> None:
         path, overrides = config_and_overrides(sys.argv[1:])
@@ -100,7 +99,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
 
 
 def _run_methods(recipe: Any) -> None:
-    """Collective: call the recipe's methods; the ranks may agree to stop between two steps."""
+    """Collective: call the recipe's methods. If the ranks agree to stop early, raise RunStopped after the cleanup."""
     try:
         recipe.setup()
         THIS_RUN.phase = RunPhase.TRAINING
@@ -114,38 +113,35 @@ def _run_methods(recipe: Any) -> None:
 
 
 def _received_signals() -> str:
-    """Collective: name the signal that stops the run, and the ranks that received it unless rank 0 did."""
+    """Collective: return the name of the signal that stops the run, with the ranks that received it if not rank 0."""
     by_rank = {rank: number.name for rank, number in enumerate(from_all_ranks(THIS_RUN.signal)) if number is not None}
-    where = "" if 0 in by_rank else f" on {ranks_named(by_rank)}"
-    return f"{by_rank[min(by_rank)]}{where}"
+    on_ranks = "" if 0 in by_rank else f" on {ranks_named(by_rank)}"
+    return f"{by_rank[min(by_rank)]}{on_ranks}"
 
 
 def explain_out_of_memory(recover_from_oom: bool) -> AbstractContextManager[None]:
-    """Convert out-of-memory errors that recovery does not handle into one message."""
+    """Return a context that replaces out-of-memory errors by a RecoveryUnsupportedError with remedies."""
 
     def explained(error: Exception) -> RecoveryUnsupportedError:
-        off = not recover_from_oom
-        why = "adaptive.recover_from_oom is False, so nothing is repeated" if off else "this part cannot be repeated"
-        where = "in training" if THIS_RUN.phase is RunPhase.TRAINING else "outside training"
+        is_off = not recover_from_oom
+        why = "adaptive.recover_from_oom is False, so nothing is repeated" if is_off else "this part cannot be repeated"
+        phase = "in training" if THIS_RUN.phase is RunPhase.TRAINING else "outside training"
         return RecoveryUnsupportedError(
-            f"out of memory on rank {rank()} {where}, and {why} ({in_a_line(error)})",
+            f"out of memory on rank {rank()} {phase}, and {why} ({in_a_line(error)})",
             Remedy.SMALLER_LIMIT,
             Remedy.SHORTER_SAMPLES,
             Remedy.CHECKPOINT_ACTIVATIONS,
             Remedy.MORE_RANKS,
             Remedy.LARGER_BUDGET,
-            *([Remedy.RECOVERY] if off else []),
+            *([Remedy.RECOVERY] if is_off else []),
         )
 
     return fatal_on_oom(explained)
 
 
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Run `work`; the first rank that fails reports the error, once.
-
-    At the end, the process group may still exist. `let_gloo_threads_finish` gives its threads time, since they could
-    abort the exit.
-    """
+    """Run `work`. If it fails, only the first failed rank reports the error, and every failed rank exits with status 1.
+    The process group may still exist at the end, and its threads could abort the exit. They get time to finish."""
     try:
         log_to_stderr()
         work()
@@ -157,7 +153,8 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code:
             raise
-        stop_listening()  # an exit with status 0, for example in a loss function, would report success
+        # a SystemExit with status 0, for example from a loss function, must not look like success
+        stop_listening()
         if first_to_report():
             write_error_file(f"error (rank {rank()}): {in_a_line(error)}")
             sys.excepthook(type(error), error, error.__traceback__)
@@ -169,24 +166,24 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
 def _report(error: AdaptiveError, message: str) -> None:
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
-    can_resume = isinstance(error, CollectiveFailedError)  # with the same command
-    # before the process group exists, errors concern the config, which is the same on all ranks
-    where = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
-    whole = f"{message}; {saved_and_next_command()}" if can_resume else message
-    write_error_file(f"error{where}: {message}")
-    print(f"\nerror{where}: {whole}", file=sys.stderr, flush=True)
-    REHEARSAL.record("message", {"text": whole})
+    can_resume = isinstance(error, CollectiveFailedError)
+    # before the process group exists, errors are about the config, so they are the same on all ranks
+    on_rank = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
+    text = f"{message}; {saved_and_next_command()}" if can_resume else message
+    write_error_file(f"error{on_rank}: {message}")
+    print(f"\nerror{on_rank}: {text}", file=sys.stderr, flush=True)
+    REHEARSAL.record("message", {"text": text})
     if not can_resume:
         THIS_RUN.record_end(ERROR, message)
 
 
 def _exit(status: int) -> NoReturn:
-    """Exit this rank; the launcher ends the others."""
-    sys.unraisablehook = lambda _: None  # partly constructed objects may raise in __del__
+    """Exit this rank. The launcher then ends the other ranks."""
+    sys.unraisablehook = lambda _: None  # partly constructed objects may raise in `__del__`
     exit_if_blocked(status)
     sys.exit(status)
 
 
 def rank() -> int:
-    """Return the rank that the launcher assigned, before the process group exists."""
+    """Return the rank that the launcher has assigned. Works before the process group exists."""
     return int(os.environ.get("RANK", "0"))

@@ -1,7 +1,7 @@
-"""Detect a rank that has stopped responding. Each rank writes heartbeats to the rendezvous store and checks all others.
+"""Detects ranks that have stopped responding: each rank writes heartbeats to the rendezvous store and checks its peers.
 
-A thread writes the heartbeats, so a busy rank still beats. A stopped process or a hung machine does not, and its peers
-would wait for it forever in a collective. They exit instead, and name the rank and the command that resumes the run.
+A thread writes the heartbeats, so a busy rank still writes them. A stopped process or a hung machine does not. Its
+peers, which would wait in a collective, then exit with a message that names the rank and the command to resume.
 """
 
 from __future__ import annotations
@@ -28,38 +28,36 @@ from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0
-SPARE_BEATS = 2
-"""Intervals that pass without being counted as missed, at most: one before the first check, one for a late check."""
+UNCOUNTED_BEATS = 2
+"""Up to this many intervals of silence are not counted: one before the first check, and one because a check is late."""
 NAME = "heartbeat"
 LEFT = "left"
-"""The last heartbeat of a rank that exited normally."""
+"""Replaces the heartbeat of a rank that has exited normally."""
 
 
 class SilentRanks(NamedTuple):
-    """Ranks without a heartbeat within the timeout."""
+    """The ranks without a heartbeat within the timeout."""
 
     ranks: tuple[int, ...]
-    """Empty if the store does not respond. Rank 0 or its launcher hosts it."""
-    where: str
-    seconds: float
-    """The timeout."""
+    """Empty if the store itself does not respond. Rank 0 or its launcher hosts it."""
+    locations: str
+    """PID and host of each rank."""
+    timeout_s: float
 
     def __str__(self) -> str:
-        silent = f"not responded for {self.seconds:.0f} s (adaptive.silent_rank_timeout)"
+        silent = f"not responded for {self.timeout_s:.0f} s (adaptive.silent_rank_timeout)"
         if not self.ranks:
             return (
-                f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher, has {silent}; launchers may "
-                "wait for it indefinitely: end them first"
+                f"the rendezvous store, hosted by rank 0 ({self.locations}) or its launcher, has {silent}; launchers "
+                "may wait for it indefinitely: end them first"
             )
         have = "has" if len(self.ranks) == 1 else "have"
-        return f"{ranks_named(self.ranks)} ({self.where}) {have} {silent}, and the other ranks cannot continue"
+        return f"{ranks_named(self.ranks)} ({self.locations}) {have} {silent}, and the other ranks cannot continue"
 
 
 def connect_to_store(attempt: str, timeout_s: float) -> Any:
-    """Open a separate connection to the group's store, on which waits of the main thread do not delay heartbeats.
-
-    `attempt` is a prefix that separates the keys of this attempt from those of earlier ones.
-    """
+    """Open another connection to the group's store, so that waits of the main thread do not delay heartbeats. `attempt`
+    is a prefix of all keys. It is unique, because a restarted run may use the same store."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
@@ -70,7 +68,7 @@ def connect_to_store(attempt: str, timeout_s: float) -> Any:
 
 
 class Heartbeat:
-    """Write heartbeats of this rank and report silent ranks, until stopped."""
+    """Writes heartbeats of this rank and reports silent ranks, until it is stopped."""
 
     def __init__(
         self,
@@ -78,10 +76,10 @@ class Heartbeat:
         on_silence: Callable[[SilentRanks], None],
         connect: Callable[[str, float], Any] = connect_to_store,
     ) -> None:
-        """Collective. `on_silence` is called in a thread and must end the process; all peers do the same."""
+        """Collective. `on_silence` is called in a thread and must end the process, as it does on all peers."""
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
-        # Count checks, not seconds: after this process was suspended, its peers get time to beat again.
-        self._max_missed = int(timeout_s / self._interval_s) - SPARE_BEATS
+        # Missed beats are counted, not seconds: if this process was suspended, its peers get time to beat again.
+        self._max_missed = int(timeout_s / self._interval_s) - UNCOUNTED_BEATS
         self._timeout_s = timeout_s
         self._on_silence = on_silence
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -91,26 +89,26 @@ class Heartbeat:
         self._store.set(self._keys[self._rank], "0")
         self._locations = from_all_ranks(f"pid {os.getpid()} on {socket.gethostname()}")
         self._stopping = threading.Event()
-        self._signs_off = True
-        self._rounds = 0
+        self._ends_normally = True
+        self._rounds = 0  # heartbeats written so far
         self._threads = [
-            threading.Thread(target=work, name=NAME, daemon=True) for work in (self._beat, self._watch_the_store)
+            threading.Thread(target=work, name=NAME, daemon=True) for work in (self._beat, self._check_store)
         ]
         for thread in self._threads:
             thread.start()
 
     def stop(self, *, normally: bool = True) -> None:
-        """Stop. After a failure, this rank does not sign off, so that peers that wait for it detect its silence."""
-        self._signs_off = normally
+        """Stop both threads. After a failure, do not write `LEFT`, so that peers that wait for this rank detect it."""
+        self._ends_normally = normally
         self._stopping.set()
         for thread in self._threads:
-            thread.join(2 * self._interval_s)  # limited, since the store may be gone
+            thread.join(2 * self._interval_s)  # with a timeout, because the store may be gone
 
     def _beat(self) -> None:
-        last, missed = [LEFT] * self._ranks, [0] * self._ranks
+        last_beats, missed = [LEFT] * self._ranks, [0] * self._ranks
         while not self._stopping.wait(self._interval_s):
-            # Reconnect after a broken connection. If the store is gone, this fails repeatedly, and the other thread
-            # notices that no round completes.
+            # Reconnect if the connection is broken. If the store is gone, this fails each time, and `_check_store`
+            # notices that `_rounds` does not grow.
             try:
                 self._store.set(self._keys[self._rank], str(self._rounds + 1))
                 self._rounds += 1
@@ -119,31 +117,31 @@ class Heartbeat:
                 with suppress(RuntimeError):
                     self._store = self._connect()
                 continue
-            checks = zip(beats, last, missed, strict=True)
+            checks = zip(beats, last_beats, missed, strict=True)
             missed = [count + 1 if beat == before != LEFT else 0 for beat, before, count in checks]
-            last = beats
+            last_beats = beats
             if max(missed) >= self._max_missed:
-                # a whole machine may have stopped; its ranks beat at slightly different times
+                # if a whole machine has stopped, its ranks have slightly different numbers of missed beats
                 silent = [rank for rank, count in enumerate(missed) if count >= self._max_missed - 2]
-                where = ", ".join(self._locations[rank] for rank in silent)
-                self._on_silence(SilentRanks(tuple(silent), where, self._timeout_s))
+                locations = ", ".join(self._locations[rank] for rank in silent)
+                self._on_silence(SilentRanks(tuple(silent), locations, self._timeout_s))
                 return
-        if self._signs_off:
+        if self._ends_normally:
             with suppress(RuntimeError):
                 self._store.set(self._keys[self._rank], LEFT)
 
-    def _watch_the_store(self) -> None:
-        last, missed = 0, 0
+    def _check_store(self) -> None:
+        last_rounds, missed = 0, 0
         while not self._stopping.wait(self._interval_s):
-            missed = missed + 1 if self._rounds == last else 0
-            last = self._rounds
+            missed = missed + 1 if self._rounds == last_rounds else 0
+            last_rounds = self._rounds
             if missed >= self._max_missed:
                 self._on_silence(SilentRanks((), self._locations[0], self._timeout_s))
                 return
 
 
 def exit_if_blocked(status: int) -> None:
-    """Exit at once if a heartbeat still waits for the store: in C++, its thread would abort the exiting interpreter."""
+    """Exit immediately if a thread of a Heartbeat still waits for the store in C++, where it would abort the exit."""
     if any(thread.name == NAME for thread in threading.enumerate()):
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
@@ -152,7 +150,7 @@ def exit_if_blocked(status: int) -> None:
 
 @contextmanager
 def exit_on_silent_rank(timeout_s: float | None) -> Iterator[None]:
-    """Collective if there are several ranks: while open, exit this rank when another one is silent for `timeout_s`."""
+    """Collective if there are several ranks: while open, exit this rank if another one is silent for `timeout_s`."""
     if timeout_s is None or REHEARSAL.on or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return

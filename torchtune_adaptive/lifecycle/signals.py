@@ -1,7 +1,7 @@
-"""Signals: after the first, the ranks agree to stop at their next step; a second one ends this rank immediately.
+"""Handles signals: after the first one, all ranks stop together after a step. A second one ends this rank at once.
 
-A thread receives them. Python runs signal handlers in the main thread only, which may be blocked in a collective, but
-its C handler writes the number of each signal to a pipe immediately.
+A thread handles them, because Python runs signal handlers only in the main thread, which may be blocked in a
+collective. Python's C code writes the number of each signal to a pipe immediately, and the thread reads the pipe.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torchtune_adaptive.lifecycle.run_state import SIGNALLED, THIS_RUN, RunPhase
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL_S = 1.0
-"""Signals within this time count as one: Ctrl-C arrives from the terminal and again from the launcher."""
+"""Signals within this time count as one, because Ctrl-C arrives from the terminal and once more from the launcher."""
 
 
 def listen() -> None:
-    """Start to handle signals, except those that the caller ignores (as nohup does)."""
+    """Start to handle signals, except those that are ignored already, for example by nohup."""
     if threading.current_thread() is not threading.main_thread():
         return
     reader, writer = os.pipe()
@@ -34,7 +34,7 @@ def listen() -> None:
             signal.signal(number, _ignored_by_the_main_thread)
             signal.siginterrupt(number, False)  # do not interrupt system calls of the main thread
     torchrun.write_pid_file()
-    os.register_at_fork(after_in_child=stop_listening)  # a signal to a data worker does not stop the run
+    os.register_at_fork(after_in_child=stop_listening)  # so that a signal to a data worker does not stop the run
     threading.Thread(target=_receive, args=(reader,), daemon=True).start()
 
 
@@ -55,16 +55,16 @@ def _receive(reader: int) -> None:
         for number in filter(HANDLED.__contains__, numbers):
             if first_at_s is None:
                 _stop_at_next_step(signal.Signals(number))
-                # Set last: recording the signal may take longer than ONE_SIGNAL_S, with the second copy waiting.
+                # only now, because recording the signal may take longer than ONE_SIGNAL_S while its copy waits
                 first_at_s = time.monotonic()
             elif time.monotonic() - first_at_s > ONE_SIGNAL_S:
                 _exit_now(signal.Signals(number))
 
 
 def _stop_at_next_step(received: signal.Signals) -> None:
-    """Set the flag that travels in the next agreement, and report the signal on rank 0."""
+    """Request a stop, which the ranks learn in their next agreement, and report the signal on rank 0."""
     if received == signal.SIGTERM and torchrun.peer_has_exited():
-        os._exit(128 + received)  # torchrun ends all ranks
+        os._exit(128 + received)  # torchrun sends SIGTERM to all ranks if one has failed
     THIS_RUN.signal = received
     if int(os.environ.get("RANK", "0")) != 0:
         return

@@ -1,4 +1,4 @@
-"""The launcher of this rank (torchrun): its timeout, its exit, and the files that ranks share in its directory."""
+"""The launcher of this rank, torchrun: its timeout, its end, and the files that ranks share in its directory."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from pathlib import Path
 
 from torchtune_adaptive import dependencies
 
-LOOK_FOR_THE_LAUNCHER_S = 1.0
+LAUNCHER_CHECK_S = 1.0
+"""Seconds between two checks whether the launcher still runs."""
 PID_FILE, REPORTED_FILE = "pid", "reported"
 
 
 def launcher_timeout_s() -> float:
-    """Return how long torchrun waits for its workers after it received a signal."""
+    """Return how long torchrun waits for its workers after it has received a signal."""
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
 
 
 def exit_with_launcher() -> None:
-    """End this rank when torchrun is gone, even after SIGKILL. PR_SET_PDEATHSIG would watch only the launcher's thread
-    that started this rank, which may end earlier."""
+    """Start a thread that kills this rank when torchrun has ended for any reason, including SIGKILL. PR_SET_PDEATHSIG
+    is no alternative: it reacts to the end of the thread that started this rank, which may end before torchrun does."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        if os.getppid() != dependencies.PARENT_PID:  # it ended while this rank imported torch
+        if os.getppid() != dependencies.PARENT_PID:  # torchrun has ended while this rank imported torch
             os.kill(os.getpid(), signal.SIGKILL)
-        threading.Thread(target=_end_without, args=(dependencies.PARENT_PID,), daemon=True).start()
+        threading.Thread(target=_kill_when_ended, args=(dependencies.PARENT_PID,), daemon=True).start()
 
 
-def _end_without(launcher: int) -> None:
+def _kill_when_ended(launcher: int) -> None:
     while os.getppid() == launcher:
-        time.sleep(LOOK_FOR_THE_LAUNCHER_S)
+        time.sleep(LAUNCHER_CHECK_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def attempt_directory() -> Path | None:
-    """Return torchrun's directory for the ranks of this machine; every restart has a new one."""
+    """Return torchrun's directory for this machine's ranks, a new one after every restart; None without torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] if error_file else None
 
 
 def first_to_report() -> bool:
-    """Return True if this rank is the first of its machine to report a failure; a file in torchrun's directory decides.
+    """Return True if this rank is the first of its machine to report a failure, and must therefore print the error.
 
-    The first rank to fail has the cause; its peers fail later, when its process ends and they lose their connections.
-    Without a launcher every rank reports. From here on SIGTERM is ignored so that it cannot cut off the message.
+    The first rank that fails knows the cause. Its peers fail later, when its process ends and they lose their
+    connections to it. The rank that creates a file in torchrun's directory is the first. Without torchrun, every rank
+    reports. From then on, this rank ignores SIGTERM, which could interrupt the message.
     """
     folder = attempt_directory()
     if folder is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -60,7 +62,7 @@ def first_to_report() -> bool:
         if in_main_thread:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return False
-    except OSError:  # then every rank reports
+    except OSError:  # without the file, every rank reports
         pass
     return True
 
@@ -68,8 +70,8 @@ def first_to_report() -> bool:
 def write_error_file(message: str) -> None:
     """Write the error file from which torchrun quotes the message.
 
-    torchrun reports the failure with the earliest timestamp as the root cause. The timestamp is one second early, so
-    that peers that torchrun ends in the same second come later.
+    torchrun reports the failure with the earliest timestamp as the root cause. The timestamp is set back by one second,
+    because torchrun may end the peers in the same second.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}
@@ -86,7 +88,7 @@ def write_pid_file() -> None:
 
 
 def peer_has_exited() -> bool:
-    """Return True if another rank of this machine has exited, which explains a SIGTERM from torchrun."""
+    """Return True if another rank of this machine has exited. torchrun then sends SIGTERM to the remaining ranks."""
     folder = attempt_directory()
     if folder is None:
         return False

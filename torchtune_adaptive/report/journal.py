@@ -1,6 +1,7 @@
-"""The journal of a run: `adaptive_steps.jsonl` has the logged steps, `adaptive_events.jsonl` all other events.
+"""The journal of a run: `adaptive_steps.jsonl` has the logged steps, `adaptive_events.jsonl` has all other events.
 
-Both files are only appended to. A resumed run repeats the steps since its checkpoint; the reader keeps the later ones.
+Lines are only appended. A resumed run repeats the steps since its checkpoint, so these steps have several lines. The
+reader uses the last one.
 """
 
 from __future__ import annotations
@@ -30,22 +31,20 @@ SEARCH = "search"
 SCHEDULE = "schedule"
 EPOCH = "epoch"
 VALIDATION = "validation"
-"""Kinds of event, in addition to those of a Change."""
+"""Kinds of event, in addition to those of `governor.Change`."""
 
 Record = dict[str, Any]
-"""A parsed line. Its `step` is an integer; `kind` and `stage`, if present, are strings; other values are unchecked."""
+"""A parsed line. Its `step` is an integer, and `kind` and `stage` are strings if present. Other values may be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event that is not a Change. Fields that are None are omitted from the file.
-
-    The fields from `unit` on have the same meaning as in a Change; `before` and `after` may also be batch sizes.
-    """
+    """An event that is not a Change of the limit. Fields that are None are omitted from the file. The fields that a
+    Change also has mean the same. In addition, `before` and `after` may be batch sizes."""
 
     kind: str
     step: int
-    """The step during or after which it happened."""
+    """The step in which, or after which, it happened."""
     stage: str | None = None
     reason: str
     """The log line."""
@@ -60,10 +59,10 @@ class Event:
 
 
 class Journal:
-    """Append lines to the files of the journal.
+    """Appends lines to the files of the journal, on the rank that has a directory, rank 0.
 
-    No method raises: a failed write must not end the run. The first failure is logged. Later lines are still attempted,
-    because a full disk may have space again. Ranks other than 0 have no directory and do not write.
+    No method raises an error, because a failed write must not end the run. Only the first failure is logged. Each later
+    line is tried, because a full disk may have space again.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -78,7 +77,7 @@ class Journal:
             self._report(directory, error)
 
     def start(self, steps_done: int) -> None:
-        """Record that training starts after `steps_done` steps; readers discard the later steps above this line."""
+        """Record that training starts after `steps_done` steps. Readers ignore later steps in lines before this one."""
         reason = f"training starts after step {steps_done}" if steps_done else "training starts"
         self.event(Event(kind=START, step=steps_done, reason=reason))
         if self._directory is not None and os.path.isfile(self._directory / STEPS_FILE):
@@ -93,7 +92,7 @@ class Journal:
         self._append(STEPS_FILE, {"step": step, **metrics})
 
     def answers(self, step: int, prompt: str, answers: Sequence[str], rewards: Sequence[float]) -> None:
-        """Append generated answers with their rewards."""
+        """Append generated answers and their rewards."""
         self._append(ANSWERS_FILE, {"step": step, "prompt": prompt, "answers": answers, "rewards": rewards})
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
@@ -102,10 +101,10 @@ class Journal:
         try:
             if self._directory_id not in (None, directory_id(self._directory)):
                 raise OSError(f"{self._directory} was moved or replaced")
-            # JSON has no NaN
+            # without NaN and infinity, which JSON does not have
             values = {key: value for key, value in record.items() if not isinstance(value, float) or isfinite(value)}
             _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **values}))
-        except Exception as error:  # noqa: BLE001 - a metric of any type, or any disk failure
+        except Exception as error:  # noqa: BLE001 - a metric may have any type, and a disk may fail in any way
             self._report(self._directory / name, error)
 
     def _report(self, path: Path | None, error: Exception) -> None:
@@ -116,12 +115,12 @@ class Journal:
 
 def _append_line(path: Path, line: str) -> None:
     """Append a line with a single write, so that a crash cannot damage earlier lines. Raises OSError."""
-    # Open the file for every line to notice its deletion; O_NONBLOCK in case it was replaced by a FIFO.
+    # Opens the file for every line, because it may have been deleted. O_NONBLOCK: it may have been replaced by a FIFO.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        content = b"\n" * torn + f"{line}\n".encode()
+        ends_within_a_line = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = b"\n" * ends_within_a_line + f"{line}\n".encode()
         if os.write(descriptor, content) < len(content):
             raise OSError("the line was only partly written")
     finally:
@@ -130,26 +129,24 @@ def _append_line(path: Path, line: str) -> None:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The steps and events of a run in order, across resumes."""
+    """The steps and events of a run in order, each once, even if the run has resumed."""
 
     steps: tuple[Record, ...]
     events: tuple[Record, ...]
 
     def series(self, *metrics: str) -> tuple[list[Any], ...]:
-        """Return the step numbers and the values of each metric, for the steps that have all of them."""
-        known = [record for record in self.steps if all(is_number(record.get(metric)) for metric in metrics)]
-        return tuple([record[name] for record in known] for name in ("step", *metrics))
+        """Return the step numbers and the values of each metric, for all steps that have all of these metrics."""
+        complete = [record for record in self.steps if all(is_number(record.get(metric)) for metric in metrics)]
+        return tuple([record[name] for record in complete] for name in ("step", *metrics))
 
 
 def read_timeline(directory: Path) -> Timeline:
-    """Read the journal of a directory, empty if it has none. Unreadable lines are skipped with a warning.
-
-    Raises OSError if a file cannot be read.
-    """
+    """Read the journal in a directory. If there is none, the result is empty. Skips lines that cannot be parsed, and
+    logs a warning. Raises OSError if a file cannot be read."""
     steps: list[Record] = []
     for line in _read(directory / STEPS_FILE):
         starts = line.get("kind") == START
-        # Line order decides, not the times: a repeated step removes its first occurrence and the steps after it.
+        # The order of lines decides, not the time: a repeated step removes its earlier line and those of later steps.
         while steps and steps[-1]["step"] > line["step"] - (not starts):
             steps.pop()
         if not starts:
@@ -157,13 +154,14 @@ def read_timeline(directory: Path) -> Timeline:
     events: list[Record] = []
     for line in _read(directory / EVENTS_FILE):
         if line.get("kind") == START:
-            events = [event for event in events if _lasts(event, line["step"])]
+            events = [event for event in events if _remains_valid(event, line["step"])]
         events.append(line)
     return Timeline(tuple(steps), tuple(events))
 
 
-def _lasts(event: Record, steps_done: int) -> bool:
-    """Return True if an event stays valid when training starts after `steps_done` steps; 0 starts another run."""
+def _remains_valid(event: Record, steps_done: int) -> bool:
+    """Return True if an event is still part of the run when training starts after `steps_done` steps. If `steps_done`
+    is 0, another run begins, and no earlier event is part of it."""
     if event.get("kind") in (EPOCH, SCHEDULE):  # recorded again when the epoch restarts
         return bool(event["step"] < steps_done)
     return steps_done > 0 and event["step"] <= steps_done
@@ -171,7 +169,7 @@ def _lasts(event: Record, steps_done: int) -> bool:
 
 def _read(path: Path) -> Iterator[Record]:
     if not path.is_file():
-        if path.exists():  # opening a FIFO would block
+        if path.exists():  # to read a FIFO would block
             raise OSError(errno.EINVAL, "not a file", str(path))
         return
     lines = [line for line in path.read_bytes().splitlines() if line.strip()]
@@ -182,10 +180,10 @@ def _read(path: Path) -> Iterator[Record]:
 
 
 def _record_in(line: bytes) -> Record | None:
-    """Parse a line; return None if it is incomplete, as after a crash, or not a record."""
+    """Parse a line. Return None if it is incomplete, for example after a crash, or not a Record."""
     try:
         record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
+    except (ValueError, RecursionError):  # deeply nested JSON raises RecursionError
         return None
     if not isinstance(record, dict) or not all(isinstance(record.get(key, ""), str) for key in ("kind", "stage")):
         return None
@@ -194,5 +192,5 @@ def _record_in(line: bytes) -> Record | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True for a finite number that is small enough to draw."""
+    """Return True for a finite number that matplotlib can draw."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300

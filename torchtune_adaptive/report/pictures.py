@@ -1,4 +1,4 @@
-"""The picture of one or several runs by step. It needs matplotlib, which is optional."""
+"""Draws loss, speed, memory and limits of one or several runs by step. Needs matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ MARKS = {
     THRASHING: ("s", PINK, "allocator thrashing: smaller limit"),
 }
 HALF_A_STEP = 0.5
-"""Offset for events that happen between two steps."""
+"""Offset of events that happen between two steps."""
 LOSS = "loss"
 LONGEST_NAME = 50
-"""Characters of a run's path that a title shows."""
+"""Maximum number of characters of a run's path in a title."""
 
 
 class Curve(NamedTuple):
-    """A line or the marks of one kind in a panel."""
+    """A line, or all marks of one kind, in a panel of the picture."""
 
     panel: str
     label: str
     points: Sequence[Sequence[float]]
-    """Steps and values."""
+    """The steps, and the values at these steps."""
     color: str
     style: Mapping[str, Any] = {}
     is_mark: bool = False
 
 
 def draw_run(directory: Path) -> None:
-    """Draw `adaptive_report.png` at the end of a run. Never raises: a picture must not end a run."""
+    """Draw `adaptive_report.png` at the end of a run. If that fails, log it: a picture must not fail a run."""
     if REHEARSAL.on:
         return
     try:
@@ -66,14 +66,14 @@ def draw_run(directory: Path) -> None:
 
 
 def draw(runs: Mapping[Path, Timeline], path: Path) -> None:
-    """Draw runs, which have at least one step each, and save the picture. Raises ImportError without matplotlib."""
+    """Draw runs, each of which needs at least one step, and save the picture. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(layout="constrained")  # without pyplot: no window and no global state
+    figure = Figure(layout="constrained")  # pyplot would open windows and change global state
     _draw(figure, runs)
     image = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it, for example in a Chinese name
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # shown as a box, for example in a Chinese name
         figure.savefig(image, format="png", dpi=200)
     replace_file(path, image.getvalue())
 
@@ -81,20 +81,20 @@ def draw(runs: Mapping[Path, Timeline], path: Path) -> None:
 def _draw(figure: Figure, runs: Mapping[Path, Timeline]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    one = len(runs) == 1
+    single = len(runs) == 1
     largest = max(max(run.series("budget_bytes")[1], default=0) for run in runs.values())
     unit, per = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     headings = [_heading(directory, run) for directory, run in runs.items()]
     curves = [[curve for curve in curves_of(run, unit, per) if curve.points[0]] for run in runs.values()]
     titles = list(dict.fromkeys(curve.panel for drawn in curves for curve in drawn)) or [LOSS]
     figure.set_size_inches(7.2, 1.7 + 1.4 * len(titles))
-    title = headings[0] if one else f"{len(runs)} runs (dots: validation loss, dashed: memory limit)"
+    title = headings[0] if single else f"{len(runs)} runs (dots: validation loss, dashed: memory limit)"
     figure.suptitle(title, x=0.02, ha="left", fontsize=12)
     panels = dict(zip(titles, figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0], strict=True))
     legend: dict[str, Any] = {}
     for drawn, heading, color in zip(curves, headings, RUN_COLORS, strict=False):
         for curve in drawn:
-            own_style = one or curve.is_mark
+            own_style = single or curve.is_mark
             style = {"color": curve.color if own_style else color, "lw": 1.2, "label": curve.label, **curve.style}
             (line,) = panels[curve.panel].plot(*curve.points, **style)
             legend.setdefault(curve.label if own_style else heading, line)
@@ -109,7 +109,7 @@ def _draw(figure: Figure, runs: Mapping[Path, Timeline]) -> None:
             axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower left", ncols=2 if one else 1, frameon=False)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower left", ncols=2 if single else 1, frameon=False)
 
 
 def curves_of(run: Timeline, unit: str, per: int) -> Iterator[Curve]:
@@ -142,17 +142,17 @@ def curves_of(run: Timeline, unit: str, per: int) -> Iterator[Curve]:
 
 
 def _heading(directory: Path, run: Timeline) -> str:
-    """Return the name, the start and a summary of a run."""
+    """Return the name, the start time and a summary of a run."""
     name = printable(str(directory))
     name = name if len(name) <= LONGEST_NAME else f"…{name[-LONGEST_NAME:]}"
     times = (record.get("time") for record in (*run.events, *run.steps))
     began = next((each for each in times if is_number(each) and 0 < each < 2**35), None)
     date = "" if began is None else time.strftime(", %Y-%m-%d %H:%M", time.localtime(began))
-    return f"{name}{date}\n{summary(run)}".replace("$", r"\$")  # $ starts a formula
+    return f"{name}{date}\n{summary(run)}".replace("$", r"\$")  # a plain $ would start a formula
 
 
 def summary(run: Timeline) -> str:
-    """Return for example `120 steps, 4 out-of-memory errors survived`, and the time they took."""
+    """Return the number of steps and of out-of-memory errors, for example `120 steps, no out-of-memory error`."""
     steps = count_of(run.steps[-1]["step"], "step")
     recoveries = [event for event in run.events if event.get("kind") == RECOVERY]
     if run.events and run.events[-1].get("kind") == EXHAUSTED:
@@ -169,14 +169,14 @@ def summary(run: Timeline) -> str:
 
 
 def _limits(run: Timeline) -> dict[str, list[Record]]:
-    """Return the events that set a limit, by stage and unit, without limits that never changed."""
+    """Return the events that set a limit, by stage and unit. Limits that have never changed are left out."""
     found: dict[str, list[Record]] = {}
     for event in run.events:
         before_training = event["step"] == 0 and event.get("kind") != EPOCH  # for example in a search
         sets = event.get("kind") in (EPOCH, *MARKS) and is_number(event.get("after")) and event["after"] > 0
         if sets and not before_training:
-            what = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
-            found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(event)
+            limited = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
+            found.setdefault(": ".join(filter(None, (event.get("stage"), limited))), []).append(event)
     return {
         name: events
         for name, events in found.items()

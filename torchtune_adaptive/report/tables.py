@@ -1,4 +1,4 @@
-"""Tables of searches and profiles for the log."""
+"""Formats tables of searches and profiles for the log."""
 
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.search import Probe, SearchResult
@@ -8,7 +8,7 @@ MEASURED = ("peak", "of budget", "time", "")
 
 
 def search_table(result: SearchResult, sequence_length: int, stage: str = "", sample: str = "row") -> str:
-    """Format the probes of a search in order and mark the chosen one. `sample` is the noun for a row."""
+    """Format the probes of a search in order, and mark the one with the chosen rows. `sample` is the noun for a row."""
     budget, chosen = format_bytes(result.budget_bytes), {result.rows: f"<- chosen ({result.reason})"}
     probes = [(probe.rows, *_cells(probe, result.budget_bytes, chosen.get(probe.rows, ""))) for probe in result.probes]
     lines = [
@@ -21,10 +21,8 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "", sa
 
 
 def profile_table(result: Profile, stage: str = "", length_suffix: str = "") -> str:
-    """Format the probes of a profile in order, and the fit error.
-
-    `length_suffix` explains lengths that do not belong to a single sequence, for example pairs.
-    """
+    """Format the probes of a profile in order, and the error of the fit. `length_suffix` explains a length that is not
+    that of a single sequence, for example of a pair of answers."""
     count, budget = count_of(len(result.points), "probe"), format_bytes(result.budget_bytes)
     points = [(point.rows, point.length, point.tokens, *_cells(point, result.budget_bytes)) for point in result.points]
     lines = [
@@ -41,7 +39,7 @@ def _named(stage: str) -> str:
 
 
 def _cells(probe: Probe, budget_bytes: int, chosen: str = "") -> tuple[str, ...]:
-    """Format the cells of the columns `MEASURED`."""
+    """Format the cells of a probe for the columns `MEASURED`."""
     need, share, peak_bytes, retries = "out of memory", "", probe.peak.peak_bytes, probe.peak.retries
     if peak_bytes is not None:
         need, share = format_bytes(peak_bytes), f"{100 * peak_bytes / budget_bytes:4.0f} %"

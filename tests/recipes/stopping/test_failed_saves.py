@@ -18,7 +18,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune import distributed
 
 RUN = ("resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
-IS_GONE = ("step_6", "{out}", "is no longer this run's", "resume_from_checkpoint=auto")
+IS_GONE = ("step_6", "{out}", "no longer belongs to this run", "resume_from_checkpoint=auto")
 OUT_OF_MEMORY = ("out of memory while saving checkpoint step_6 on rank {rank}",)
 
 

@@ -93,7 +93,7 @@ def test_run_whose_directory_was_renamed_does_not_write_into_that_of_the_next_ru
             assert content(tmp_path / "out") == before
             assert first.process.wait(1) == 1
             (message,) = re.findall(r"^error(?: \(rank 1\))?: .*", first.output, re.MULTILINE)
-            assert re.search(r"checkpoint step_\d+ is not saved: .*/out is no longer this run's", message)
+            assert re.search(r"checkpoint step_\d+ is not saved: .*/out no longer belongs to this run", message)
             assert "last" not in message
             (tmp_path / "hold_second").unlink()
             assert second.process.wait(120) == 0

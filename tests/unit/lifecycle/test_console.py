@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     """Our logger as at the start of a process."""
-    logger = logging.getLogger(console.OURS)
+    logger = logging.getLogger(console.PACKAGE_LOGGER)
     before, propagates = list(logger.handlers), logger.propagate
     logger.handlers.clear()
     logger.propagate = True  # pytest listens at each logger that does not propagate
