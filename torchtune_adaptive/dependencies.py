@@ -19,7 +19,7 @@ def refuse_torch(why: str) -> NoReturn:
 
 
 def hide_notices() -> None:
-    """Filter warnings of dependencies that users cannot act on, but none about the user's config or data."""
+    """Filter warnings of dependencies that users cannot act on. Warnings about config or data are kept."""
     # torchao looks for compiled extensions that no recipe uses
     logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.getMessage())
     # torchdata 0.11 calls a function that torch 2.13 has deprecated

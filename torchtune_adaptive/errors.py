@@ -74,7 +74,7 @@ def run_checks(checks: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def refuse(*problems: Iterable[str]) -> None:
-    """Raise one ConfigError that lists all problems once; do nothing if there are none."""
+    """Raise one ConfigError that lists all problems, each once, if there are any."""
     if distinct := list(dict.fromkeys(chain(*problems))):
         raise ConfigError(BETWEEN_ERRORS.join(distinct))
 

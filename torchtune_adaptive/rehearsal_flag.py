@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Rehearsal:
-    """Whether this process is a rehearsal, and a function to record its results."""
+    """Marks a process as a rehearsal, and holds the function that records its results."""
 
     def __init__(self) -> None:
         self.on = False

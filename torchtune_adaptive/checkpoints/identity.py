@@ -95,7 +95,7 @@ def file_names(value: object, key: str = "checkpointer") -> list[str]:
 
 
 def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """Describe the keys that differ, with both values; None if none do. If recipes differ, compare nothing else."""
+    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys."""
     another_recipe = configured.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
@@ -116,7 +116,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _flat(values: object, prefix: str = "") -> dict[str, object]:
-    """Flatten nested mappings to dotted keys. Values that are None are left out, because torchtune ignores them."""
+    """Flatten nested mappings to dotted keys. Values that are None are omitted, because torchtune ignores them."""
     if not isinstance(values, Mapping):
         return {} if values is None else {prefix.rstrip("."): values}
     return {key: value for name, part in values.items() for key, value in _flat(part, f"{prefix}{name}.").items()}

@@ -103,7 +103,7 @@ class CheckpointManager:
 
         A starting loader draws a random number. A checkpoint between epochs was saved before that draw, so its state is
         restored before the body. A checkpoint within an epoch was saved after the draw, so its state is restored after
-        the body. This happens once: later calls restore nothing.
+        the body. Only the first call restores a state.
         """
         if not progress.steps_in_epoch:
             self._restore_random_state()

@@ -36,7 +36,7 @@ StepsOnRanks: TypeAlias = Callable[[int], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts: fresh, or from a checkpoint."""
+    """The start of a run: fresh, or from a checkpoint."""
 
     serial: int
     """The serial of the next checkpoint of the run."""

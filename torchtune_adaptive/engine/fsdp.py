@@ -75,7 +75,7 @@ def replace_collectives(
     scatter_through: Callable[[ReduceScatter], Any],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
-    """Replace FSDP's collectives in every module by what these functions return. Return a function that undoes it.
+    """Wrap FSDP's collectives in every module with these functions. Return a function that undoes it.
 
     The returned function restores only collectives that were not replaced again in the meantime. FSDP2 has no setter
     for the all-reduce over replicas, so the process group in the module's mesh is replaced instead.
@@ -230,7 +230,7 @@ def _drop_unsharded_gradient(parameter: FSDPParam) -> None:
 
 
 def varying_setting(groups: Iterable[FSDPParamGroup]) -> str | None:
-    """Return the setting of FSDP that makes microbatches issue different collectives; None if there is none."""
+    """Return the setting of FSDP that makes microbatches issue different collectives, or None."""
     for group in groups:
         if (group.reduce_grads and group.reshard_after_backward) or not any(trainable([group])):
             continue

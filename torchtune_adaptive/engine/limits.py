@@ -56,7 +56,7 @@ class Surface:
     """Predicts bytes: fixed + rows × (per row + per token × length + per pair × length²).
 
     If all rows have the same length, only the first two terms are used, and methods need no length. Tokens beyond the
-    knee have a coefficient of their own, `bytes_per_late_token`.
+    knee have another coefficient, `bytes_per_late_token`.
     """
 
     fixed_bytes: float
@@ -194,7 +194,7 @@ class Limit(Protocol):
         return self.need(rows, length, tokens) <= self.size
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """Return the next smaller limit after this microbatch ran out of memory; None if there is none.
+        """Return the next smaller limit after this microbatch ran out of memory, or None.
 
         Its size is the largest power of two below the need of the microbatch: 8 -> 4 and 6 -> 4. It is None at size 1,
         or if the microbatch already exceeds the limit, because it is then a single sample.
@@ -290,7 +290,7 @@ class SurfaceLimit(Limit):
         return self.need(rows, length, tokens) <= self.budget_bytes + _HALF_A_BYTE
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
-        """Return a smaller limit that excludes this microbatch, which ran out of memory; None if there is none. Its
+        """Return a smaller limit that excludes this microbatch, which ran out of memory, or None. Its
         budget is the fixed part of the microbatch's predicted memory, plus 3/4 of the rest."""
         size = MicrobatchSize(rows, length, tokens)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
@@ -320,5 +320,5 @@ def most_that_fit(fits: Callable[[int], bool], at_most: int) -> int:
 
 
 def longest_row(limit: Limit, at_most: int) -> int:
-    """Return the length of the longest single row that fits, up to `at_most`; 0 if none fits."""
+    """Return the length of the longest single row that fits, up to `at_most`, or 0."""
     return most_that_fit(lambda length: limit.fits(1, length), at_most)

@@ -156,7 +156,7 @@ class MemoryMeter(TorchDispatchMode):
 
     @property
     def budget_bytes(self) -> int:
-        """The cap. Raises ConfigError if there is none."""
+        """The cap. Raises ConfigError without one."""
         if self.cap_bytes is None:
             raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         return self.cap_bytes
@@ -298,7 +298,7 @@ def resident_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 class Reading(NamedTuple):
-    """What a Gauge has read from a MemorySource; all 0 if there is none."""
+    """The values that a Gauge has read; all 0 without a MemorySource."""
 
     retries: int
     """Allocator retries since the last reading."""

@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 LATE_S = 2.0
 """Seconds to wait for a peer's announcement. It may be late on a null device, which does not wait for collectives."""
 UNCHANGED = "as before"
-"""Shown in errors for a rank that has announced nothing, because its step is like its previous one."""
+"""Shown in errors for a rank without an announcement, because its step is like its previous one."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 """Maps a training group to the gloo group that communicates tensors on the host; None if it does this itself."""
 

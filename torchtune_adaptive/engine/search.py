@@ -174,7 +174,7 @@ class History:
 
     @property
     def measured_rows(self) -> int:
-        """The most rows that were measured and accepted, below `too_many`; 0 if there are none."""
+        """The most rows that were measured and accepted, below `too_many`, or 0."""
         accepted = (probe.rows for probe in self.probes if probe.accepted(self.budget_bytes))
         return max((rows for rows in accepted if rows < self.too_many), default=0)
 
@@ -253,7 +253,7 @@ def binary(history: History) -> int | None:
 
 
 def decrease(history: History) -> int | None:
-    """Start at the highest candidate and halve the rows until a probe fits. May return half of what would fit."""
+    """Start at the highest candidate and halve the rows until a probe fits. The result may be half of the most rows that fit."""
     if history.measured_rows:
         return None
     last_rejected = history.too_many
@@ -385,7 +385,7 @@ def search(
         history = replace(history, probes=(*history.probes, probe))
         if rows == 1 and not probe.accepted(budget.total_bytes):
             raise no_row_fits()
-    # Lines may predict more rows than were measured. They must predict less than what was rejected.
+    # Lines may predict more rows than were measured. They must predict fewer rows than were rejected.
     unrounded_rows = float(max(history.measured_rows, history.predicted_rows if strategy == "linear" else 0.0))
     if history.rejected and unrounded_rows >= history.too_many:
         unrounded_rows = float(history.measured_rows)

@@ -75,7 +75,7 @@ ContextForPass: TypeAlias = Callable[[PassKind], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKind(Generic[Sample]):
-    """Functions that tell a StepRunner about samples, which can be objects of any type."""
+    """Describes the samples of a step to a StepRunner. Samples can be objects of any type."""
 
     length_of: Callable[[Sample], int]
     """Returns the number of tokens of a sample, for limits by length."""
@@ -294,7 +294,7 @@ class StepRunner(Generic[Sample]):
         Gradients must be None when it begins. When it returns, they are complete and not scaled. `step` must be equal
         on all ranks and new in each call. `upcoming` are this rank's samples of the next call, if they are known.
         Under a limit by length, the ranks must agree on a number of microbatches. With `upcoming`, the agreement at the
-        end of this step includes that number for the next step, so the next call needs no agreement of its own.
+        end of this step includes that number for the next step, so the next call needs no separate agreement.
 
         Raises LimitExhaustedError on every rank if memory runs out at the smallest limit. Gradients and torch's random
         generators are then as before the call, so the caller may free memory and call it again.
@@ -326,7 +326,7 @@ class StepRunner(Generic[Sample]):
         """Collective: run forward and backward over exactly these microbatches, without a retry.
 
         If any rank runs out of memory, all ranks drop the gradients and return None as the result. The limit and the
-        random generators are left as they are.
+        random generators stay unchanged.
         """
         samples = [sample for microbatch in microbatches for sample in microbatch]
         self._check(samples)

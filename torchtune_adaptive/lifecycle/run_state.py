@@ -225,7 +225,7 @@ def lock_directory(directory: Path) -> IO[bytes]:
 
 
 def lock_holder(directory: Path) -> str | None:
-    """Describe the process that has locked the directory; None if there is none."""
+    """Describe the process that has locked the directory, or return None."""
     if not os.path.isfile(directory / LOCK_FILE):
         return None  # to open a FIFO would block
     with suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
