@@ -92,7 +92,7 @@ class Contents:
 
 def gather_weights(sharded: ShardedWeights, device: torch.device) -> State:
     """Collective: return the full weights on the host of rank 0. Quantized weights are dequantized. torchtune has a
-    barrier after each weight. None is needed, because a gather ends only after all ranks have sent."""
+    barrier after each weight. It is not needed, because a gather ends only after all ranks have sent."""
     is_rank_0, full = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
     for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
         gathered = weight.to(device) if weight.is_cpu else weight

@@ -253,7 +253,7 @@ def binary(history: History) -> int | None:
 
 
 def decrease(history: History) -> int | None:
-    """Start at the highest candidate and halve the rows until a probe fits. The result may be half of the most rows that fit."""
+    """Start at the highest candidate and halve it until a probe fits. The result may be half of what is possible."""
     if history.measured_rows:
         return None
     last_rejected = history.too_many
