@@ -392,7 +392,7 @@ def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse
             "no answer: signal 9 (Killed) ended the script in step 1 (is this machine out of memory?)",
         ),
         ("import torch.distributed as dist; dist.broadcast_object_list([None])", "no answer: rank 3 waits for objects "
-         "of another rank: rehearse rank 0, which has them"),
+         "of another rank: rehearse rank 0, or --together"),
     ],
     ids=["failed", "exits", "no training", "killed", "waits for rank 0"],
 )  # fmt: skip
@@ -429,7 +429,7 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
     [
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, (), "only torch's own caching allocator can be rehearsed"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, (), "only torch's own caching allocator"),
-        ({}, ("--rank", "1"), "--rank is 1, but the last of 1 is 0"),
+        ({}, ("--rank", "1"), "there is no rank 1: the last of 1 is 0"),
         ({}, ("--memory", "1GB"), "the GPU has 0.931 GiB, of which 1 GiB are not for tensors"),
         (
             {},

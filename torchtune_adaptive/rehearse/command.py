@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from functools import partial
 
@@ -37,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ranks, or several: 1,2,4,8 (default: from the launcher, else 1)",
     )  # fmt: skip
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to rehearse (default: 0)")
+    parser.add_argument(
+        "--together", type=partial(_counts, least=0), nargs="?", const=[], metavar="R,R",
+        help="rehearse all ranks, or these, as processes that exchange shapes, counts and objects",
+    )  # fmt: skip
     parser.add_argument(
         "--devices", type=int, choices=range(1, MAX_DEVICES + 1), metavar="N",
         help="GPUs that the process sees (default: one per rank, up to 8)",
@@ -87,15 +90,19 @@ def run(options: argparse.Namespace) -> int:
     if options.memory is not None:
         cards = [card._replace(memory=options.memory) for card in cards]
     several, on_gpus = len(cards) * len(options.ranks) > 1 or bool(options.price), options.real or options.compare
-    simulated = options.gpu, options.memory, options.ranks[0], options.devices
+    simulated = options.gpu, options.memory, options.ranks[0], options.devices, options.together
     if on_gpus and (several or searched or any(each is not None for each in simulated)):
         options.refuse(
             "--real and --compare run the command as it is, on the GPUs of this machine: leave out --gpu, --memory, "
-            "--ranks, --devices, --price and ranges (for several ranks, put torchrun before the script)"
+            "--ranks, --devices, --together, --price and ranges (for several ranks, put torchrun before the script)"
         )
     if several and searched:
         options.refuse("a range is searched on a single GPU: give one --gpu, one --ranks and no --price")
-    settings = RankSettings(options.rank, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
+    if options.rank and options.together is not None:
+        options.refuse("--together reports the fullest rank, and --rank a single one: leave out one of them")
+    last = max([options.rank, *(options.together or [])])
+    settings = RankSettings(last, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
+    settings = settings._replace(together=options.together)
     try:
         if several:
             return _compare(options, command, cards, settings)
@@ -159,10 +166,11 @@ def _quietly(settings: RankSettings, command: list[str], card: Gpu, ranks: int |
     return found
 
 
-def _counts(text: str) -> list[int]:
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1, or several with commas between them")
-    return [int(each) for each in dict.fromkeys(text.split(","))]
+def _counts(text: str, least: int = 1) -> list[int]:
+    numbers = dict.fromkeys(text.split(","))
+    if not all(each.isdecimal() and int(each) >= least for each in numbers):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from {least}, or several with commas between them")
+    return [int(each) for each in numbers]
 
 
 def _cards(text: str) -> list[Gpu]:

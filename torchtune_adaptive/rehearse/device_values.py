@@ -8,12 +8,14 @@ logged or passed to a Triton kernel does not become the size of a tensor, so it 
 from __future__ import annotations
 
 import ast
+import ctypes
 import functools
 import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -21,12 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_value
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchtune_adaptive.rehearse.fake_ranks import replace_everywhere
 from torchtune_adaptive.rehearse.result import INTEGER, MASK
 
 LARGE = 2**20
@@ -41,6 +43,14 @@ _RETURN_INTEGERS = (
 """Functions that can return integers or masks. If all inputs are known, the host computes their results."""
 _CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_like")
 """Functions that create tensors with known values."""
+_MESSAGES = (
+    "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_",
+    "allgather_into_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "send", "recv_",
+    "recv_any_source_",
+)  # fmt: skip
+"""Operations of process groups."""
+_RECEIVING = ("broadcast_", "scatter_", "recv_", "recv_any_source_")
+"""Operations after which a tensor has the values of another rank."""
 _ALWAYS_TRUE = "_null_device_true"
 """An attribute of results of `all` and `isfinite`, which are read as True."""
 
@@ -110,43 +120,40 @@ class DeviceValues:
 
         torch.isfinite = torch.Tensor.isfinite = isfinite  # type: ignore[assignment]
         torch.Tensor.__int__ = int_of_float  # type: ignore[method-assign,assignment]
-        self._track_collectives()
+        self._carry_messages()
 
-    def _track_collectives(self) -> None:
-        """Keep integers of the host known after a collective: all ranks have the same."""
-        reduce, gather, gather_into = dist.all_reduce, dist.all_gather, dist.all_gather_into_tensor
+    def _carry_messages(self) -> None:
+        """Exchange small tensors of the device with other ranks that run; keep values of the host known."""
+        self._messages = torch.library.Library("c10d", "IMPL")
+        for name in _MESSAGES:
+            operation, kernel = getattr(torch.ops.c10d, name), torch.library.get_kernel(f"c10d::{name}", "CUDA")
+            self._messages.impl(name, partial(self._carry, operation, kernel), "CUDA", with_keyset=True)
 
-        def is_known(tensor: Any) -> bool:
-            return not torch.compiler.is_compiling() and self._source_of(tensor) is Source.HOST
-
-        def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-            known = op == dist.ReduceOp.SUM and is_known(tensor)
-            work = reduce(tensor, op, group, async_op)
-            if known:
-                tensor.copy_(self._cpu(tensor) * dist.get_world_size(group))
-            return work
-
-        def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-            work = gather(tensor_list, tensor, group, async_op)
-            for each in tensor_list if is_known(tensor) else ():
-                each.copy_(self._cpu(tensor))
-            return work
-
-        def all_gather_into_tensor(
-            output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
-        ) -> Any:
-            if torch.compiler.is_compiling():
-                return gather_into(output_tensor, input_tensor, group, async_op)
-            # NCCL compares numbers of elements only, but a fake group compares shapes
-            work = gather_into(output_tensor.view(-1), input_tensor.reshape(-1), group, async_op)
-            if is_known(input_tensor):
-                ranks = dist.get_world_size(group)
-                output_tensor.copy_(self._cpu(input_tensor).flatten().repeat(ranks).view(output_tensor.shape))
-            return work
-
-        replace_everywhere(reduce, all_reduce)
-        replace_everywhere(gather, all_gather)
-        replace_everywhere(gather_into, all_gather_into_tensor)
+    def _carry(self, operation: Any, kernel: Any, keys: Any, *args: Any) -> Any:
+        """Run an operation of a process group: with gloo on the memory of small tensors, or without other ranks."""
+        boxed = {str(each._type()).rpartition(".")[2]: each for each in args if isinstance(each, torch.ScriptObject)}
+        group, name = dist.ProcessGroup.unbox(boxed["ProcessGroup"]), operation.__name__
+        reduction: Any = dist.ReduceOp.unbox(boxed["ReduceOp"]) if "ReduceOp" in boxed else None
+        leaves = map(tree_leaves, args)
+        tensors = [each for each in leaves if each and isinstance(each[0], torch.Tensor)]
+        written, sent = tensors[0], tensors[-1]
+        together = dist.get_backend(group) != "fake"
+        # every rank of a group decides alike; gloo does not compute averages
+        small = all(_is_small(each) for each in (*written, *sent)) and reduction != dist.ReduceOp.AVG
+        known = small and all(self._source_of(each) is Source.HOST for each in sent)
+        if together:
+            result = operation(*tree_map(_on_host, args)) if small else FakeWork().boxed()
+            known |= small and name in _RECEIVING
+        else:
+            if name == "_allgather_base_":  # NCCL compares numbers of elements only, but a fake group compares shapes
+                args = (args[0].view(-1), args[1].reshape(-1), *args[2:])
+            result = kernel.call_boxed(keys, *args)
+            for each in written if known and reduction == dist.ReduceOp.SUM else ():
+                _on_host(each).mul_(group.size())
+        for each in written if known else ():
+            self._note_write(each)
+        work = result[-1] if isinstance(result, tuple) else result
+        return (args[0], work) if len(operation.default._schema.returns) == 2 else work
 
     def _track_copy(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap a function that copies: record copies to the device, and replace unknown values in copies from it."""
@@ -168,15 +175,18 @@ class DeviceValues:
                 complete &= copied is not given and source.is_contiguous() and source.dtype is copied.dtype
                 complete = complete and self._source_of(source) is Source.HOST
             if copied.is_cuda and complete and _is_plain(copied):
-                storage = copied.untyped_storage()
-                self._writes[storage.data_ptr()] = StorageWeakRef(storage), _version(copied)
-                if len(self._writes) > 4096:
-                    self._writes = {key: write for key, write in self._writes.items() if not write[0].expired()}
+                self._note_write(copied)
             elif from_device and not copied.is_cuda and copied.numel() < LARGE:
                 self._replace_unknown_values(copied.detach(), source)
             return copied
 
         return copy
+
+    def _note_write(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._writes[storage.data_ptr()] = StorageWeakRef(storage), _version(tensor)
+        if len(self._writes) > 4096:
+            self._writes = {key: write for key, write in self._writes.items() if not write[0].expired()}
 
     def _compute_on_host_too(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that returns integers or masks: compute its result if the values of all inputs are known."""
@@ -191,8 +201,8 @@ class DeviceValues:
                 return result
             known = [each for each in given if not each.is_cuda or self._is_known(each)]
             if len(known) == len(given):
-                result.copy_(function(*tree_map(self._on_host, args), **tree_map(self._on_host, kwargs)))
-            elif function.__name__ == "__and__" and any(not self._on_host(each).any() for each in known):
+                result.copy_(function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs)))
+            elif function.__name__ == "__and__" and any(not _on_host(each).any() for each in known):
                 result.copy_(torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
             elif function.__name__ == "__or__" and any(each.dtype is torch.bool and each.all() for each in known):
                 result.copy_(torch.ones(result.shape, dtype=result.dtype, device="cpu"))
@@ -223,19 +233,12 @@ class DeviceValues:
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() < LARGE and self._source_of(tensor) is Source.HOST
 
-    def _on_host(self, given: Any) -> Any:
-        """Return a copy on the host. It copies the storage, because copying a non-contiguous tensor needs a kernel."""
-        if not isinstance(given, torch.Tensor) or not given.is_cuda:
-            return "cpu" if isinstance(given, torch.device) else given
-        storage = given.untyped_storage().cpu()
-        return given.new_empty(0, device="cpu").set_(storage, given.storage_offset(), given.size(), given.stride())
-
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:
         """Replace values in a copy on the host if a kernel would have computed them."""
         source = self._source_of(original)
         if source is Source.HOST:
             if not original.is_contiguous():
-                copied.copy_(self._on_host(original))
+                copied.copy_(_on_host(original))
         elif original.is_floating_point():
             copied.zero_()
         elif original.dtype is not torch.uint8 and _is_plain(original):  # pickled objects travel as bytes
@@ -280,13 +283,13 @@ class DeviceValues:
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Select all elements of an unknown mask, because this needs the most memory."""
         if self._source_of(mask) is Source.HOST:
-            return self._on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
+            return _on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
         self._on_guess(MASK, _caller())
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         known = self._source_of(mask) is Source.HOST  # before the mask is expanded, because that changes its version
-        tensor, expanded = torch.broadcast_tensors(tensor, self._on_host(mask) if known else mask)
+        tensor, expanded = torch.broadcast_tensors(tensor, _on_host(mask) if known else mask)
         selected = expanded.nonzero().to(tensor.device) if known else self._nonzero(expanded)
         return tensor[tuple(selected.unbind(1))]
 
@@ -304,6 +307,22 @@ class DeviceValues:
 def _is_plain(value: Any) -> bool:
     """Return True for a tensor with a storage: not for a subclass, and not inside vmap or grad of torch.func."""
     return type(value) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() < LARGE and (tensor.numel() <= 1 or not tensor.is_floating_point())
+
+
+def _on_host(value: Any) -> Any:
+    """Return a tensor of the host that shares the memory of one on the device, which has no kernels to copy it."""
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return "cpu" if isinstance(value, torch.device) else value
+    if not value.numel():
+        return value.cpu()
+    storage = value.untyped_storage()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    raw = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=value.dtype).set_(raw, value.storage_offset(), value.size(), value.stride())
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.launcher.api as launcher
 import torch.distributed.run
-from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hook
+from torch._C._distributed_c10d import FileStore, GradBucket, HashStore, _register_comm_hook
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -39,7 +40,10 @@ def set_rank_variables(rank: int, ranks: int) -> None:
 
 
 def _gather(agreement: Any, row: Sequence[float]) -> list[tuple[float, ...]]:
-    return [tuple(map(float, row))] * (dist.get_world_size() if dist.is_initialized() else 1)
+    rows = [tuple(map(float, row))] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(rows) > 1:
+        dist.all_gather_object(rows, rows[0])
+    return rows
 
 
 ENGINE_REPLACEMENTS: dict[str, dict[str, Any]] = {
@@ -50,21 +54,29 @@ ENGINE_REPLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 class FakeRanks:
-    """Replaces process groups and launchers. A collective returns as if all ranks had sent the data of this one."""
+    """Replaces process groups and launchers.
+
+    A group whose ranks all run as processes exchanges tensors of the host, and small ones of the device
+    (`device_values`). In other groups, a collective returns as if all ranks had sent the data of this one.
+    """
 
     def __init__(
-        self, rank: int, ranks: int | None, run: Callable[[Sequence[str]], None], on_ranks: Callable[[int], None]
-    ) -> None:
-        """Take the number of ranks from the launcher if `ranks` is None, and pass it to `on_ranks`.
+        self, rank: int, ranks: int | None, run: Callable[[Sequence[str]], None],
+        start_ranks: Callable[[int], tuple[int, Sequence[int]]], store: Path,
+    ) -> None:  # fmt: skip
+        """Take the number of ranks from the launcher if `ranks` is None.
 
-        `run` runs the command that a launcher would start on each rank.
+        `run` runs the command that a launcher would start on each rank. `start_ranks` is called with the number of
+        ranks, and returns the rank of this process and those that run. They meet in the file `store`.
         """
         self._rank, self._ranks, self._given = rank, ranks or 1, ranks
-        self._run, self._on_ranks = run, on_ranks
+        self._run, self._start_ranks, self._store = run, start_ranks, store
+        self._running: Sequence[int] = [rank]
 
     def install(self) -> None:
         """Replace torch's functions in all modules."""
         self._real_init, self._real_new_group = dist.init_process_group, dist.new_group
+        self._real_broadcast = dist.broadcast_object_list
         replace_everywhere(dist.init_process_group, self._init_process_group)
         replace_everywhere(rendezvous, self._rendezvous)
         replace_everywhere(dist.new_group, self._new_group)
@@ -79,30 +91,42 @@ class FakeRanks:
         _skip_reductions_of_ddp()
         for name, members in ENGINE_REPLACEMENTS.items():
             after_import(f"torchtune_adaptive.engine.{name}", partial(_replace_members, members))
+        if self._ranks > 1:
+            self._start(self._ranks)
+
+    def _start(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._rank, self._running = self._start_ranks(ranks)
+        set_rank_variables(self._rank, ranks)
+
+    def _backend(self, ranks: Sequence[int]) -> str:
+        return "cpu:gloo,cuda:fake" if len(ranks) > 1 and {*ranks} <= {*self._running} else "fake"
 
     def _init_process_group(self, *_: Any, **__: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        self._real_init("fake", store=FakeStore(), rank=self._rank, world_size=self._ranks)
-        _save_checkpoints_without_other_ranks()
+        backend, together = self._backend(range(self._ranks)), len(self._running) > 1
+        store = FileStore(str(self._store)) if together else FakeStore()
+        self._real_init(backend, store=store, rank=self._rank, world_size=self._ranks)
+        if backend == "fake":
+            _save_checkpoints_without_other_ranks()
 
     def _new_group(self, ranks: Any = None, *_: Any, **options: Any) -> Any:
         kept = {name: options[name] for name in ("use_local_synchronization", "group_desc") if name in options}
-        return self._real_new_group(ranks, backend="fake", **kept)
+        return self._real_new_group(ranks, backend=self._backend(ranks or range(self._ranks)), **kept)
 
-    def _broadcast_object_list(self, objects: Sequence[Any], *_: Any, **__: Any) -> None:
-        if self._rank and all(each is None for each in objects):
-            raise CannotRehearse(
-                f"rank {self._rank} waits for objects of another rank: rehearse rank 0, which has them"
-            )
+    def _broadcast_object_list(self, objects: Any, src: Any = None, group: Any = None, *args: Any, **kw: Any) -> None:
+        if dist.is_initialized() and dist.get_backend(group) != "fake":
+            self._real_broadcast(objects, src, group, *args, **kw)
+        elif self._rank and all(each is None for each in objects):
+            raise CannotRehearse(f"rank {self._rank} waits for objects of another rank: rehearse rank 0, or --together")
 
     def _rendezvous(self, *_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
         yield HashStore(), self._rank, self._ranks
 
     def _launch(self, ranks: int) -> None:
         if self._given is None:
-            self._ranks = ranks
-            self._on_ranks(ranks)
+            self._start(ranks)
         set_rank_variables(self._rank, self._ranks)
 
     def _run_torchrun(self, args: Namespace) -> None:

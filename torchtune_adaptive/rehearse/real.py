@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +14,11 @@ from torchtune_adaptive.rehearse.step_time import seconds_text
 
 
 def run_real(command: Sequence[str], steps: int) -> RehearsalResult:
-    """Run a command, and return the result of the lowest rank that failed, or else of rank 0."""
+    """Run a command, and return the result of the first rank that failed, or else of the fullest."""
     with interrupted_by_signals(), tempfile.TemporaryDirectory() as folder:
         settings = RankSettings(steps=steps, real=True)
         ending = execute(folder, settings, command, script_environment(os.environ, keep="CUDA_VISIBLE_DEVICES"))
-        records = sorted(Path(folder).iterdir(), key=lambda path: (len(path.name), path.name))
-        ranks = [path for path in records if path.name.isdecimal()] or records or [Path(folder, "0")]
-        about = {"usable_bytes": 0, "overhead_bytes": 0, "ranks": len(ranks), "real": True, **ending}
-        results = [RehearsalResult.read(path, rank=rank, **about) for rank, path in enumerate(ranks)]
-    peaks = [{"rank": each.rank, **each.run_peaks} for each in results]
-    failed = [each for each in results if each.out_of_memory] or [each for each in results if each.rest.get("error")]
-    return replace((failed or results)[0], rank_peaks=peaks)
+        return RehearsalResult.read_ranks(Path(folder), usable_bytes=0, overhead_bytes=0, real=True, **ending)
 
 
 FIGURES = "allocated_bytes", "reserved_bytes", "seconds"

@@ -6,8 +6,9 @@ import json
 import re
 import signal
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +43,8 @@ _ERROR_OF_ZERO = re.compile(
 """Errors of Python that a wrong 0 can cause."""
 _ERROR_WITHOUT_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
 """Errors of a script that needs torchrun."""
+NEEDS_OTHERS = "not supported with a fake process group"
+"""Part of the error of torch's pipelines on a rank that runs alone."""
 _ERROR_OF_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
 OTHER_DEVICES = " (for several processes, pass --ranks; for several GPUs in one process, --devices)"
 _KILLED_BY: dict[int, str] = {
@@ -83,7 +86,7 @@ class RehearsalResult:
     visible_devices: int | None = None
     """GPUs that the process could use."""
     rank_peaks: list[dict[str, Any]] = field(default_factory=list)
-    """Peaks of each rank on real GPUs: rank, allocated_bytes, reserved_bytes."""
+    """Peaks of each rank that ran: rank, allocated_bytes, reserved_bytes."""
     searches: list[dict[str, Any]] = field(default_factory=list)
     """Results of a recipe's searches: stage, result."""
     message: str = ""
@@ -97,7 +100,8 @@ class RehearsalResult:
             with suppress(ValueError):  # the last line is incomplete if the script was killed
                 record = json.loads(line)
                 found[record.pop("kind")].append(record)
-        about |= dict(*found["share"][-1:])
+        for share in found["share"]:
+            about |= share
         about["gpu"] = Gpu(*about["gpu"]) if about.get("gpu") else None
         return cls(
             **about,
@@ -110,6 +114,19 @@ class RehearsalResult:
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),
         )
+
+    @classmethod
+    def read_ranks(cls, folder: Path, **about: Any) -> RehearsalResult:
+        """Read a record for each rank. Return the first rank that failed, or else the fullest, with all peaks."""
+        records = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)  # in the order of their ends
+        ranks = {int(path.name): path for path in records if path.name.isdecimal()}
+        ranks = ranks or {0: next(iter(records), folder / "0")}
+        results = [cls.read(path, **{"ranks": len(ranks), "rank": rank, **about}) for rank, path in ranks.items()]
+        peaks = sorted(({"rank": each.rank, **each.run_peaks} for each in results), key=itemgetter("rank"))
+        failed = [each for each in results if each.out_of_memory]
+        failed = failed or [each for each in results if each.rest.get("error") or not each.rest]
+        fullest = max(results, key=lambda each: (each.run_peaks["reserved_bytes"], -each.rank))
+        return replace((failed or [fullest])[0], rank_peaks=peaks)
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
@@ -183,7 +200,7 @@ class RehearsalResult:
                 allocated = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(limit)}"
             asked = f"{_size(error['asked_bytes'])} more requested"
             when = f" in step {error['step']}" if error["has_optimizer"] else ""
-            when += f" on device {error['device']}" if len(self.devices) > 1 else ""
+            when += f" on device {error['device']}" if len(self.devices) > 1 else self._on_rank
             return f"does not fit: out of memory{when}, {allocated}, {asked}{guessed}"
         if self.status and self.interrupted:
             before = f"; before that, {self._most_reserved}" if self.all_peaks else ""
@@ -240,11 +257,15 @@ class RehearsalResult:
     def _most_reserved(self) -> str:
         most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
         when = f" (step {most['step']})" if most["step"] else " (after the last step)" if self.steps else ""
-        where = ""
+        where = self._on_rank
         if len(self.devices) > 1:
             fullest = max(self.devices, key=lambda each: each["reserved_bytes"])
             where = f" on device {fullest['device']} of {len(self.devices)}"
         return f"{_gib(most['reserved_bytes'])} of {_gib(self.usable_bytes)} GiB reserved at most{where}{when}"
+
+    @property
+    def _on_rank(self) -> str:
+        return f" on rank {self.rank} of {self.ranks}" if len(self.rank_peaks) > 1 else ""
 
     @property
     def devices(self) -> list[dict[str, int]]:

@@ -1,4 +1,4 @@
-"""The process of a rehearsal, which `start` starts as `python -P -m ...run_script RECORD SETTINGS script args`.
+"""The process of a rehearsal, which `start` starts as `python -P -m ...run_script FOLDER SETTINGS script args`.
 
 1. Set the environment variables of the rank, and replace process groups and launchers (`fake_ranks`). A launcher then
    runs its script in this process.
@@ -36,9 +36,8 @@ from torchtune_adaptive.rehearse.fake_ranks import (
     after_import,
     replace_everywhere,
     replace_simple_launcher,
-    set_rank_variables,
 )
-from torchtune_adaptive.rehearse.result import RECURRENT
+from torchtune_adaptive.rehearse.result import NEEDS_OTHERS, RECURRENT
 from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
     CannotRehearse,
@@ -49,28 +48,32 @@ from torchtune_adaptive.rehearse.start import (
     without_python,
 )
 from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush
+from torchtune_adaptive.rehearse.together import fork_ranks
 
 
-def main(record: str, settings_json: str, *command: str) -> None:
+def main(folder: str, settings_json: str, *command: str) -> None:
     """Run the command, and end this process with its exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     settings = RankSettings(**json.loads(settings_json))
     if program_of(command).startswith(("accelerate", "trl")):
         replace_simple_launcher(run)
     if settings.real:
-        _run_on_gpus(record, settings, command)
-    recorder = StepRecorder(Path(record), most_steps=settings.steps)
+        _run_on_gpus(folder, settings, command)
+    recorder = StepRecorder(Path(folder, str(settings.rank)), most_steps=settings.steps)
 
-    def on_ranks(ranks: int) -> None:
-        share = settings.share(ranks)
+    def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
+        """Return the rank of this process, and the ranks that run."""
+        share, rank = settings.share(ranks), settings.rank
         set_card(memory=share["usable_bytes"], devices=settings.devices_of(ranks))
+        running = settings.running(ranks)
+        if len(running) > 1:
+            rank, after_last_step = fork_ranks(running, Path(folder))
+            recorder.move_to(Path(folder, str(rank)), after_last_step)
         recorder.write("share", share)
+        return rank, running
 
     REHEARSAL.on = True
-    os.environ["NULL_CUDA_REHEARSAL"] = f"{os.getpid()} {Path(record).name}"
-    if settings.ranks is not None and settings.ranks > 1:
-        set_rank_variables(settings.rank, settings.ranks)
-    FakeRanks(settings.rank, settings.ranks, run, on_ranks).install()
+    FakeRanks(settings.rank, settings.ranks, run, start_ranks, Path(folder, "store")).install()
     _skip_autotuning()
     _skip_random_weights()
     _skip_offloaded_copies()
@@ -116,7 +119,8 @@ def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> None:
         frames = error.__traceback__
         while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
             frames = frames.tb_next
-        traceback.print_exception(error.with_traceback(frames))  # without the frames of this module
+        if NEEDS_OTHERS not in str(error):
+            traceback.print_exception(error.with_traceback(frames))  # without the frames of this module
         status = 1
     _exit(status)
 

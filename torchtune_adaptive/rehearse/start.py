@@ -19,13 +19,15 @@ from typing import IO, Any, NamedTuple
 
 from torchtune_adaptive.null_cuda import NullCudaError, environment
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.result import NEEDS_OTHERS, RehearsalResult
 
 
 class CannotRehearse(NullCudaError):
     """The command cannot be rehearsed; the message is one line."""
 
 
+MOST_RANKS = 16
+"""Ranks that run together; each is a process of about 1 GiB."""
 ONE_MACHINE = 8
 """The number of GPUs of a machine; with more ranks, there are several machines."""
 LAUNCHERS = (
@@ -99,6 +101,7 @@ class RankSettings(NamedTuple):
     """Settings of the rehearsed process."""
 
     rank: int = 0
+    """The rank that runs, or the last of those that run together."""
     ranks: int | None = None
     """By default, the number that the launcher in the command starts."""
     memory: int = 0
@@ -110,6 +113,12 @@ class RankSettings(NamedTuple):
     """GPUs that the process sees; by default one per rank of the machine."""
     real: bool = False
     """True to run on the GPUs of this machine."""
+    together: Sequence[int] | None = None
+    """Ranks that run as processes and exchange messages: all if empty; if None, only `rank` runs."""
+
+    def running(self, ranks: int) -> Sequence[int]:
+        """Return those of this many ranks that run."""
+        return [self.rank] if self.together is None else self.together or range(ranks)
 
     def devices_of(self, ranks: int) -> int:
         """Return how many GPUs each of this many ranks sees."""
@@ -119,7 +128,11 @@ class RankSettings(NamedTuple):
         """Return the memory of a GPU that each of this many ranks can use."""
         overhead = overhead_of(ranks) if self.overhead_bytes is None else self.overhead_bytes
         if not 0 <= self.rank < ranks:
-            raise CannotRehearse(f"--rank is {self.rank}, but the last of {ranks} is {ranks - 1}")
+            raise CannotRehearse(f"there is no rank {self.rank}: the last of {ranks} is {ranks - 1}")
+        if (running := len(self.running(ranks))) > MOST_RANKS:
+            raise CannotRehearse(
+                f"{running} ranks cannot run together: name up to {MOST_RANKS}, as in --together 0,8,16"
+            )
         if self.memory <= overhead:
             raise CannotRehearse(
                 f"the GPU has {self.memory / 2**30:.3g} GiB, of which {overhead / 2**30:.3g} GiB are not for tensors "
@@ -139,8 +152,9 @@ def rehearse(
 ) -> RehearsalResult:  # fmt: skip
     """Run a command as one rank of many on null devices, and return the result.
 
-    Raises CannotRehearse, or a NullCudaError if a null device cannot be built. The output of the command is copied to
-    `output`, by default standard error.
+    If the rank cannot run without the others, as in a pipeline, rehearse all of them together. The output of the
+    command is copied to `output`, by default standard error. Raises CannotRehearse, or a NullCudaError if a null device
+    cannot be built.
     """
     settings = settings._replace(memory=gpu.memory)
     likely = settings.ranks or likely_ranks(command, settings.rank)
@@ -148,15 +162,18 @@ def rehearse(
     device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of torch's execution trace
     environ = script_environment({**quiet, **os.environ, **device, **(variables or {})})
-    with tempfile.TemporaryFile() as file:
-        record = Path(f"/proc/self/fd/{file.fileno()}")
-        ending = execute(str(record), settings, command, environ, output, pass_fds=[file.fileno()])
-        return RehearsalResult.read(record, **share, rank=settings.rank, gpu=gpu, **ending)
+    with tempfile.TemporaryDirectory() as folder:
+        ending = execute(folder, settings, command, environ, output)
+        found = RehearsalResult.read_ranks(Path(folder), **share, gpu=gpu, **ending)
+    if settings.together is None and NEEDS_OTHERS in str(found.rest.get("error")):
+        print("rehearse: the ranks of a pipeline differ, so all of them are rehearsed", file=sys.stderr)
+        return rehearse(command, gpu, settings._replace(together=[]), output=output, variables=variables)
+    return found
 
 
 def execute(
-    record: str, settings: RankSettings, command: Sequence[str], environ: Mapping[str, str],
-    output: IO[str] | None = None, pass_fds: Sequence[int] = (),
+    folder: str, settings: RankSettings, command: Sequence[str], environ: Mapping[str, str],
+    output: IO[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run the command until it ends; return its exit status, its last error, and True if Ctrl-C ended it."""
     printed, shown = bytearray(), output.fileno() if output else 2
@@ -164,12 +181,11 @@ def execute(
     runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
     with interrupted_by_signals():
         script = subprocess.Popen(
-            [*runner, record, json.dumps(settings._asdict()), *command],
+            [*runner, folder, json.dumps(settings._asdict()), *command],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=shown,
             stderr=subprocess.PIPE,
-            pass_fds=pass_fds,
             preexec_fn=end_with_parent,
             process_group=0,
         )

@@ -14,9 +14,10 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -50,8 +51,8 @@ class StepRecorder:
 
     def __init__(self, path: Path, *, most_steps: int, real: bool = False) -> None:
         """Record in a file. On a real GPU, steps are timed, and their operations are not recorded."""
-        self._file = path.open("w", buffering=1)
-        self._process = os.getpid()
+        self.real = real
+        self.move_to(path, after_last_step=partial(os._exit, 0))  # the script cannot catch this
         self._most_steps = most_steps
         self._peaks = Peaks()
         self.steps = 0
@@ -74,14 +75,19 @@ class StepRecorder:
         self._traced: int | None = 0 if real else None
         """The step whose operations are recorded."""
         self._graphs = 0
-        self.real = real
         self._updated: torch.cuda.Event | None = None
         """The end of the last update."""
         self._ends: list[torch.cuda.Event | None] = []
         """The end of each step."""
 
-    def __enter__(self) -> None:
+    def move_to(self, path: Path, after_last_step: Callable[[], object]) -> None:
+        """Record this process in a file; call a function after the last step."""
+        self._file, self._process, self._after_last_step = path.open("w", buffering=1), os.getpid(), after_last_step
+        if not self.real:  # a null device ends the rehearsal if a child process allocates memory
+            os.environ["NULL_CUDA_REHEARSAL"] = f"{self._process} {self._file.fileno()}"
         self._watch()
+
+    def __enter__(self) -> None:
         # Do not initialize CUDA here. That would change the device of a DeviceMesh, and the script could not fork.
         torch.cuda._lazy_call(
             lambda: torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
@@ -231,7 +237,8 @@ class StepRecorder:
         if self.steps == self._most_steps:
             self._write_end({}, stopped=True)
             flush()
-            os._exit(0)  # cannot be caught by the script, and runs no exit handlers
+            self._process = 0  # record nothing else
+            self._after_last_step()
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
         """Record an out-of-memory error. The allocator calls this on the thread whose request failed."""
