@@ -230,7 +230,7 @@ def test_samples_announced_by_some_ranks_are_agreed_on_when_they_arrive():
 
 
 def test_samples_that_differ_from_the_announced_ones_are_refused():
-    with pytest.raises(RankFailed, match="the samples differ from those announced as `upcoming`"):
+    with pytest.raises(RankFailed, match="the samples differ from `upcoming` of the previous call"):
         run_on_ranks(2, announce, (0, 1), 2)
 
 

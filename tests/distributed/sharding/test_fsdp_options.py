@@ -147,7 +147,7 @@ def accumulate_before_the_step() -> None:
     model = sharded(plain_model())
     runner = runner_of(model)
     model.set_requires_gradient_sync(False)
-    with pytest.raises(ValueError, match="so this step lacks them"):
+    with pytest.raises(ValueError, match="so they are missing in this"):
         runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
 
 
