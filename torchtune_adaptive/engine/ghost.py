@@ -1,17 +1,17 @@
-"""Completes the collectives of a failed rank if ranks exchange activations, by repeating the pass without data.
+"""Issues the remaining collectives of a failed rank if ranks exchange activations, by repeating its pass without data.
 
 Under tensor, context and expert parallelism, the sizes of collectives depend on the samples, so the record of an
-earlier microbatch does not show which collectives follow. The pass itself does. A rank that ran out of memory therefore
-repeats it, forward and backward, under FakeTensorMode. This is the ghost pass:
+earlier microbatch does not show which collectives the peers expect. A rank that ran out of memory therefore repeats the
+forward and the backward of the failed microbatch under FakeTensorMode. This repetition is called a ghost pass:
 
-- It skips the collectives that this rank issued before it failed, and issues all later ones with zeros.
+- It skips the collectives that this rank has issued before it failed, and issues all later ones with zeros.
 - Floating-point tensors are fake: they have a size, but neither memory nor values.
-- Integers are real, because they determine sizes: token ids, masks, tokens per expert. Operations on integers run
+- Integers (token ids, masks, tokens per expert) are real, because they determine sizes. Operations on integers run
   normally. Integers that depend on fake values are made up: a router's choices are spread evenly over the experts.
-- Collectives of integers exchange real values. What this rank sent in the failed pass, it sends again.
+- Collectives of integers exchange real values. This rank sends the same integers as in the failed pass.
 
-A ghost pass issues what peers expect only if no computed value affects collectives, except the sizes of all-to-alls.
-Before the first one, two dry runs with different made-up values are therefore compared.
+The collectives are those that peers expect only if computed values do not affect them, except the sizes of all-to-alls.
+Therefore, before the first ghost pass, the collectives of two dry runs with different made-up values are compared.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ except ImportError as error:
 
 COMMUNICATING = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
-"""Operations of these namespaces that do not communicate."""
+"""Operations in the namespaces above that do not communicate."""
 _FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
 _METHODS = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "broadcast")
-"""Methods of a process group."""
+"""Methods of a process group that communicate."""
 _SUPPORTED = {*_FUNCTIONAL, *(f"{name}_" for name in _METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
 """Collectives that a process group counts as one message."""
 _OF_ANY_SIZE = {"all_to_all_single", "alltoall_base_"}
@@ -77,14 +77,15 @@ _CHOICES = {"argmax", "argmin", "argsort", "kthvalue", "max", "min", "multinomia
 """Operations that return indices into a dimension of the input."""
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_"}
 _FILLING = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
-"""Operations whose results do not depend on the values of their input."""
+"""Operations whose results depend on the shape of their input, but not on its values."""
 _SMALL = 2**16
-"""Floating-point tensors that depend only on integers are real up to this number of elements."""
+"""Floating-point tensors that depend only on integers are real if they have at most this many elements."""
 _KNOWN = "_torchtune_adaptive_known"
+"""Attribute of floating-point tensors whose values a ghost pass has."""
 _MAX_READS = 10_000
-"""Maximum values that a pass may read from fake tensors. Without it, a loop until convergence would never end."""
+"""Maximum number of values that a pass may read from fake tensors. It ends loops that run until convergence."""
 _OTHER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Prefixes of files that do not belong to the user: torch, this package, generated code."""
+"""Prefixes of the names of files that are not the user's: torch, this package, generated code."""
 _TOUCHED: dict[Any, str] = {
     MaskBuffer: "data materialize_mask refcount",
     FakeTensorMode: "allow_non_fake_inputs",
@@ -103,21 +104,21 @@ if missing := fsdp.missing_names(_TOUCHED):
 
 
 class Exchange(NamedTuple):
-    """A collective of integers."""
+    """A collective of integers that this rank has issued."""
 
     tensors: list[Tensor]
-    """Arguments."""
+    """The tensors among its arguments."""
     result: Any
-    """The returned tensors, possibly incomplete; or a work object, if the collective writes into its arguments."""
+    """The returned tensors, for which `_wait` must be called; or a work object if it writes into its arguments."""
 
 
 class SeenCollective(NamedTuple):
-    """A collective in a ghost pass."""
+    """A collective that a ghost pass has reached, for comparing two dry runs."""
 
     name: str
     group: str
     sizes: tuple[torch.Size, ...] | None
-    """None if ranks may have different sizes."""
+    """None for collectives whose sizes may differ between ranks."""
     where: str
 
     def __str__(self) -> str:
@@ -128,8 +129,8 @@ class SeenCollective(NamedTuple):
 class GhostPasses:
     """Tracks the microbatches of a step, and issues the remaining collectives after this rank has failed.
 
-    The position in a microbatch comes from the message counters of the process groups. Integers are logged when a
-    functional collective or a process group receives them.
+    The message counters of the process groups show how many collectives this rank has issued in a microbatch. In
+    addition, all functional collectives and methods of process groups are wrapped to log collectives of integers.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -147,16 +148,16 @@ class GhostPasses:
         ]
 
     def close(self) -> None:
-        """Stop logging."""
+        """Unwrap the collectives."""
         while self._restore:
             self._restore.pop()()
 
     def forget(self, stage: str) -> None:
-        """Repeat the check of this stage before its next ghost pass."""
+        """Forget that this stage was checked, so that its next ghost pass begins with a check."""
         self._checked.discard(stage)
 
     def begin_microbatch(self) -> None:
-        """Note the position at which a microbatch begins, and log its integers."""
+        """Store the message counters at the beginning of a microbatch, and start to log its integers."""
         self._log.clear()
         self._begun, self._logs = messages(), not self._in_ghost
 
@@ -165,7 +166,8 @@ class GhostPasses:
         self._logs = False
 
     def check(self, run: Callable[[], object], roots: Sequence[fsdp.FSDPModule], stage: str) -> None:
-        """Raise if the collectives of a microbatch depend on values that a ghost pass does not have."""
+        """Raise if the collectives of a microbatch depend on values that a ghost pass does not have. Compares two dry
+        runs with different made-up values, once per stage. `run` runs the microbatch."""
         if stage in self._checked:
             return
         with self.ghost_mode(roots) as first:
@@ -178,7 +180,7 @@ class GhostPasses:
                 except RecoveryUnsupportedError as error:
                     if error.__cause__ is None:
                         raise
-                    seen = seen[: len(second.seen)]  # the model fails on these values: compare the part before
+                    seen = seen[: len(second.seen)]  # the model fails with these values: compare what came before
             for one, other in zip_longest(seen, second.seen):
                 if one is None or other is None or one[:3] != other[:3]:
                     alternatives = f"{one or 'nothing'} or {other or 'nothing'}"
@@ -187,7 +189,7 @@ class GhostPasses:
 
     @contextmanager
     def ghost_mode(self, roots: Sequence[fsdp.FSDPModule], *, made_up: int = 0) -> Iterator[GhostMode]:
-        """Open a mode for ghost passes; at the end, restore gradients and the attributes of models and of FSDP."""
+        """Yield a mode for ghost passes. At the end, restore gradients and the attributes of models and of FSDP."""
         ghost = GhostMode(self._log, made_up)
         attributes = [(each, dict(each)) for model in self._models for each in _attributes_of(model)]
         gradients = [(parameter, parameter.grad) for model in self._models for parameter in model.parameters()]
@@ -208,17 +210,17 @@ class GhostPasses:
         ghost.check_leaks()
 
     def finish(self, ghost: GhostMode, run: Callable[[], object]) -> None:
-        """Collective: issue the collectives of the microbatch that this rank has not issued yet."""
+        """Collective: issue those collectives of the microbatch that this rank has not issued yet."""
         ghost.run(run, messages() - self._begun)
 
     def drop_masks(self) -> None:
-        """Clear the masks of sharded embeddings: DTensor does not release those of a pass that failed."""
+        """Clear the masks of sharded embeddings, because DTensor does not release the masks of a failed pass."""
         for mask in self._masks.values():
             mask.data, mask.refcount = None, 0
         self._masks.clear()
 
     def _log_integers(self, arguments: Sequence[Any], result: Any) -> None:
-        """Log a collective of integers; costs about a microsecond for others."""
+        """Log a collective if it carries integers. For other collectives, this takes about a microsecond."""
         first = arguments[isinstance(arguments[0], dist.ProcessGroup)]
         if torch.compiler.is_compiling() or not self._logs or (isinstance(first, Tensor) and _is_float(first)):
             return
@@ -228,7 +230,7 @@ class GhostPasses:
 
 
 def _call_after(owner: Any, name: str, hook: Callable[[Sequence[Any], Any], object]) -> Callable[[], None]:
-    """Call `hook` with the arguments and the result after each call of a function. Return a function that undoes it."""
+    """Wrap a function so that `hook` gets the arguments and result of each call. Return a function that undoes it."""
     function, original = getattr(owner, name), vars(owner)[name]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +243,7 @@ def _call_after(owner: Any, name: str, hook: Callable[[Sequence[Any], Any], obje
 
 
 class _Call(NamedTuple):
-    """A call of an operation."""
+    """A call of an operation of torch."""
 
     func: OpOverload
     args: tuple[Any, ...]
@@ -272,12 +274,12 @@ class _Call(NamedTuple):
 
 
 class GhostMode(TorchDispatchMode):
-    """Runs ghost passes. Compiled code runs eagerly."""
+    """Dispatch mode that runs ghost passes. Compiled code runs eagerly in it."""
 
     supports_higher_order_operators = True
 
     def __init__(self, log: list[Exchange], made_up: int) -> None:
-        """`made_up` (0 or 1) is the value that the model reads from any fake tensor; see also `_make_up`."""
+        """`made_up` is the value, 0 or 1, that the model reads from fake tensors. See also `_make_up`."""
         super().__init__()
         self.seen: list[SeenCollective] = []
         self.used_unknown_values = False
@@ -286,10 +288,10 @@ class GhostMode(TorchDispatchMode):
         self._issued: Counter[str] | None = None
         self._passed, self._exchanged = Counter[str](), 0
         self._sent: dict[tuple[int, int], list[Tensor]] = {}
-        self._place = (0, 0)  # the last module whose forward began, and the number of exchanges since
+        self._place = (0, 0)  # the last module whose forward began, and the number of exchanges since then
 
     def run(self, run: Callable[[], object], issued: Counter[str] | None = None) -> None:
-        """Collective: run a pass; skip the first `issued` collectives of each group, or all of them if it is None."""
+        """Collective: run a pass, but skip the first `issued` collectives of each group, or all if it is None."""
         self._issued, self._passed, self._exchanged, self._place = issued, Counter(), 0, (0, 0)
         self._sent.clear()
         hook = register_module_forward_pre_hook(self._enter)
@@ -306,7 +308,7 @@ class GhostMode(TorchDispatchMode):
             hook.remove()
 
     def check_leaks(self) -> None:
-        """Raise if the model keeps a fake tensor, because later passes would compute with it."""
+        """Raise an error if the model has stored a fake tensor, because later passes would compute with it."""
         self._fakes.allow_non_fake_inputs = False
         gc.collect()
         kept = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self._fakes]
@@ -358,7 +360,7 @@ class GhostMode(TorchDispatchMode):
         before = messages()[group.group_name]
         with explaining_failures("a collective of a repeated pass"), unset_fake_temporarily():
             result = call.run()
-            if integers is not None:  # log before waiting: if the wait runs out of memory, the next try needs them
+            if integers is not None:  # before the wait: if it runs out of memory, the next try needs them
                 self._log.append(Exchange(integers, result))
             _wait(result)
         if (counted := messages()[group.group_name] - before) > 1:
@@ -368,7 +370,7 @@ class GhostMode(TorchDispatchMode):
         return result
 
     def _exchange(self, call: _Call, group: dist.ProcessGroup, *, skips: bool) -> Any:
-        """Collective, unless skipped: exchange integers, which determine sizes."""
+        """Collective unless `skips`: exchange integers between the ranks, because they determine sizes."""
         if self._issued is None:
             return self._receive_own(call)
         logged = self._logged(call) if skips else None
@@ -382,7 +384,7 @@ class GhostMode(TorchDispatchMode):
         return self._issue(call, group, call.tensors)
 
     def _receive_own(self, call: _Call) -> Any:
-        """Return what this rank would receive if its peers sent what it sends; for passes that issue nothing."""
+        """Return the values that this rank would receive if its peers sent the same as it does, for a dry run."""
         *outputs, sent = call.tensors
         shapes = None if call.in_place else call.run()
         with unset_fake_temporarily():
@@ -391,14 +393,14 @@ class GhostMode(TorchDispatchMode):
             return tree_map(lambda each: _repeated(sent, each.shape), shapes)
 
     def _logged(self, call: _Call) -> Exchange:
-        """Return the exchange of the failed pass that this one repeats."""
+        """Return the logged exchange of the failed pass that corresponds to this call."""
         logged = self._log[self._exchanged] if self._exchanged < len(self._log) else None
         if logged is None or [each.shape for each in logged.tensors] != [each.shape for each in call.tensors]:
             raise refusal(f"{call.func.namespace}::{call.name}{caller()} has sent integers that were not logged")
         return logged
 
     def _restore_sent(self, call: _Call, logged: Exchange | None) -> None:
-        """Replace integers by those sent before: in the failed pass, or in a forward that is now recomputed."""
+        """Replace integers by those that were sent before: in the failed pass, or in a forward that is recomputed."""
         before = logged.tensors if logged else self._sent.get(self._place, call.tensors)
         for mine, sent in zip(call.tensors, before, strict=True):
             mine.copy_(sent)
@@ -446,11 +448,8 @@ class GhostMode(TorchDispatchMode):
         )
 
     def _make_up(self, call: _Call, fake: FakeTensor) -> Tensor:
-        """Return real integers in place of a fake result.
-
-        Indices, as those of `topk`, are spread evenly over the dimension; if `made_up` is 1, all rows have the same
-        ones. Other integers are 0.
-        """
+        """Return real integers instead of a fake result. Indices, such as those of `topk`, are spread evenly over the
+        dimension or, if `made_up` is 1, equal in all rows. Other integers are 0."""
         self.used_unknown_values = True
         source = call.args[0]
         named = dict(zip((each.name for each in call.func._schema.arguments), call.args, strict=False)) | call.kwargs
@@ -467,10 +466,8 @@ class GhostMode(TorchDispatchMode):
 
 
 class Listener(TorchDispatchMode):
-    """Dispatch mode that calls `report` with each communicating operation and its caller, before it runs.
-
-    A dispatch mode makes compiled code run eagerly, so use it for one microbatch only.
-    """
+    """Dispatch mode that calls `report` before each operation that communicates, with its name and its caller. Compiled
+    code runs eagerly in a dispatch mode, so use this for one microbatch only."""
 
     supports_higher_order_operators = True
 
@@ -509,7 +506,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def messages() -> Counter[str]:
-    """Return the number of messages on this rank, by name of the process group."""
+    """Return the number of messages that each process group has counted on this rank, by its name."""
     total = Counter[str]()
     for group, counter in message_counters():
         total[group.group_name] += counter()
@@ -517,7 +514,7 @@ def messages() -> Counter[str]:
 
 
 def _wait(result: Any) -> None:
-    """Wait for the result of a collective: tensors if it is functional, otherwise a work object."""
+    """Wait for the result of a collective: tensors of a functional collective, or else a work object."""
     for each in tree_iter(result):
         if isinstance(each, Tensor):
             torch.ops._c10d_functional.wait_tensor(each)
