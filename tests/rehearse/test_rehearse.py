@@ -439,6 +439,8 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
+        ({}, ("--snapshot", "nowhere/memory.pickle"), "--snapshot needs an existing folder"),
+        ({}, ("--snapshot", "memory.pickle", "--gpu", "l4,h100"), "one --gpu"),
     ],
 )
 def test_invalid_options_are_refused_before_the_script_runs(

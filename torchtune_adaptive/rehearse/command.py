@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import parse_amount
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
     )
+    parser.add_argument("--snapshot", metavar="FILE", help="write a memory snapshot for pytorch.org/memory_viz")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
 
@@ -100,6 +102,8 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("a range is searched on a single GPU: give one --gpu, one --ranks and no --price")
     if options.rank and options.together is not None:
         options.refuse("--together reports the fullest rank, and --rank a single one: leave out one of them")
+    if options.snapshot and (several or searched or not Path(options.snapshot).parent.is_dir()):
+        options.refuse("--snapshot needs an existing folder, one --gpu, one --ranks, no --price and no range")
     last = max([options.rank, *(options.together or [])])
     settings = RankSettings(last, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
     settings = settings._replace(together=options.together)
@@ -116,7 +120,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, command: list[str], card: Gpu, settings: RankSettings) -> int:
     on_gpus = options.real or options.compare
-    found = run_real(command, options.steps) if on_gpus else rehearse(command, card, settings)
+    first = settings._replace(snapshot=options.snapshot or "")
+    found = run_real(command, first) if on_gpus else rehearse(command, card, first)
     shown: RehearsalResult | Comparison = found
     if options.compare and found.gpu is not None:
         settings = settings._replace(rank=found.rank, ranks=found.ranks, devices=found.visible_devices)

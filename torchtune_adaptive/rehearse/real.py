@@ -13,10 +13,10 @@ from torchtune_adaptive.rehearse.start import RankSettings, execute, interrupted
 from torchtune_adaptive.rehearse.step_time import seconds_text
 
 
-def run_real(command: Sequence[str], steps: int) -> RehearsalResult:
+def run_real(command: Sequence[str], settings: RankSettings) -> RehearsalResult:
     """Run a command, and return the result of the first rank that failed, or else of the fullest."""
     with interrupted_by_signals(), tempfile.TemporaryDirectory() as folder:
-        settings = RankSettings(steps=steps, real=True)
+        settings = settings._replace(real=True)
         ending = execute(folder, settings, command, script_environment(os.environ, keep="CUDA_VISIBLE_DEVICES"))
         return RehearsalResult.read_ranks(Path(folder), usable_bytes=0, overhead_bytes=0, real=True, **ending)
 

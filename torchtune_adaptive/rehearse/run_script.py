@@ -59,7 +59,7 @@ def main(folder: str, settings_json: str, *command: str) -> None:
         replace_simple_launcher(run)
     if settings.real:
         _run_on_gpus(folder, settings, command)
-    recorder = StepRecorder(Path(folder, str(settings.rank)), most_steps=settings.steps)
+    recorder = StepRecorder(Path(folder, str(settings.rank)), settings)
 
     def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
         """Return the rank of this process, and the ranks that run."""
@@ -97,8 +97,7 @@ def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) ->
         start_ranks(args)
 
     replace_everywhere(start_ranks, start_recorded_ranks)
-    recorder = StepRecorder(Path(folder) / os.environ.get("RANK", "alone"), most_steps=settings.steps, real=True)
-    _run_recorded(recorder, command)
+    _run_recorded(StepRecorder(Path(folder) / os.environ.get("RANK", "alone"), settings), command)
 
 
 def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> None:

@@ -115,6 +115,8 @@ class RankSettings(NamedTuple):
     """True to run on the GPUs of this machine."""
     together: Sequence[int] | None = None
     """Ranks that run as processes and exchange messages: all if empty; if None, only `rank` runs."""
+    snapshot: str = ""
+    """The file for torch's memory snapshot; empty for none."""
 
     def running(self, ranks: int) -> Sequence[int]:
         """Return those of this many ranks that run."""

@@ -32,8 +32,9 @@ from torch.utils.weak import WeakIdRef
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
+from torchtune_adaptive.rehearse.memory_history import MemoryHistory
 from torchtune_adaptive.rehearse.result import CONVOLVED
-from torchtune_adaptive.rehearse.start import CannotRehearse
+from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -49,11 +50,12 @@ class StepRecorder:
     Each later step ends when all optimizers of the first step have stepped.
     """
 
-    def __init__(self, path: Path, *, most_steps: int, real: bool = False) -> None:
+    def __init__(self, path: Path, settings: RankSettings) -> None:
         """Record in a file. On a real GPU, steps are timed, and their operations are not recorded."""
-        self.real = real
+        self.real = settings.real
+        self._history = MemoryHistory(settings)
         self.move_to(path, after_last_step=partial(os._exit, 0))  # the script cannot catch this
-        self._most_steps = most_steps
+        self._most_steps = settings.steps
         self._peaks = Peaks()
         self.steps = 0
         self._stepped: set[WeakIdRef] = set()
@@ -72,7 +74,7 @@ class StepRecorder:
         self._guesses = set[tuple[str, str, int]]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
-        self._traced: int | None = 0 if real else None
+        self._traced: int | None = 0 if settings.real else None
         """The step whose operations are recorded."""
         self._graphs = 0
         self._updated: torch.cuda.Event | None = None
@@ -212,8 +214,13 @@ class StepRecorder:
             self._end_step()
         # Do not trace the first step, which allocates the optimizer state and compiles.
         if self._traced is None and (self.steps or self._first_step_is_complete):
-            self._traced, self._graphs = self.steps + 1 + self._first_step_is_complete, _compiled_graphs()
+            self._traced, self._graphs = self._current_step, _compiled_graphs()
             RECORDER.start()
+        self._history.begin(self._current_step)
+
+    @property
+    def _current_step(self) -> int:
+        return self.steps + 1 + self._first_step_is_complete
 
     @property
     def _first_step_is_complete(self) -> bool:
@@ -251,7 +258,7 @@ class StepRecorder:
         self.write(
             "out_of_memory",
             {
-                "step": self.steps + 1 + self._first_step_is_complete,
+                "step": self._current_step,
                 "in_search": self._searching,
                 "has_optimizer": bool(self._optimizers),
                 "device": device,
@@ -280,6 +287,8 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # the error has freed memory
+                self._history.save()
 
 
 def _allocated() -> int:
