@@ -30,7 +30,7 @@ from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 from torchtune_adaptive.tune.batch_size import (
     LONGEST_SAMPLE,
-    SKIPPED,
+    SEARCH_SKIPPED,
     check_lengths,
     peak_of,
     profile_lengths,
@@ -73,7 +73,7 @@ class LimitFinder:
             return configured
         if memory is None:
             what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
-            log_rank_0(f"{what} · {SKIPPED}{remedy}")
+            log_rank_0(f"{what} · {SEARCH_SKIPPED}{remedy}")
             return configured
         with self._optimizer_state_in_memory(memory):
             if budget is not None:

@@ -42,7 +42,7 @@ from torchtune_adaptive.tune.preference import POLICY, REFERENCE_LOG_PROBS
 from torchtune_adaptive.tune.samples import INDEX, Sample, TokenKind
 from torchtune_adaptive.tune.trainer import BatchSchedule, Trainer, restore_limits
 
-SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
+SEARCH_SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 LONGEST_SAMPLE = 2**20
 """A length in tokens that no sample exceeds."""
 Result = TypeVar("Result", SearchResult, Profile)
@@ -110,7 +110,7 @@ def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
         return None
     if memory is None:
-        log_rank_0(f"batch search · {SKIPPED}")
+        log_rank_0(f"batch search · {SEARCH_SKIPPED}")
         return None
     step = _worst_step(trainer, trainer.stages.training.stage)
     most_rows = min(data.loader.samples_per_rank, adaptive.max_batch_size or sys.maxsize)
@@ -138,7 +138,7 @@ def _measure_limits(
     if isinstance(adaptive.token_budget, int):
         limits = dict.fromkeys(stages, TokenLimit(adaptive.token_budget, data.kind.padded_rows))
     elif memory is None:
-        log_rank_0(f"token budget · {SKIPPED}, or the budget to a number")
+        log_rank_0(f"token budget · {SEARCH_SKIPPED}, or the budget to a number")
     else:
         for stage in reversed(stages):
             step = _worst_step(trainer, stage)
