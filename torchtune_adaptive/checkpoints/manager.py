@@ -81,7 +81,7 @@ class CheckpointManager:
         self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
         self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
         self._stop_requested = False
-        THIS_RUN.newest = start.files.folder if start.files else None
+        THIS_RUN.newest_checkpoint = start.files.folder if start.files else None
         if settings.enable_async_checkpointing:
             log_rank_0("enable_async_checkpointing has no effect: training waits for each save")
         if settings.config.checkpointer.get("output_dir") not in (None, settings.output_dir):
@@ -90,7 +90,7 @@ class CheckpointManager:
     @property
     def last(self) -> Path | None:
         """The newest complete checkpoint. A run that ends now can resume from it."""
-        return THIS_RUN.newest
+        return THIS_RUN.newest_checkpoint
 
     @log_if_slow("read the weights")
     def load(self) -> State:
@@ -138,7 +138,7 @@ class CheckpointManager:
         if not all(finite):  # otherwise pruning could replace all good checkpoints by bad ones
             raise NotLearningError(
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
-                f"run with a lower optimizer.lr or a clip_grad_norm{', from its weights' * bool(THIS_RUN.newest)}"
+                f"run with a lower optimizer.lr or a clip_grad_norm{', from its weights' * bool(self.last)}"
             )
         with fatal_on_oom(partial(out_of_memory_in, name)):
             optimizer_state = gather_optimizer_state(model, optimizer, self._device)
@@ -155,14 +155,14 @@ class CheckpointManager:
             (failure, directory_lost, THIS_RUN.stop_requested())
         )
         if directory_lost:  # the earlier checkpoints were moved, or belong to another run
-            THIS_RUN.newest = THIS_RUN.record_directory = None
+            THIS_RUN.newest_checkpoint = THIS_RUN.record_directory = None
         if failure is not None:
             self.close()
             raise CheckpointError(failure)
-        THIS_RUN.newest = self._directory.path / name
+        THIS_RUN.newest_checkpoint = self._directory.path / name
         if progress.finished:
             THIS_RUN.phase = RunPhase.SAVED
-        log_rank_0(f"checkpoint {THIS_RUN.newest} saved in {time.perf_counter() - began:.1f} s")
+        log_rank_0(f"checkpoint {self.last} saved in {time.perf_counter() - began:.1f} s")
 
     def _write(self, progress: Progress, state: State, random_states: list[RandomState]) -> None:
         """On rank 0: write the checkpoint into the staging directory, rename it to its place, and prune older ones."""
@@ -247,9 +247,10 @@ def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:
 
 
 def _last_good() -> str:
-    return f"the last good one is {THIS_RUN.newest}" if THIS_RUN.newest else "there is no earlier checkpoint"
+    last = THIS_RUN.newest_checkpoint
+    return f"the last good one is {last}" if last else "there is no earlier checkpoint"
 
 
 def _once_fixed() -> str:
-    again = "resume" if THIS_RUN.newest else "start over"
+    again = "resume" if THIS_RUN.newest_checkpoint else "start over"
     return f"once that is fixed, {again} with the same command and resume_from_checkpoint=auto"

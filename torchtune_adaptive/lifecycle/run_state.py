@@ -114,7 +114,7 @@ class ThisRun:
     """The first signal that this rank received."""
     stopped_by: str = ""
     """The signal that has stopped the run, when all ranks know it, for example `SIGTERM` or `SIGHUP on rank 1`."""
-    newest: Path | None = None
+    newest_checkpoint: Path | None = None
     """The newest complete checkpoint."""
     record_directory: Path | None = None
     """The directory of `adaptive_run.json`; None until the run has locked it."""
@@ -151,7 +151,7 @@ class ThisRun:
     @property
     def saved(self) -> str:
         """The text about the last checkpoint in messages."""
-        return "nothing is saved" if self.newest is None else f"last checkpoint: {self.newest}"
+        return "nothing is saved" if self.newest_checkpoint is None else f"last checkpoint: {self.newest_checkpoint}"
 
 
 THIS_RUN = ThisRun()
@@ -159,7 +159,7 @@ THIS_RUN = ThisRun()
 
 def saved_and_next_command() -> str:
     """Return the last part of the message of a run that ends early: the last checkpoint and the command to continue."""
-    verb = "restart" if THIS_RUN.newest is None else "resume"
+    verb = "restart" if THIS_RUN.newest_checkpoint is None else "resume"
     return f"{THIS_RUN.saved}. To {verb}: {resume_command()}"
 
 

@@ -80,7 +80,7 @@ def _stop_at_next_step(received: signal.Signals) -> None:
 
 def _exit_now(received: signal.Signals) -> None:
     if torchrun.first_to_report():
-        since = " since then" if THIS_RUN.newest else ""
+        since = " since then" if THIS_RUN.newest_checkpoint else ""
         lost = "" if THIS_RUN.phase is RunPhase.SETTING_UP else f", and all training{since} is lost"
         message = f"{received.name}, the second signal: ended immediately; {THIS_RUN.saved}{lost}"
         _print(message)

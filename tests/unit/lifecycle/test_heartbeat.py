@@ -29,7 +29,7 @@ def test_message_names_ranks_their_location_and_the_processes_to_end_first() -> 
     [(None, "nothing is saved. To restart: "), (Path("out/step_4"), "last checkpoint: out/step_4. To resume: ")],
 )
 def test_resume_command_requires_a_checkpoint(newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "THIS_RUN", ThisRun(newest=newest))
+    monkeypatch.setattr(run_state, "THIS_RUN", ThisRun(newest_checkpoint=newest))
     assert saved_and_next_command().startswith(words)
 
 
