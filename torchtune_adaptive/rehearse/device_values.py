@@ -123,14 +123,14 @@ class DeviceValues:
         self._carry_messages()
 
     def _carry_messages(self) -> None:
-        """Exchange small tensors of the device with other ranks that run; keep values of the host known."""
+        """Replace c10d's operations on CUDA tensors by `_carry`."""
         self._messages = torch.library.Library("c10d", "IMPL")
         for name in _MESSAGES:
             operation, kernel = getattr(torch.ops.c10d, name), torch.library.get_kernel(f"c10d::{name}", "CUDA")
             self._messages.impl(name, partial(self._carry, operation, kernel), "CUDA", with_keyset=True)
 
     def _carry(self, operation: Any, kernel: Any, keys: Any, *args: Any) -> Any:
-        """Run an operation of a process group: with gloo on the memory of small tensors, or without other ranks."""
+        """Run a collective: through gloo for small tensors if other ranks run; otherwise, by the fake process group."""
         boxed = {str(each._type()).rpartition(".")[2]: each for each in args if isinstance(each, torch.ScriptObject)}
         group, name = dist.ProcessGroup.unbox(boxed["ProcessGroup"]), operation.__name__
         reduction: Any = dist.ReduceOp.unbox(boxed["ReduceOp"]) if "ReduceOp" in boxed else None
@@ -138,7 +138,7 @@ class DeviceValues:
         tensors = [each for each in leaves if each and isinstance(each[0], torch.Tensor)]
         written, sent = tensors[0], tensors[-1]
         together = dist.get_backend(group) != "fake"
-        # every rank of a group decides alike; gloo does not compute averages
+        # This condition is the same on all ranks of a group. gloo does not support averages.
         small = all(_is_small(each) for each in (*written, *sent)) and reduction != dist.ReduceOp.AVG
         known = small and all(self._source_of(each) is Source.HOST for each in sent)
         if together:
@@ -314,7 +314,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _on_host(value: Any) -> Any:
-    """Return a tensor of the host that shares the memory of one on the device, which has no kernels to copy it."""
+    """Return a CPU tensor that uses the memory of a tensor on the device, because no kernel could copy it."""
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return "cpu" if isinstance(value, torch.device) else value
     if not value.numel():

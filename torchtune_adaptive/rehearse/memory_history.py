@@ -1,4 +1,4 @@
-"""The history of torch's allocator, in the format of pytorch.org/memory_viz."""
+"""Save a snapshot of torch's allocator with its history, for pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchtune_adaptive.rehearse.start import RankSettings
 
 
 class MemoryHistory:
-    """Records every allocation with its Python stack, if the settings request a snapshot."""
+    """Records each allocation with its Python stack, if the settings request a snapshot."""
 
     def __init__(self, settings: RankSettings) -> None:
         self._file, self._several = settings.snapshot, settings.real or settings.together is not None
@@ -23,12 +23,12 @@ class MemoryHistory:
         torch.cuda.memory._set_memory_metadata("step 1")
 
     def begin(self, step: int) -> None:
-        """Label what the script's thread allocates from here on."""
+        """Label the allocations of a step."""
         if self._file and torch.cuda.is_initialized():
             torch.cuda.memory._set_memory_metadata(f"step {step}")
 
     def save(self) -> None:
-        """Write the snapshot. The file of one of several ranks has the rank in its name."""
+        """Write the snapshot. If several ranks run, the name of the file contains the rank."""
         if self._file and torch.cuda.is_initialized():
             file, rank = Path(self._file), os.environ.get("RANK")
             numbered = self._several and rank is not None

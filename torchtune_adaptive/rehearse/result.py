@@ -35,7 +35,7 @@ _NOTES = {
     RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
     "needs less memory",
 }
-KINDS = ("step", "out_of_memory", "end", "share", "child", "guess", "work", "search", "message")
+KINDS = ("step", "out_of_memory", "end", "process", "child", "guess", "work", "search", "message")
 """Kinds of lines in a record."""
 _ERROR_OF_ZERO = re.compile(
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
@@ -100,8 +100,8 @@ class RehearsalResult:
             with suppress(ValueError):  # the last line is incomplete if the script was killed
                 record = json.loads(line)
                 found[record.pop("kind")].append(record)
-        for share in found["share"]:
-            about |= share
+        for facts in found["process"]:
+            about |= facts
         about["gpu"] = Gpu(*about["gpu"]) if about.get("gpu") else None
         return cls(
             **about,

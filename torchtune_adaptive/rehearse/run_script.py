@@ -63,13 +63,13 @@ def main(folder: str, settings_json: str, *command: str) -> None:
 
     def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
         """Return the rank of this process, and the ranks that run."""
-        share, rank = settings.share(ranks), settings.rank
-        set_card(memory=share["usable_bytes"], devices=settings.devices_of(ranks))
+        memory, rank = settings.memory_of_rank(ranks), settings.rank
+        set_card(memory=memory["usable_bytes"], devices=settings.devices_of(ranks))
         running = settings.running(ranks)
         if len(running) > 1:
             rank, after_last_step = fork_ranks(running, Path(folder))
             recorder.move_to(Path(folder, str(rank)), after_last_step)
-        recorder.write("share", share)
+        recorder.write("process", memory)
         return rank, running
 
     REHEARSAL.on = True

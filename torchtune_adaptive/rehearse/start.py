@@ -114,20 +114,20 @@ class RankSettings(NamedTuple):
     real: bool = False
     """True to run on the GPUs of this machine."""
     together: Sequence[int] | None = None
-    """Ranks that run as processes and exchange messages: all if empty; if None, only `rank` runs."""
+    """The ranks that run as processes and exchange messages; empty: all; None: only `rank` runs."""
     snapshot: str = ""
     """The file for torch's memory snapshot; empty for none."""
 
     def running(self, ranks: int) -> Sequence[int]:
-        """Return those of this many ranks that run."""
+        """Return the ranks that run, if there are this many in total."""
         return [self.rank] if self.together is None else self.together or range(ranks)
 
     def devices_of(self, ranks: int) -> int:
         """Return how many GPUs each of this many ranks sees."""
         return self.devices or min(ranks, ONE_MACHINE)
 
-    def share(self, ranks: int) -> dict[str, int]:
-        """Return the memory of a GPU that each of this many ranks can use."""
+    def memory_of_rank(self, ranks: int) -> dict[str, int]:
+        """Return the memory that a rank can use, and the overhead, if there are this many ranks."""
         overhead = overhead_of(ranks) if self.overhead_bytes is None else self.overhead_bytes
         if not 0 <= self.rank < ranks:
             raise CannotRehearse(f"there is no rank {self.rank}: the last of {ranks} is {ranks - 1}")
@@ -160,13 +160,13 @@ def rehearse(
     """
     settings = settings._replace(memory=gpu.memory)
     likely = settings.ranks or likely_ranks(command, settings.rank)
-    share = settings.share(likely)
-    device = environment(memory=share["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
+    memory = settings.memory_of_rank(likely)
+    device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of torch's execution trace
     environ = script_environment({**quiet, **os.environ, **device, **(variables or {})})
     with tempfile.TemporaryDirectory() as folder:
         ending = execute(folder, settings, command, environ, output)
-        found = RehearsalResult.read_ranks(Path(folder), **share, gpu=gpu, **ending)
+        found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
     if settings.together is None and NEEDS_OTHERS in str(found.rest.get("error")):
         print("rehearse: the ranks of a pipeline differ, so all of them are rehearsed", file=sys.stderr)
         return rehearse(command, gpu, settings._replace(together=[]), output=output, variables=variables)

@@ -83,7 +83,7 @@ class StepRecorder:
         """The end of each step."""
 
     def move_to(self, path: Path, after_last_step: Callable[[], object]) -> None:
-        """Record this process in a file; call a function after the last step."""
+        """Write the record of this process to this file, and call `after_last_step` after the last step."""
         self._file, self._process, self._after_last_step = path.open("w", buffering=1), os.getpid(), after_last_step
         if not self.real:  # a null device ends the rehearsal if a child process allocates memory
             os.environ["NULL_CUDA_REHEARSAL"] = f"{self._process} {self._file.fileno()}"
@@ -161,8 +161,8 @@ class StepRecorder:
         """Write the properties of a real GPU, and the memory in use outside of torch's allocator."""
         about, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
         usable, gpu = free + torch.cuda.memory_reserved(device), (total, f"{about.major}.{about.minor}", about.name)
-        share = {"usable_bytes": usable, "overhead_bytes": total - usable}
-        self.write("share", {**share, "gpu": gpu, "visible_devices": torch.cuda.device_count()})
+        memory = {"usable_bytes": usable, "overhead_bytes": total - usable}
+        self.write("process", {**memory, "gpu": gpu, "visible_devices": torch.cuda.device_count()})
 
     def _exclude_probes(self, probes: Any) -> None:
         """Exclude the steps that a search of this package's engine runs."""
@@ -244,7 +244,7 @@ class StepRecorder:
         if self.steps == self._most_steps:
             self._write_end({}, stopped=True)
             flush()
-            self._process = 0  # record nothing else
+            self._process = 0  # the record is complete
             self._after_last_step()
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:

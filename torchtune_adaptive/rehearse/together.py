@@ -1,4 +1,4 @@
-"""Run the ranks of a command together: forked from one process that has imported torch."""
+"""Run several ranks of a command together, in processes that are forked after torch is imported."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from torchtune_adaptive.rehearse.start import end_with_parent
 
 GRACE_S = 10
-"""Seconds that the other ranks have to end by themselves after one has failed."""
+"""After a rank has failed, the others are killed if they have not ended within these seconds."""
 
 
 def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], None]]:
-    """Fork a process for each rank. Return, only there, its rank and a function that marks its last step.
+    """Fork a process for each rank. In such a process, return its rank, and a function to call after its last step.
 
-    A rank runs on after its last step, because others may wait for it, until all have reached theirs. This process
-    waits for that, and writes the exit status of each rank at the end of its record.
+    A rank continues after its last step, because others may wait for it, until all ranks have reached theirs. The
+    calling process waits for this, writes the exit status of each rank into its record, and then ends.
     """
-    faulthandler.cancel_dump_traceback_later()  # a forked process would wait for its thread
-    for path in folder.iterdir():  # this process has no record
+    faulthandler.cancel_dump_traceback_later()  # its thread does not exist in a forked process, which would wait for it
+    for path in folder.iterdir():  # delete the record of this process
         path.unlink()
     finished = mmap(-1, len(ranks))
     running = dict[int, int]()
@@ -34,7 +34,7 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
             end_with_parent()
             return rank, partial(finished.__setitem__, at, 1)
         running[process] = at
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks end by it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks receive it, too, and end
     until_s = float("inf")
     while running:
         if time.monotonic() > until_s or all(finished[at] for at in running.values()):
@@ -49,5 +49,5 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
         if code:
             until_s = min(until_s, time.monotonic() + GRACE_S)
         with (folder / str(ranks[at])).open("a") as record:
-            record.write(json.dumps({"kind": "share", "status": code}) + "\n")
+            record.write(json.dumps({"kind": "process", "status": code}) + "\n")
     os._exit(0)
