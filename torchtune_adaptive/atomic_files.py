@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 CANNOT_SYNC_A_FOLDER = (errno.EINVAL, errno.ENOTSUP)
 """Errors of file systems that do not support fsync of a directory."""
-DRAFTS = "*.????????.tmp"
+DRAFTS = "*.????????.adaptive.tmp"
 """Pattern for the names of unfinished files. A killed process leaves them behind."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file atomically and create its parent directories. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.adaptive.tmp")
     try:
         with draft.open("xb") as file:
             file.write(content)
@@ -67,6 +67,14 @@ def directory_id(path: Path) -> tuple[int, int]:
     """Return device and inode of a directory, which a rename does not change. Raises OSError."""
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+def is_path(text: str) -> bool:
+    """Return True if a file can have this path: without NUL, and without characters that cannot be encoded."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def reason(error: BaseException) -> str:

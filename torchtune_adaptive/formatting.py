@@ -46,10 +46,9 @@ def parse_size(value: object, key: str) -> MemorySize:
             raise ConfigError(f"{key}: {value!r} is neither an amount of memory nor a fraction; {_ALLOWED}")
         return MemorySize(number, is_fraction=True)
     match = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
-    unit_bytes = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit_bytes is None:
+    amount = float(match[1]) * _UNITS.get(match[2].lower(), math.nan) if match else math.nan
+    if not math.isfinite(amount):
         raise ConfigError(f"{key}: cannot read {value!r} as an amount of memory; {_ALLOWED}")
-    amount = float(match[1]) * unit_bytes
     if amount < 1:
         raise ConfigError(f"{key}: {value!r} leaves no memory; {_ALLOWED}")
     return MemorySize(amount, is_fraction=False)
@@ -106,7 +105,7 @@ def _as_number(value: object) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

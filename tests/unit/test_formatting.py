@@ -35,7 +35,7 @@ def test_every_allowed_form_is_parsed_up_to_the_devices_memory(written: object, 
 @pytest.mark.parametrize(
     "written",
     [24, 0, -0.5, 1.01, True, None, float("nan"), float("inf"), "nan", "", "GiB", "24G", "24 XiB", "-1GiB",
-     "1,5GiB", "0GiB", "0.1b", "90%", {"a": 1}],
+     "1,5GiB", "0GiB", "0.1b", "90%", {"a": 1}, "9" * 400 + "GiB", 10**400],
 )  # fmt: skip
 def test_other_forms_are_errors_with_key_value_and_allowed_forms(written: object) -> None:
     with pytest.raises(ConfigError) as caught:

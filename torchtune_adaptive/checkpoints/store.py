@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_origin, get_type_hints
 
 from torchtune_adaptive.atomic_files import DRAFTS, directory_id, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
@@ -142,7 +142,7 @@ class OutputDirectory:
     def check(self) -> None:
         """Raise DirectoryLost if the directory was moved, removed or replaced, or if another run has cleaned it. The
         inode number is sufficient: no other directory gets this number while the lock file in it is open."""
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(OSError):
             if directory_id(self.path) == self.directory_id and (self.staging / MARKER_FILE).is_file():
                 return
         raise DirectoryLost(
@@ -262,7 +262,7 @@ def remove(folder: Path) -> None:
 
 def clean(directory: Path) -> None:
     """Remove the files and directories that killed runs have partly written or partly deleted."""
-    for path in [*directory.glob(f"{SAVING}*"), *directory.glob(f"{REMOVING}*"), *directory.glob(DRAFTS)]:
+    for path in [*directory.glob(SAVING), *directory.glob(f"{REMOVING}*"), *directory.glob(DRAFTS)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -290,6 +290,8 @@ def read_manifest(folder: Path) -> Manifest | str:
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
         position = Position(**values.pop("position"))
         manifest = Manifest(files=files, position=position, **values)
+        for record in (manifest, position, *files.values()):
+            _check_types(record)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
@@ -300,6 +302,13 @@ def read_manifest(folder: Path) -> Manifest | str:
             fault = "is missing" if size is None else f"has {size} bytes, not {record.bytes}"
             return f"is damaged: {printable(name)} {fault}"
     return manifest
+
+
+def _check_types(record: Any) -> None:
+    """Raise TypeError if a field has a value of another type. Does not check the items of mappings."""
+    for name, kind in get_type_hints(type(record)).items():
+        if not isinstance(value := getattr(record, name), Mapping if get_origin(kind) is Mapping else kind):
+            raise TypeError(f"{name} is {value!r}")
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError
 
+from torchtune_adaptive.atomic_files import is_path
 from torchtune_adaptive.engine.limits import ROUNDINGS
 from torchtune_adaptive.engine.search import STRATEGIES
 from torchtune_adaptive.errors import ConfigError, refuse, run_checks
@@ -42,6 +43,7 @@ NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
 TO_A_DAY = Rule(lambda v: NUMBER.accepts(v) and 1 <= v <= 86400, "a number of seconds from 1 to 86400 (one day),")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a string")
+PATH = Rule(lambda v: TEXT.accepts(v) and is_path(v), "a path")
 SIZES = Rule(lambda v: True, "an amount, a fraction up to 1, or a list of those; or null")
 """`parse_sizes` reports invalid values."""
 SECTION = Rule(lambda v: True, "a section of keys and values")
@@ -225,7 +227,7 @@ class Settings:
 
     device: str = setting(TEXT)
     dtype: str = setting(one_of("bf16", "fp32"))
-    output_dir: str = setting(TEXT)
+    output_dir: str = setting(PATH)
     seed: int | None = setting(INTEGER | NULL, None)
     cudnn_deterministic_mode: str | int | None = setting(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
-from torchtune_adaptive.atomic_files import directory_id, read_json, write_optional_file
+from torchtune_adaptive.atomic_files import directory_id, is_path, read_json, write_optional_file
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.torchrun import launcher_timeout_s
@@ -85,7 +85,9 @@ def read_record(directory: Path) -> RunRecord | None:
     """Read the record; return None if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
         record = RunRecord(**(read_json(directory / RUN_FILE) or {}))
-        if all(isinstance(value, int if name == "serial" else str | None) for name, value in asdict(record).items()):
+        values = asdict(record).items()
+        typed = all(isinstance(value, int if name == "serial" else str | None) for name, value in values)
+        if typed and is_path(record.output_dir):
             return record
     return None
 

@@ -83,7 +83,7 @@ def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(
         saved(tmp_path, f"step_{step}", serial=step)
     saved(tmp_path, "epoch_2", serial=8, epochs=3, finished=True)
     (tmp_path / store.REMOVING).mkdir()
-    (tmp_path / "adaptive_report.png.0123abcd.tmp").touch()
+    (tmp_path / "adaptive_report.png.0123abcd.adaptive.tmp").touch()
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -139,9 +139,13 @@ def test_base_weights_in_several_files_belong_to_an_adapter_too(tmp_path: Path) 
 def test_fresh_start_removes_leftovers_of_a_kill(tmp_path: Path) -> None:
     assert not start(tmp_path / "new" / "out").resumes
     out = tmp_path / "out"
-    for name in (".saving", ".removing-step_3-ab12"):
+    for name in (".saving", ".removing-step_3-ab12ab12"):
         (out / name / "epoch_0").mkdir(parents=True)
+    (out / "adaptive_run.json.0a1b2c3d.adaptive.tmp").touch()
+    of_user = {".saving_later", "notes.20261127.tmp", "draft.my-notes.tmp"}
+    for name in of_user:
+        (out / name).touch()
     found = start(out)
     assert (found.resumes, found.serial) == (False, 0)
-    assert [path.name for path in out.iterdir()] == [".saving"]
+    assert {path.name for path in out.iterdir()} == {".saving", *of_user}
     assert [path.name for path in (out / ".saving").iterdir()] == [found.directory.mark]

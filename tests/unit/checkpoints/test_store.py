@@ -100,7 +100,7 @@ def test_folder_that_fails_to_sync_is_an_error_if_the_file_system_supports_it(
     assert complete(tmp_path) == ["epoch_0"] * (not supported)
 
 
-@pytest.mark.parametrize("change", ["moved", "replaced", "copied", "cleaned by another run", "staged again"])
+@pytest.mark.parametrize("change", ["moved", "replaced", "copied", "cleaned by another run", "staged again", "looped"])
 def test_checkpoint_is_not_published_into_a_directory_that_another_run_owns(change: str, tmp_path: Path) -> None:
     directory = tmp_path / "out"
     save(directory, "step_2")
@@ -112,6 +112,11 @@ def test_checkpoint_is_not_published_into_a_directory_that_another_run_owns(chan
         (here.staging / store.MARKER_FILE).unlink()
     else:
         directory.rename(tmp_path / "elsewhere")
+    if change == "looped":
+        directory.symlink_to(directory)
+        with pytest.raises(store.DirectoryLost):
+            here.check()
+        return
     if change == "replaced":
         save(directory, "step_4", 5)
     elif change == "copied":
@@ -157,6 +162,8 @@ def test_checkpoint_that_lacks_a_byte_is_incomplete(tmp_path: Path, file: str, d
     "change",
     [
         *({"version": 99}, {"files": [1]}, {"files": {"a": 1}}, {"position": {}}, {"x": 1}),
+        *({"serial": "1"}, {"serial": 1.5}, {"identity": 5}, {"ranks": None}, {"saved_at": 0}, {"best_step": []}),
+        *({"finished": "no"}, {"position": {"epochs": "1", "steps_in_epoch": 0, "step": 4}}),
         {"files": {"a" * 300: {"bytes": 1, "crc32": 0}}},
     ],
 )
@@ -167,6 +174,8 @@ def test_intact_manifest_of_another_version_or_format_is_an_error(tmp_path: Path
     values[store.OWN_CHECKSUM] = store._checksum(values)
     path.write_text(json.dumps(values), encoding="utf-8")
     assert isinstance(read_manifest(path.parent), str)
+    save(tmp_path, "step_1", 1)
+    assert complete(tmp_path) == ["step_1"]
 
 
 def test_manifest_copied_with_the_initial_weights_is_replaced(tmp_path: Path) -> None:

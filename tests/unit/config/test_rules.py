@@ -26,6 +26,7 @@ class Section:
         (keys.NUMBER, [0, -1.5, float("inf")], ["1", True, None]),
         (keys.ABOVE_ZERO, [1, 0.001, float("inf")], [0, -1, float("nan"), "1", True]),
         (keys.TEXT, ["a"], ["", 1, None]),
+        (keys.PATH, ["a", "/ü/b c", "\udcff"], ["", None, "a\0b", "\ud800"]),
         (NULL, [None], [0, "", False]),
         (keys.TO_A_DAY, [1, 0.5e3, 86400], [0.5, 1e30, float("inf"), None]),
         (NAMES, [[], ["a", "b"]], ["a", [1], None]),
