@@ -110,6 +110,19 @@ class CountsCalls(Trainer):
         return loss * (0.5 if self.calls > 4 else 1.0) * (1.0 if self.average > 8 else 0.7)
 
 
+class ChangesATensor(Trainer):
+    """Its loss changes a tensor in an attribute in place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.average = torch.zeros(())
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.average.mul_(0.5).add_(loss.detach())
+        return loss * (1.0 if self.average > 8 else 0.7)
+
+
 class KeepsAnAverage(torch.nn.Module):
     """A model that assigns a new tensor to a buffer, and counts its calls."""
 
@@ -125,11 +138,12 @@ class KeepsAnAverage(torch.nn.Module):
         return {"loss": losses * (1 + (self.average > 3)) * (1 + (self.calls > 9))}
 
 
-@pytest.mark.parametrize("kind", ["trainer", "model"])
+@pytest.mark.parametrize("kind", ["trainer", "trainer in place", "model"])
 def test_checks_of_a_loss_do_not_count_as_its_calls(tmp_path: Path, kind: str) -> None:
     def run(adaptive: AdaptiveArguments | None = None) -> Run:
         torch.manual_seed(3)
-        changed: dict[str, Any] = {"base": CountsCalls} if kind == "trainer" else {"model": KeepsAnAverage()}
+        base = {"trainer": CountsCalls, "trainer in place": ChangesATensor}.get(kind)
+        changed: dict[str, Any] = {"base": base} if base else {"model": KeepsAnAverage()}
         return train(tmp_path, adaptive, arguments=arguments(tmp_path, gradient_accumulation_steps=1), **changed)
 
     stock = run()

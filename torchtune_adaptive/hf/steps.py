@@ -294,7 +294,6 @@ class OptimizerSteps:
         trainer, device, restore = self.trainer, self.trainer.args.device, remember_random_state(self.trainer)
         restore_attributes = remember_attributes(trainer, *self.model.modules())
         batch = self._collated(samples)
-        buffers = [(each, each.clone()) for each in self.model.buffers()] if training else []
         self.model.train(training)
         try:
             with torch.no_grad(), self._without_other_collectives(), trainer.compute_loss_context_manager():
@@ -306,9 +305,6 @@ class OptimizerSteps:
         finally:
             restore_attributes()
             self.model.train()
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):  # for example the statistics of a batch normalization
-                    buffer.copy_(before)
             restore()
 
     def _search(self) -> tuple[SearchResult, int]:
@@ -418,7 +414,11 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
         return {name: value for name, value in vars(owner).items() if isinstance(value, RESTORED_TYPES)}
 
     before = [(owner, read(owner), dict(vars(owner).get("_buffers", {}))) for owner in owners]
+    values = (value for _, *kinds in before for kind in kinds for value in kind.values())
+    tensors = {value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)}
+    contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
+    @torch.no_grad()
     def restore() -> None:
         for owner, attributes, buffers in before:
             for name in read(owner).keys() - attributes.keys():
@@ -426,6 +426,9 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
             vars(owner).update(attributes)
             if buffers:
                 owner._buffers.update(buffers)
+        for tensor, content in contents:
+            if not torch.equal(tensor, content):  # for example the statistics of a batch normalization
+                tensor.copy_(content)
 
     return restore
 
