@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.length_profile import Profile
@@ -52,7 +51,7 @@ def set_batch_sizes(trainer: Trainer) -> None:
     """Collective: run the searches of the config, size all epochs, and set limits and schedules for the next step."""
     run, loader, stages = trainer.run, trainer.data.loader, trainer.stages
     settings, ranks, training = run.settings, run.devices.ranks, stages.training.stage
-    progress = _with_dataset_size(run.progress, len(trainer.data.dataset))
+    progress = run.progress
     run.journal.start(progress.step)
     with trainer.memory_of_this_rank() as memory:
         rows_that_fit = _search_training_stage(trainer, memory, schedule.whole_step_rows(settings, progress))
@@ -90,17 +89,6 @@ def set_batch_sizes(trainer: Trainer) -> None:
         if (validation := trainer.validation) is not None:
             validation.use_limits_of(stages)
             restore_limits(validation.stages, run.progress.limit)
-
-
-def _with_dataset_size(progress: Progress, samples: int) -> Progress:
-    """Record the number of samples. Raise ConfigError if it has changed and the run resumes within an epoch."""
-    if progress.current_epoch is not None and progress.dataset_samples not in (None, samples):
-        raise ConfigError(
-            f"dataset has {samples} samples, but had {progress.dataset_samples} when the "
-            "checkpoint was saved in the middle of an epoch, so that epoch cannot be resumed: restore the dataset, "
-            "or resume from an earlier epoch"
-        )
-    return replace(progress, dataset_samples=samples)
 
 
 def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_step_rows: int | None) -> int | None:

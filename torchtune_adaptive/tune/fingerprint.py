@@ -6,6 +6,7 @@ and skip others without an error.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import zlib
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
@@ -29,7 +31,7 @@ REREADS = 8
 """How often a sample that differs is read again, to distinguish a changed file from a random transform."""
 
 Fingerprint = Mapping[str, Any]
-"""The number of `samples`, `max_seq_len` of the tokenizer, and `crc32` of the compared samples. It is plain JSON."""
+"""The tokenizer's `max_seq_len`, and `crc32` of the compared samples. It is plain JSON."""
 
 
 def fingerprint_of(samples: CheckedDataset, max_seq_len: int | None) -> Fingerprint | None:
@@ -50,16 +52,23 @@ def fingerprint_of(samples: CheckedDataset, max_seq_len: int | None) -> Fingerpr
                 "the same on every node"
             )
     # A sample that cannot be read has no checksum here. The step that reads it reports the error.
-    return {"samples": len(samples), "max_seq_len": max_seq_len, "crc32": [checksums[0] for checksums in by_sample]}
+    return {"max_seq_len": max_seq_len, "crc32": [checksums[0] for checksums in by_sample]}
 
 
-def check_same_data(samples: CheckedDataset, now: Fingerprint | None, saved: Fingerprint | None) -> None:
+def check_same_data(samples: CheckedDataset, now: Fingerprint | None, progress: Progress) -> None:
     """Collective: raise ConfigError if the data have changed since the checkpoint was saved.
 
-    Samples are not compared if their number has changed, which `set_batch_sizes` checks. They are not compared either
-    if max_seq_len has changed, because it changes samples of equal data.
+    If max_seq_len has changed, equal data give different samples and, if packed, another number of them. Then only the
+    number is compared, and only within an epoch.
     """
-    if now is None or saved is None or any(now[key] != saved[key] for key in ("samples", "max_seq_len")):
+    saved, had = progress.dataset_fingerprint, progress.dataset_samples
+    cut = now is not None and saved is not None and now["max_seq_len"] != saved["max_seq_len"]
+    if had not in (None, len(samples)) and (progress.steps_in_epoch or not cut):
+        raise ConfigError(
+            f"cannot resume: the dataset has {len(samples)} samples, but had {had} when the checkpoint was saved; "
+            "restore the dataset, or start a new run with another output_dir"
+        )
+    if now is None or saved is None or cut:
         return
     for index, current, before in zip(_compared(len(samples)), now["crc32"], saved["crc32"], strict=True):
         if None not in (current, before) and current != before:
@@ -92,7 +101,12 @@ def _checksum_of(samples: CheckedDataset, index: int, seed: int = 0) -> int | No
         except AdaptiveError:
             return None
     keys = [key for fields in samples.kind.sequences for key in (fields.tokens, fields.labels) if key in sample]
-    return zlib.crc32(b"".join(np.asarray(sample[key]).tobytes() for key in keys))
+    content = b"".join(np.asarray(sample[key]).tobytes() for key in keys)
+    if not samples.labelled:  # a prompt, whose other columns are passed to reward functions
+        columns = {key: value for key, value in sample.items() if key not in keys}
+        # of objects, only the type is compared: their text may contain an address
+        content += json.dumps(columns, skipkeys=True, default=lambda value: type(value).__name__).encode()
+    return zlib.crc32(content)
 
 
 @contextmanager

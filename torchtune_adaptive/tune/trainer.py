@@ -139,8 +139,8 @@ class Trainer:
         self.loss_fn, self.validation = loss_fn, validation
         # Between two epochs, the data may change if the config names the files to resume from.
         if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
-            check_same_data(data.dataset, data.fingerprint, run.progress.dataset_fingerprint)
-        run.progress = replace(run.progress, dataset_fingerprint=data.fingerprint)
+            check_same_data(data.dataset, data.fingerprint, run.progress)
+        run.progress = replace(run.progress, dataset_samples=len(data.dataset), dataset_fingerprint=data.fingerprint)
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
