@@ -91,8 +91,9 @@ def grpo_stages(
 
 def advantages_of(rewards: Tensor, *, scaled: bool) -> Tensor:
     """Subtract the mean of the group from rewards [groups, answers]; if `scaled`, divide by the standard deviation."""
+    rewards = rewards.double()  # the mean of equal numbers in single precision may differ from them
     centred = rewards - rewards.mean(1, keepdim=True)
-    return centred / (rewards.std(1, keepdim=True) + EPSILON) if scaled else centred
+    return (centred / (rewards.std(1, keepdim=True) + EPSILON) if scaled else centred).float()
 
 
 def add_advantages(rollouts: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int, dict[str, float]]:

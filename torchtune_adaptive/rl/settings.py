@@ -47,7 +47,8 @@ LARGEST = 1e12
 """The largest allowed reward. Sums of squares of larger numbers may overflow in single precision."""
 REWARD = Rule(lambda v: NUMBER.accepts(v) and abs(v) <= LARGEST, f"a number from -{LARGEST:g} to {LARGEST:g}")
 COST = Rule(lambda v: NUMBER.accepts(v) and 0 <= v <= LARGEST, f"a number from 0 to {LARGEST:g}")
-FINITE_ABOVE_0 = Rule(lambda v: NUMBER.accepts(v) and 0 < v < math.inf, "a finite number above 0")
+TEMPERATURE = Rule(lambda v: NUMBER.accepts(v) and 1e-6 <= v < math.inf, "a finite number of at least 1e-06")
+"""Logits are divided by it, which must not overflow."""
 CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, for no clipping")
 UNLIMITED_EPOCHS = 100_000
 """The value of `epochs`, because `num_steps` sets the length of a run."""
@@ -73,7 +74,7 @@ class RolloutSettings:
     ppo_epochs: int = setting(COUNT, 1)
     forward_batch_size: int = setting(COUNT)
     max_generated_tokens: int = setting(COUNT)
-    temperature: float = setting(FINITE_ABOVE_0, 1.0)
+    temperature: float = setting(TEMPERATURE, 1.0)
     top_k: int | None = setting(COUNT | NULL, None)
     stop_token_ids: tuple[int, ...] | None = setting(TOKENS | NULL, None)
     grpo_samples: int = 1

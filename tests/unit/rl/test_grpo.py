@@ -80,6 +80,12 @@ def test_advantages_are_normalized_by_mean_and_deviation_of_the_group() -> None:
     assert advantages_of(rewards, scaled=False).tolist() == [[0, -1, -1, 2], [0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("reward", "size"), [(0.1, 8), (1000.1, 6)])
+def test_advantages_of_equal_rewards_are_zero(reward: float, size: int, scaled: bool) -> None:
+    assert advantages_of(torch.full((1, size), reward), scaled=scaled).tolist() == [[0.0] * size]
+
+
 def test_groups_with_equal_rewards_are_counted_and_stay_in_the_mean() -> None:
     divisor, figures = add_advantages(answers([1, 0, 0, 0.1, 0.1, 0.1], [3, 7, 1, 2, 5, 4]), GRPOSettings(**SIZES))
     assert divisor == 22
