@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,9 @@ from torchtune_adaptive.formatting import count_of, did_you_mean, shown
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.rl.rollouts import MODEL_SCORE, REWARDS, SCORE, Group, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FUNCTIONS
-from torchtune_adaptive.tune.samples import FILLER, INDEX
+from torchtune_adaptive.tune.samples import INDEX
 
-NOT_COLUMNS = ("tokens", "labels", "mask", INDEX, FILLER)
+NOT_COLUMNS = ("tokens", "labels", "mask", INDEX)
 """Fields of a sample that are not passed to reward functions."""
 DECODED = ("prompts", "completions", "completion_ids")
 """Arguments of every reward function, in addition to the columns."""
@@ -50,7 +50,9 @@ class RewardFunction:
         where = f"(sample {sample}; its first answer: {shown(answers[0][:80])})"
         copies = {name: list(values) for name, values in arguments.items()}  # which the function may modify
         try:
-            rewards = [0.0 if reward is None else float(reward) for reward in self.function(**copies)]
+            returned = self.function(**copies)
+            unordered = isinstance(returned, str | bytes | Mapping | Set)
+            rewards = [] if unordered else [0.0 if reward is None else float(reward) for reward in returned]
         except Exception as cause:
             at = traceback.extract_tb(cause.__traceback__)[-1]
             failed = f"{in_a_line(cause)} in {at.filename}, line {at.lineno}"
@@ -59,8 +61,8 @@ class RewardFunction:
         if len(rewards) != len(answers) or not all(abs(reward) <= allowed for reward in rewards):  # False for a NaN
             numbers = f"{count_of(len(answers), 'number')} from -{allowed:g} to {allowed:g}"
             raise RewardError(
-                f"reward function {self.name} returned {shown(rewards)} in place of a list of {numbers} (its weight is "
-                f"{self.weight:g}) {where}"
+                f"reward function {self.name} returned {shown(returned if unordered else rewards)} in place of a list "
+                f"of {numbers} (its weight is {self.weight:g}) {where}"
             )
         return rewards
 

@@ -22,7 +22,7 @@ Cost: TypeAlias = Callable[[int], float]
 
 INDEX = "index in the dataset"
 """Key for the index of a sample; collate functions do not see it."""
-FILLER = "filler"
+FILLER = "filler in place of a sample"
 """Key that marks a filler: a small sample that a rank runs in place of a missing one, so that it issues the same
 collectives as its peers. Its loss must not count, and may be nonzero even without labels."""
 

@@ -35,6 +35,10 @@ def returning(value: Any, **_: Any) -> Any:
     return value
 
 
+def of_a_set(**_: Any) -> Any:
+    return {0, 1}
+
+
 def broken(**_: Any) -> list[float]:
     raise KeyError("answer")
 
@@ -49,7 +53,7 @@ def careless(completions: Any, **_: Any) -> list[float]:
     return [0.0, 0.0]
 
 
-def only_what_is_named(prompts: Any, completions: Any, completion_ids: Any, answer: Any) -> list[float]:
+def only_what_is_named(prompts: Any, completions: Any, completion_ids: Any, answer: Any, filler: Any) -> list[float]:
     return [0.0 for _ in completions]
 
 
@@ -95,6 +99,9 @@ def test_function_is_called_like_trls_with_its_keys_as_arguments() -> None:
         ),
         ("returning", {"value": 7}, "failed: TypeError: 'int' object is not iterable"),
         ("returning", {"value": [1e39, 0.0]}, PLACE),
+        ("returning", {"value": {1: "a", 0: "b"}}, rf"returned \{{1: 'a', 0: 'b'\}} {PLACE}"),
+        ("returning", {"value": "10"}, rf"returned '10' {PLACE}"),
+        ("of_a_set", {}, rf"returned \{{0, 1\}} {PLACE}"),
         ("of_completions", {}, "failed: TypeError: .* got an unexpected keyword argument '"),
         ("broken", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
         ("late_failure", {}, r"failed: KeyError: 'answer' in .*test_rewards\.py, line \d+"),
@@ -133,7 +140,8 @@ def test_rewards_are_weighted_added_to_the_reward_models_and_reported_by_functio
     careless = {"_component_": f"{HERE}.careless"}
     entries = [{"_component_": f"{HERE}.exact"}, careless, judge, {"_component_": f"{HERE}.only_what_is_named"}]
     rewards = rewards_of(*entries)
-    rewards.score([({"tokens": prompt, "labels": prompt, "answer": "2", INDEX: 7}, rollouts)])
+    columns = {"answer": "2", "filler": "a column"}
+    rewards.score([({"tokens": prompt, "labels": prompt, **columns, INDEX: 7}, rollouts)])
     assert [each.results[SCORE].item() for each in rollouts] == [10 + 1 + 1.5, 10 + 0 + 1.5]
     figures = rewards.figures(rollouts)
     assert figures.pop("reward/only_what_is_named") == figures.pop("reward/careless") == 0

@@ -1,10 +1,14 @@
 """Errors of preference training before any component is built, and the logged figures of a step."""
 
+import math
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torchtune.rlhf.loss import DPOLoss
 
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.checks import read_full_dpo_settings
@@ -13,7 +17,18 @@ from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.request import recipe_of
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE, figures_of, sums_of_rows
+from torchtune_adaptive.tune import preference
+from torchtune_adaptive.tune.preference import (
+    PAIRS,
+    POLICY,
+    REFERENCE,
+    REFERENCE_LOG_PROBS,
+    Passes,
+    Scores,
+    figures_of,
+    sums_of_rows,
+)
+from torchtune_adaptive.tune.samples import PAIR
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 
@@ -71,3 +86,14 @@ def test_sums_over_packed_rows_and_their_gradients_equal_those_per_row() -> None
     (sums * weights).sum().backward()
     (expected * weights).sum().backward()
     assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_pair_with_a_column_named_filler_is_trained_and_a_filler_is_not() -> None:
+    pair = {**PAIR.uniform(3, 4), REFERENCE_LOG_PROBS: torch.zeros(2)}
+    scores = Scores(torch.zeros(2, 2), torch.zeros(4, 4, 1), [4] * 4, 16)
+    nothing: Any = mock.MagicMock(enable_activation_offloading=False)
+    passes = Passes(nothing, nothing, DPOLoss(), nothing, nothing, torch.device("cpu"))
+    with mock.patch.object(preference, "score", return_value=scores):
+        loss, _, sums = passes._loss([{**pair, "filler": "of the dataset"}, PAIR.without_labels(pair)])
+    assert sums[PAIRS] == 1
+    assert loss.item() == pytest.approx(math.log(2))
