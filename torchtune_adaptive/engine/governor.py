@@ -85,7 +85,7 @@ class Governor:
         self._size_before_growth: int | None = None  # size to return to if probation fails
         self._thrashes_at_smallest = False  # set so that this is logged only once
         self._flushed_last_step = False  # whether the allocator flushed its cache in the previous step
-        self._single_row_retry_step: int | None = None  # the last step repeated under the same limit
+        self._retried_single_row = False  # whether this step was repeated under the same limit
 
     @property
     def _regrow_wait(self) -> int:
@@ -99,9 +99,12 @@ class Governor:
         self._allowed = limit
         self._set_size(self._size)
 
+    def begin_step(self) -> None:
+        """Allow one more retry of a single row under the same limit."""
+        self._retried_single_row = False
+
     def start_over(self) -> None:
         """Return to the allowed limit, for example because microbatches need less memory from now on."""
-        self._single_row_retry_step = None
         self._switch_to(None)
 
     def out_of_memory(self, failed: Mapping[int, MicrobatchSize], step: int) -> Change:
@@ -114,8 +117,8 @@ class Governor:
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
         event = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
-        if self._single_row_retry_step != step and all(microbatch.rows == 1 for microbatch in failed.values()):
-            self._single_row_retry_step = step
+        if not self._retried_single_row and all(microbatch.rows == 1 for microbatch in failed.values()):
+            self._retried_single_row = True
             next_growth = self._step_down(self._size)  # keeps the current size, unless on probation
             reaction = f"a single row failed and is tried once more, in microbatches of at most {self.limit}"
         elif after is None:

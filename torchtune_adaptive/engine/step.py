@@ -292,7 +292,8 @@ class StepRunner(Generic[Sample]):
         """Collective: run forward and backward over all samples; repeat both under smaller limits while any rank fails.
 
         Gradients must be None when it begins. When it returns, they are complete and not scaled. `step` must be equal
-        on all ranks and new in each call. `upcoming` are this rank's samples of the next call, if they are known.
+        on all ranks. If it is new in each call, ranks that run different steps are detected. `upcoming` are this rank's
+        samples of the next call, if they are known.
         Under a limit by length, the ranks must agree on a number of microbatches. With `upcoming`, the agreement at the
         end of this step includes that number for the next step, so the next call needs no separate agreement.
 
@@ -302,6 +303,7 @@ class StepRunner(Generic[Sample]):
         self._check(samples)
         self.current_step = step
         self._gauge.begin_step()
+        self._governor.begin_step()
         lengths, rng, recoveries = self.kind.lengths(samples), RngState.capture(), 0
         while True:
             plan = self._plan(lengths)

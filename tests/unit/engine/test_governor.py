@@ -241,6 +241,14 @@ def test_row_that_fails_alone_is_retried_before_the_limit_shrinks(limit: Limit, 
     assert "1 row of 600 tokens does not fit and cannot be made smaller" in last.reason
 
 
+def test_row_that_fails_alone_is_retried_again_in_the_next_run_of_the_same_step():
+    governor = Governor(RowLimit(1), regrow_after=0)
+    for _ in range(2):  # updates of one iteration
+        governor.begin_step()
+        assert governor.out_of_memory(ALONE, step=3).kind == RECOVERY
+        assert governor.out_of_memory(ALONE, step=3).kind == EXHAUSTED
+
+
 def test_row_that_fails_alone_on_probation_reverts_growth():
     run = Run()
     run.out_of_memory()
