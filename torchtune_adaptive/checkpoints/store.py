@@ -32,7 +32,8 @@ NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
 """Names of checkpoint directories, including those that torchtune's recipes write."""
 MANIFEST_FILE = "adaptive_checkpoint.json"
 MARKER_FILE = "run"
-"""Name of the file that marks a run's staging directory. A save recreates a removed directory, but not this file."""
+"""Name of the file that marks a run's staging directory. If the directory is removed, the next save recreates it
+without this file, and `OutputDirectory.check` notices."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
 """torchtune writes `recipe_state/recipe_state.pt` next to its checkpoints. This package writes `recipe_state.pt` into
 each checkpoint."""
@@ -42,14 +43,16 @@ WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(bin|safetensors)")
 
 VERSION = 1
 OWN_CHECKSUM = "crc32"
+"""Key of the checksum of a manifest's other values."""
 CHUNK_BYTES, PART_BYTES = 2**22, 2**26
+"""A thread computes the checksum of one part of a file at a time, and reads the part in chunks."""
 
 State = dict[str, Any]
 """The state dict that torchtune's checkpointers read and write."""
 
 
 class Checkpointer(Protocol):
-    """Interface of torchtune's checkpointers, which a wrapper of several also has."""
+    """Interface of torchtune's checkpointers. A class that combines several of them has it, too."""
 
     def load_checkpoint(self) -> State:
         """Read the files that the config names."""
@@ -60,7 +63,7 @@ class Checkpointer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The number of completed epochs and steps of a run. Epochs count from 0, as in torchtune's directories."""
+    """How many epochs and steps a run has completed. `epochs` is also the number of the epoch in progress, from 0."""
 
     epochs: int
     steps_in_epoch: int
@@ -106,7 +109,7 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest | None
     fault: str | None
-    """The reason why the checkpoint cannot be used, if it cannot, without its subject: `has no manifest`."""
+    """Why the checkpoint cannot be used, as a sentence without its subject: `has no manifest`. None if it can."""
 
     @property
     def name(self) -> str:
@@ -312,8 +315,8 @@ def _check_types(record: Any) -> None:
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Return size and checksum of every file in a directory, except of a manifest. There may be one, because torchtune
-    copies files from the directory of the initial weights, maybe a checkpoint."""
+    """Return size and checksum of every file in a directory, except of a manifest. There is one if the initial weights
+    come from a checkpoint of this package: torchtune copies the files next to the weights."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)

@@ -111,8 +111,8 @@ class Governor:
         """Lower the limit after microbatches ran out of memory. `failed` maps ranks to their failed microbatch.
 
         Returns a change of kind EXHAUSTED at the smallest limit. A single row may fail because larger microbatches have
-        fragmented the memory, or because of another process on the device. Therefore the limit stays the first time in
-        a step that only single rows fail. On probation, the previous limit returns.
+        fragmented the memory, or because of another process on the device. So the first time that only single rows fail
+        in a step, the limit stays. On probation, the previous limit returns.
         """
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
@@ -229,8 +229,8 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
-    """Return a limit that excludes the microbatch with the most rows and all others of several rows. Returns None if
-    there is no such limit."""
+    """Return a limit that excludes the microbatch with the most rows, and every other one that has more than one row.
+    Returns None if there is no such limit."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 LATE_S = 2.0
 """Seconds to wait for a peer's announcement. It may be late on a null device, which does not wait for collectives."""
 UNCHANGED = "as before"
-"""Shown in errors for a rank without an announcement, because its step is like its previous one."""
+"""A rank whose step equals its previous one announces nothing. Errors show this text for it."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 """Maps a training group to the gloo group that communicates tensors on the host; None if it does this itself."""
 
@@ -56,8 +56,8 @@ def new_gloo_group() -> dist.ProcessGroup:
 def explaining_failures(what: str, already_matched: Callable[[], bool] = bool) -> Iterator[None]:
     """Replace an error of a collective by a CollectiveFailedError that explains it.
 
-    An out-of-memory error is raised unchanged, because the collective can be issued again, unless `already_matched`
-    returns True: then peers have matched the collective.
+    An out-of-memory error is raised unchanged if `already_matched` returns False: the collective can be issued again.
+    If it returns True, peers have matched the collective, and the error is fatal.
     """
     try:
         yield

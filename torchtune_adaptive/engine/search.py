@@ -31,8 +31,8 @@ class Peak:
     retries: int = 0
     """Allocator retries. A probe with retries completes, but training with that many rows would be slow."""
     fullness: float = 0.0
-    """Peak of reserved memory, including cached blocks, as a share of obtainable memory on the fullest rank. 0 without
-    a cache."""
+    """Peak of reserved memory, cached blocks included, as a share of the memory that the process can obtain. It is the
+    highest of all ranks; 0 without a cache."""
     seconds: float = 0.0
 
     @property
@@ -119,10 +119,11 @@ def phase_rows(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
 def fit_line(points: Mapping[int, int]) -> Surface:
     """Fit a line to the measured bytes of two or more numbers of rows.
 
-    The line passes through the largest measured rows. Its slope is the steepest between that point and any other. This
-    is an upper bound: a phase's peak is a maximum over many moments, each affine in the rows, so its slope can only
-    increase. The measurement of one row is ignored if there are two larger ones, because kernels may treat a single row
-    differently. If the fixed part would be negative, the line through the origin is returned.
+    The line passes through the point with the most rows. Its slope is the steepest between that point and any other.
+    The rows that it predicts are an upper bound: the peak is a maximum over many moments, each affine in the rows. So
+    beyond that point, memory grows at least as steeply as the line. The measurement of one row is ignored if there are
+    two larger ones, because kernels may treat a single row differently. If the fixed part would be negative, the line
+    through the origin is returned.
     """
     most = max(points)
     others = [rows for rows in points if 1 < rows < most] or [rows for rows in points if rows < most]
@@ -142,10 +143,10 @@ _JUMP = 4  # a line through two probes is trusted up to 4 times the rows of the 
 _ROUNDED_JUMP = 8  # the same if rows are rounded to powers of two, which hides small errors
 _BEND = 0.01  # if a probe exceeds the line through smaller ones by this share, the slope has increased
 _CLOSE = 0.95  # end the search at this share of the rows that may still fit
-# The same with a cache, from the fourth probe on. Also the smallest share of the budget that `usable_bytes` returns
-# while the largest probe has one or two rows.
-_CLOSE_WITH_CACHE = 0.8
-_STEP_BACK, _STEP_BACK_WITH_CACHE = 1 / 16, 1 / 8  # after a failure, try fewer rows by this share, doubled each time
+_CLOSE_WITH_CACHE = 0.8  # the same with a cache, from the fourth probe on
+_LEAST_USABLE = 0.8  # `usable_bytes` is at least this share of the budget while at most two rows were measured
+# After a rejected probe, the next one has fewer rows, by this share. Each further rejection doubles the share.
+_STEP_BACK, _STEP_BACK_WITH_CACHE = 1 / 16, 1 / 8
 _MARGIN = 1.25  # without a cache, the prediction from two probes may be too low by up to this factor
 
 
@@ -196,7 +197,7 @@ class History:
         largest = max(without_retries, key=attrgetter("rows"))
         usable_bytes = (largest.peak.peak_bytes or 0) / largest.peak.fullness
         if largest.rows <= 2:  # one or two rows leave a larger share in the cache than many rows
-            usable_bytes = max(usable_bytes, _CLOSE_WITH_CACHE * self.budget_bytes)
+            usable_bytes = max(usable_bytes, _LEAST_USABLE * self.budget_bytes)
         return min(self.budget_bytes, usable_bytes)
 
     @property
@@ -273,7 +274,7 @@ def linear(history: History) -> int | None:
     if history.has_cache and above and len(history.probes) < 4 and above <= predicted + 1:
         goal = max(goal, above)  # the prediction may be one row too low; if not, this costs one rejected probe
     if history.is_close(goal):
-        # A line through two points shows no error. A third point shows whether a single row is a special case.
+        # A line through two points cannot show its error. A third point shows whether a single row is a special case.
         return 3 if above and len(history.probes) == 2 and predicted >= 3 else None
     trusted = _trusted_rows(history)
     if trusted >= goal:

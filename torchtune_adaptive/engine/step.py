@@ -228,7 +228,7 @@ class StepRunner(Generic[Sample]):
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         self._equal_steps = EqualSteps()
-        # EqualSteps relies on the first collective, in which all ranks take part: after it, every rank has announced.
+        # EqualSteps reads the announcements after the first collective, in which all ranks must take part.
         self._announces_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
@@ -387,7 +387,7 @@ class StepRunner(Generic[Sample]):
         return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
 
     def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
-        """Store the next step's plan, split into this number of microbatches; 0 if a rank has no plan to agree on."""
+        """Store the next step's plan, split into `microbatches`. If that is 0, some rank has no plan: store nothing."""
         if upcoming is not None and microbatches:
             limit, lengths, plan = upcoming
             self._next_plan = _NextPlan(

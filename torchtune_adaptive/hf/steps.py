@@ -44,7 +44,8 @@ from torchtune_adaptive.report.tables import search_table
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 CANDIDATES = 4
-"""The number of candidates for one of the two samples in the loss check; it uses the one whose loss differs most."""
+"""The loss check compares two samples. It tries this many candidates for the first, and takes the one whose loss
+differs most from that of the second."""
 NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
@@ -190,7 +191,7 @@ class OptimizerSteps:
         weight = self._reduction.weight((rows, targets), (len(self._samples), self._targets_of_step))
         if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
             weight *= self._batches_per_step
-        if not weight:  # the mean over no targets is NaN, even times 0: run the filler instead
+        if not weight:  # without targets, a mean loss is NaN, and NaN * 0 is NaN, so run the filler instead
             batch = self._collated([self._filler])
         backward = self.trainer.accelerator.backward
 
@@ -370,7 +371,7 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
             stack.enter_context(override_attributes(trainer, _prepare_inputs=lambda inputs: inputs))
         if world_size() > 1:
             local: dict[str, Any] = {"gather": _repeat_for_ranks, "gather_for_metrics": _repeat_for_ranks}
-            local["reduce"] = lambda value, *_, **__: value  # TRL only divides one sum by another
+            local["reduce"] = lambda value, *_, **__: value  # TRL divides two sums: those of this rank give its mean
             stack.enter_context(override_attributes(trainer.accelerator, **local))
         if gathers_head:
             head.unshard()

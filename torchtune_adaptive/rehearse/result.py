@@ -279,7 +279,7 @@ class RehearsalResult:
         return work if work and work.operations else None
 
     def step_time(self, step: dict[str, Any], gpu: Gpu | None = None) -> StepTime | None:
-        """Estimate a step, assuming that its work is proportional to that of the recorded step, like its FLOPs are."""
+        """Estimate a step. Its forward and backward are those of the recorded step, scaled by the ratio of FLOPs."""
         card = gpu or self.gpu
         if self.work is None or card is None or card.rates is None:
             return None

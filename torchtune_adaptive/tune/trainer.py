@@ -38,7 +38,8 @@ from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.schedule import log_left_out
 from torchtune_adaptive.tune.validation import LOSS, Validation
 
-Samples = tuple[list[Sample], list[Sample] | None]
+StepSamples = tuple[list[Sample], list[Sample] | None]
+"""The samples of a step on this rank, and those of the next step if the schedule looks ahead."""
 
 
 class Run:
@@ -89,7 +90,7 @@ class BatchSchedule:
         """Return the limit of every stage in an epoch with these sizes."""
         return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
 
-    def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Iterator[Samples]:
+    def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Iterator[StepSamples]:
         """Collective: yield the samples of each remaining step of an epoch, and those of the next if it looks ahead."""
         samples: Iterator[list[Sample]] = loader.epoch(
             sizes.epoch,
@@ -132,12 +133,12 @@ class Trainer:
     ) -> None:
         """Collective: check the data. `set_batch_sizes` sets the schedule later.
 
-        `loss_fn` lets probes measure the peaks before and after the end of the loss separately. `weights` is the config
-        key of the weight files, for an error about NaN weights.
+        With `loss_fn`, probes treat the end of the loss as a boundary between phases. `weights` is the config key of
+        the weight files, for an error about NaN weights.
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
-        # Between two epochs, the data may change if the config names the files to resume from.
+        # Only a run that resumes between two epochs, from files that the config names, may use other data.
         if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
             check_same_data(data.dataset, data.fingerprint, run.progress)
         run.progress = replace(run.progress, dataset_samples=len(data.dataset), dataset_fingerprint=data.fingerprint)
@@ -149,7 +150,7 @@ class Trainer:
         self._stopping = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
-        """Return a context that limits and measures this rank's memory, in which all models and optimizers count."""
+        """Return a context that limits and measures this rank's memory, including that of all models and optimizers."""
         models = nn.ModuleList(self.stages.training.recovery.models)
         resident = resident_tensors(models, self.optimization.optimizers)
         limit, limits = None, self.run.settings.adaptive.memory_limit
