@@ -21,6 +21,8 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.ranks import rank as engine_rank
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
+from torchtune_adaptive.hf.evaluation import Evaluator
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, KeepSamples
 from torchtune_adaptive.testing import memory_cap
 
 pytestmark = pytest.mark.timeout(300)
@@ -151,6 +153,22 @@ def test_evaluation_is_split_to_stay_within_the_memory_limit(base: type[Trainer]
         evaluation_only(tmp_path, base=base)
     limited = evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), base)
     assert limited == pytest.approx(evaluation_only(tmp_path, base=base), rel=1e-6)
+
+
+def test_piece_of_a_batch_with_nested_inputs_has_only_its_rows() -> None:
+    def nested(features: list[dict[str, int]]) -> dict[str, Any]:
+        ids = torch.tensor([each["id"] for each in features])
+        return {"input_ids": ids[:, None], "of_sample": {"weight": ids / 2}, "names": [str(each) for each in features]}
+
+    features = [{"id": number} for number in range(4)]
+    evaluator: Any = Evaluator(None)
+    evaluator._collate = KeepSamples(nested)
+    evaluator._inputs = evaluator._collate(features)
+    evaluator._samples = evaluator._inputs.pop(SAMPLES_KEY).samples
+    piece, expected = evaluator._inputs_of([1, 3]), nested([features[1], features[3]])
+    assert piece["input_ids"].tolist() == expected["input_ids"].tolist()
+    assert piece["of_sample"]["weight"].tolist() == expected["of_sample"]["weight"].tolist()
+    assert piece["names"] == expected["names"]
 
 
 class Unlabeled(Counting):

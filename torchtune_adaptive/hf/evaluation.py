@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
@@ -158,9 +158,10 @@ class Evaluator:
         return Totals(torch.zeros(()), 0)
 
     def _inputs_of(self, rows: Sequence[int]) -> Any:
-        """Return the inputs of some rows. If a tensor has several rows per sample, as in DPO, collate samples again."""
+        """Return the inputs of some rows. Collate samples again for nested inputs, or several rows per sample (DPO)."""
         tensors = {name: each for name, each in self._inputs.items() if isinstance(each, Tensor) and each.dim()}
-        if any(len(tensor) != len(self._samples) for tensor in tensors.values()):
+        nested = any(isinstance(each, Mapping | list | tuple) for each in self._inputs.values())
+        if nested or any(len(tensor) != len(self._samples) for tensor in tensors.values()):
             return CollatedBatch.of([self._samples[row] for row in rows], self._collate).inputs
         return {**self._inputs, **{name: tensor[list(rows)] for name, tensor in tensors.items()}}
 

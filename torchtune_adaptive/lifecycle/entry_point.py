@@ -141,7 +141,8 @@ def explain_out_of_memory(recover_from_oom: bool) -> AbstractContextManager[None
 
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Run `work`. If it fails, only the first failed rank reports the error, and every failed rank exits with status 1.
-    The process group may still exist at the end, and its threads could abort the exit. They get time to finish."""
+    Other errors than AdaptiveError are not recorded as the end of the run: their cause may be temporary. The process
+    group may still exist at the end, and its threads could abort the exit. They get time to finish."""
     try:
         log_to_stderr()
         work()

@@ -106,9 +106,13 @@ def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
 
 @pytest.mark.parametrize(
     ("error", "ended"),
-    [(CollectiveFailedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_state.ERROR)],
+    [
+        (CollectiveFailedError("rank 1 has ended"), None),
+        (RuntimeError("a fault of the device"), None),
+        (UnrecoverableError("too much"), run_state.ERROR),
+    ],
 )
-def test_unrecoverable_run_does_not_offer_to_resume(
+def test_only_an_unrecoverable_run_is_recorded_as_broken(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_state.record_start(tmp_path, "tune run", 0)
