@@ -331,7 +331,7 @@ def changed_file(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _checksums(paths: Sequence[Path]) -> list[int]:
-    """Compute checksums of files on all cores. That of a large file is the CRC-32 of the CRC-32s of its parts."""
+    """Compute checksums of files on all cores. A checksum is the CRC-32 of the CRC-32s of the parts of a file."""
 
     def crc32_of(part: tuple[Path, int]) -> bytes:
         path, offset = part

@@ -238,7 +238,7 @@ class TokenLimit(Limit):
 
     tokens: int
     rows_per_sample: int = 1
-    """Rows of each sample, for example 2 for a pair of answers. The limit counts the tokens of all rows."""
+    """Sequences of each sample, for example 2 for a pair of answers. The limit counts the tokens of all sequences."""
     unit = sized_by = "tokens"
     by_length = True
 
@@ -247,7 +247,7 @@ class TokenLimit(Limit):
         _check_count(self.rows_per_sample, "row")
 
     def rows_at(self, length: int) -> int:
-        """Return the most samples that are allowed if their longest row has this length."""
+        """Return the most samples that are allowed if their longest sequence has this length."""
         return self.tokens // (length * self.rows_per_sample)
 
     def need(self, rows: int, length: int, tokens: int | None = None) -> int:

@@ -83,11 +83,11 @@ class SampleKind(Generic[Sample]):
     """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank with
     fewer microbatches than its peers runs it. So does a drain, if no microbatch has been recorded yet."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
-    """Returns the number of tokens of each row, for samples of several rows, such as pairs of answers. `length_of` must
-    then return the number for the longest row. A RowLimit counts samples, not rows."""
+    """Returns the number of tokens of each sequence, for samples of several sequences, such as pairs of answers.
+    `length_of` must then return the number for the longest sequence. Such a sample is one row of a RowLimit."""
     padded: bool = True
-    """True if `forward_backward` pads rows to the longest one. False if it concatenates samples into one row; a limit
-    by length then counts the tokens of all samples."""
+    """True if `forward_backward` pads sequences to the longest one. False if it concatenates them; a limit by length
+    then counts the tokens of all samples."""
     cost_of: Callable[[int], float] = float
     """Returns the relative computing cost of a row with this number of tokens, for `StepResult.imbalance`."""
 

@@ -35,8 +35,8 @@ def newest_complete(args: Any) -> str:
 def is_complete(folder: Path) -> bool:
     """Return True if the file that Trainer writes last, and the random state of each rank, are readable.
 
-    Each rank writes its random state independently. If it is killed, this file may be incomplete although rank 0 has
-    written the last file. AdaptiveMixin deletes the last file before a checkpoint is overwritten.
+    Trainer without AdaptiveMixin may write the last file before every rank has written its random state. Files are not
+    synced, so they may be truncated. AdaptiveMixin deletes the last file before a checkpoint is overwritten.
     """
     try:
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))

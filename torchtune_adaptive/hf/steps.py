@@ -83,7 +83,7 @@ class OptimizerSteps:
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
         self._steps_run = 0
         self._kept_gradients: list[tuple[Tensor, Tensor]] = []
-        """Parameters and their gradients from an incomplete step at the end of a streamed dataset."""
+        """Parameters and their gradients from an incomplete step; see `keep_gradients`."""
         self._ended_at_step: int | None = None
         self._begin(batches, num_items)
         self._check_collation(batches[0])
