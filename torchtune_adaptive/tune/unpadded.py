@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.varlen import varlen_attn
@@ -129,87 +130,23 @@ def support_documents(model: nn.Module) -> None:
             module._attention_call = PerSampleAttention(module._attention_call)
 
 
-# Causal attention within each sample of a row, by flash kernels. Sample boundaries are data and not shapes, so one
-# compiled graph serves all microbatches. A loop over `scaled_dot_product_attention` would be unrolled, and recompiled
-# for every split; flex attention recompiles for every length, or needs a mask of tokens².
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
 def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     """Attend within each sample of one row; inputs and output are [1, heads, tokens, width]."""
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     ends, longest = documents
-    if query.device.type == "cuda":
-        attended: Any = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=(-1, 0))  # causal
-    else:
-        attended, _ = torch.ops.torchtune_adaptive.attend_each(query, key, value, ends)
+    if query.device.type != "cuda":
+        return _attend_each_on_cpu(query, key, value, ends)
+    # Sample boundaries are data and not shapes, so one compiled graph serves all microbatches.
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended: Any = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=(-1, 0))  # causal
     in_row: Tensor = attended.transpose(0, 1)[None]
     return in_row
 
 
-@torch.library.custom_op("torchtune_adaptive::attend_each", mutates_args=(), device_types="cpu")
-def _attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [tokens, heads, width] and, for the backward, the logsumexp of every softmax."""
-    attended, logsumexp = _fake_attend_each(query, key, value, ends)
-    for *sample, into_attended, into_logsumexp in _by_sample(ends, query, key, value, attended, logsumexp):
-        sample_attended, sample_logsumexp = _flash(*sample, 0.0, True)
-        into_attended.copy_(sample_attended)
-        into_logsumexp.copy_(sample_logsumexp)
-    return attended, logsumexp
-
-
-@_attend_each.register_fake
-def _fake_attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return _buffer_like(query), query.new_empty(query.shape[:2], dtype=precision)
-
-
-@torch.library.custom_op("torchtune_adaptive::attend_each_backward", mutates_args=(), device_types="cpu")
-def _attend_each_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, logsumexp: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = (_buffer_like(query), _buffer_like(key), _buffer_like(value))
-    rows = (gradient, query, key, value, attended, logsumexp, *gradients)
-    for *sample, into_query, into_key, into_value in _by_sample(ends, *rows):
-        sample_gradients = _flash_backward(*sample, 0.0, True)
-        for into, sample_gradient in zip((into_query, into_key, into_value), sample_gradients, strict=True):
-            into.copy_(sample_gradient)
-    return gradients
-
-
-@_attend_each_backward.register_fake
-def _(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, logsumexp: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _buffer_like(query), _buffer_like(key), _buffer_like(value)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    *sides, ends = inputs
-    ctx.save_for_backward(*sides, *output, ends)
-
-
-def _backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
-    return (*torch.ops.torchtune_adaptive.attend_each_backward(gradient, *ctx.saved_tensors), None)
-
-
-_attend_each.register_autograd(_backward, setup_context=_keep)
-
-
-def _buffer_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialized contiguous tensor of the same shape; `empty_like` would keep the strides."""
-    return tensor.new_empty(tensor.shape)
-
-
-def _by_sample(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split rows [tokens, heads, width] by sample; yield for each sample views of [1, heads, tokens, width].
-
-    One split per tensor is measurably faster than one view per sample.
-    """
+@torch.compiler.disable(reason="the loop would be compiled again for each split of a row")
+def _attend_each_on_cpu(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
     lengths = ends.diff().tolist()
-    return zip(*(row.transpose(0, 1)[None].split(lengths, dim=2) for row in rows), strict=True)
+    by_sample = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*sample, is_causal=True) for sample in by_sample], dim=2)
 
 
 def is_padded(

@@ -82,8 +82,8 @@ def test_all_other_ranks_learn_of_a_silent_rank_in_time():
     for silent, seconds, _ in ranks[:2]:
         assert silent is not None
         assert silent.ranks == (2, 3)
-        assert silent.where.startswith("pid ")
-        assert silent.where.endswith(f" on {os.uname().nodename}")
+        assert silent.locations.startswith("pid ")
+        assert silent.locations.endswith(f" on {os.uname().nodename}")
         assert seconds < allowed_s
 
 
@@ -136,6 +136,6 @@ def test_failed_rank_counts_as_silent_for_a_waiting_peer():
 def test_unresponsive_store_is_reported_in_time():
     _, (silent, seconds, late_s) = run_on_ranks(2, hear_of, (1,), (1,))
     assert silent.ranks == ()
-    assert silent.where.startswith("pid ")
-    assert silent.seconds == TIMEOUT_S
+    assert silent.locations.startswith("pid ")
+    assert silent.timeout_s == TIMEOUT_S
     assert seconds < TIMEOUT_S + late_s
