@@ -134,7 +134,8 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: Documents)
     """Attend within each sample of one row; inputs and output are [1, heads, tokens, width]."""
     ends, longest = documents
     if query.device.type != "cuda":
-        return _attend_each_on_cpu(query, key, value, ends)
+        on_cpu: Tensor = _attend_each_on_cpu(query, key, value, ends)
+        return on_cpu
     # Sample boundaries are data and not shapes, so one compiled graph serves all microbatches.
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     attended: Any = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=(-1, 0))  # causal
@@ -142,11 +143,11 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, documents: Documents)
     return in_row
 
 
-@torch.compiler.disable(reason="the loop would be compiled again for each split of a row")
+@torch.compiler.disable(reason="the loop would be compiled again for each split of a row")  # type: ignore[untyped-decorator]
 def _attend_each_on_cpu(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
     lengths = ends.diff().tolist()
     by_sample = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([F.scaled_dot_product_attention(*sample, is_causal=True) for sample in by_sample], dim=2)
+    return torch.cat([F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in by_sample], dim=2)
 
 
 def is_padded(
