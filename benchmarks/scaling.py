@@ -175,7 +175,7 @@ def time_ledger(modules: int, rounds: int) -> dict[str, float]:
     for _ in range(2):  # the first initializes FSDP
         stopwatch.seconds = 0.0
         began = time.thread_time()
-        stopwatch.around(ledger.begin_step)(1, [model])
+        stopwatch.around(ledger.begin_attempt)(1, [model])
         stopwatch.around(ledger.begin_microbatch)(0)
         model(torch.ones(1, 2)).sum().backward()
         stopwatch.around(ledger.end_microbatch)()

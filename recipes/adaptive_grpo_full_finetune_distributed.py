@@ -13,7 +13,7 @@ from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.grpo import (
-    SignalWatch,
+    EqualRewardsWatch,
     add_advantages,
     build_policy,
     cause_of_update,
@@ -52,7 +52,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
         stages = grpo_stages(policy, generate, settings, grpo, devices)
         self.iterations = Iterations(run, policy, optimization, tokenizer, stages, grpo)
         self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
-        self.signal = SignalWatch()
+        self.signal = EqualRewardsWatch()
 
     def train(self) -> None:
         """Collective: run the remaining steps and save checkpoints."""

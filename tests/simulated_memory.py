@@ -55,9 +55,9 @@ class Device:
         return Peak(phases, fits=True, retries=retries, fullness=min(1.0, fullness))
 
     def search(self, **options: Any) -> SearchResult:
-        return search(self.measure, Budget(self.budget_bytes), no_row_fits=self.no_row_fits, **options)
+        return search(self.measure, Budget(self.budget_bytes), no_fit_error=self.no_fit_error, **options)
 
-    def no_row_fits(self) -> OneRowDoesNotFitError:
+    def no_fit_error(self) -> OneRowDoesNotFitError:
         need_bytes = max(self.peaks(1).values()) if self.soft else None
         return one_row_error(length=1, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 

@@ -184,19 +184,19 @@ def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
     ],
 )
 def test_reduction_is_determined_from_the_losses_of_two_samples(both: float, reduction: Reduction | None) -> None:
-    assert how_losses_add_up([two(both)], next_tokens=True, tolerance=FP32_TOLERANCE) is reduction
+    assert how_losses_add_up([two(both)], shifts_labels=True, tolerance=FP32_TOLERANCE) is reduction
 
 
 def test_loss_that_adds_up_on_only_one_rank_is_refused() -> None:
-    assert how_losses_add_up([two(6.0), two(7.0)], next_tokens=True, tolerance=HALF_TOLERANCE) is None
+    assert how_losses_add_up([two(6.0), two(7.0)], shifts_labels=True, tolerance=HALF_TOLERANCE) is None
 
 
 def test_equal_losses_count_as_a_mean_over_tokens() -> None:
     equal = two(2.0, first=2.0, second=2.0)
-    assert how_losses_add_up([equal], next_tokens=True, tolerance=FP32_TOLERANCE) is Reduction.MEAN_OF_NEXT_TOKENS
+    assert how_losses_add_up([equal], shifts_labels=True, tolerance=FP32_TOLERANCE) is Reduction.MEAN_OF_NEXT_TOKENS
 
 
 def test_rounding_of_a_small_loss_is_compared_with_earlier_losses() -> None:
     rounded = two(0.0062, first=0.004, second=0.002)
-    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF_TOLERANCE) is None
-    assert how_losses_add_up([rounded], next_tokens=True, tolerance=HALF_TOLERANCE, scale=2.0) is not None
+    assert how_losses_add_up([rounded], shifts_labels=True, tolerance=HALF_TOLERANCE) is None
+    assert how_losses_add_up([rounded], shifts_labels=True, tolerance=HALF_TOLERANCE, scale=2.0) is not None

@@ -981,24 +981,24 @@ def test_varying_steps_and_limits_of_a_script_are_reported() -> None:
     steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}
     about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
-    first = RehearsalResult(**about, status=0, steps=steps, rest=end)
+    first = RehearsalResult(**about, status=0, steps=steps, end=end)
     assert first.verdict().endswith("; later steps may need more (see below)")
     assert "have different peaks, and later ones were not run: --steps 0 runs" in first.as_text()
-    assert not RehearsalResult(**about, status=0, steps=steps, rest={**end, "stopped": False}).peaks_differ
-    alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, rest=end)
+    assert not RehearsalResult(**about, status=0, steps=steps, end={**end, "stopped": False}).peaks_differ
+    alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, end=end)
     assert alike.as_text().endswith("such as saving, was not run: --steps 0 runs the script to its end")
-    assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, rest=end).peaks_differ
+    assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, end=end).peaks_differ
     error = {
         "step": 6, "in_search": False, "has_optimizer": True, "file": "train.py", "line": 1,
         "source": "x = y", "operation": "x = y",
         "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
         "allowed_bytes": 10 * GIB,
     }  # fmt: skip
-    failed = RehearsalResult(**about, status=1, rest={**end, "error": "KeyError: 'LOCAL_RANK'"})
+    failed = RehearsalResult(**about, status=1, end={**end, "error": "KeyError: 'LOCAL_RANK'"})
     assert failed.verdict().endswith("put torchrun before the script)")
     more = {**end, "state_bytes": GIB}
-    assert "a second step" in RehearsalResult(**about, status=0, steps=steps[:1], rest=more).verdict()
-    ran_out = RehearsalResult(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], rest=more)
+    assert "a second step" in RehearsalResult(**about, status=0, steps=steps[:1], end=more).verdict()
+    ran_out = RehearsalResult(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], end=more)
     assert "a second step" not in ran_out.verdict()
     limited = RehearsalResult(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
     assert "8.00 GiB allocated of the script's limit of 8.00 GiB" in limited.verdict()

@@ -34,7 +34,7 @@ def imitate(
     }
     return RehearsalResult(
         card.memory, 0, 0, ranks or 1, int(not fits), steps=[step] if fits else [], errors=[] if fits else [error],
-        rest={} if fits else {"by_memory": True, "reserved_bytes": 0, "allocated_bytes": 0, "flushes": 0},
+        end={} if fits else {"by_memory": True, "reserved_bytes": 0, "allocated_bytes": 0, "flushes": 0},
         traced={"step": 1, "work": json.loads(json.dumps(WORK))} if fits else {}, gpu=card,
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_each_card_fits_as_if_it_were_rehearsed_alone() -> None:
 def fill_half(command: Sequence[str], card: Gpu, ranks: int | None) -> RehearsalResult:
     """Imitate a script that searches for a batch size."""
     found = imitate(0, 1, 0, [*command, f"--rows={card.memory // GIB // 2}"], card, ranks)
-    found.rest.update({"reads_memory": True, "reserved_bytes": 0, "allocated_bytes": 0, "flushes": 0})
+    found.end.update({"reads_memory": True, "reserved_bytes": 0, "allocated_bytes": 0, "flushes": 0})
     return found
 
 

@@ -224,8 +224,8 @@ class CollectiveLedger:
         if self._ghosts:
             self._ghosts.forget(stage)
 
-    def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
-        """Begin a step of a stage that owns these models: prepare FSDP, and count collectives from 0."""
+    def begin_attempt(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
+        """Begin an attempt at a step of a stage that owns these models: prepare FSDP, and count collectives from 0."""
         self.position = 0
         self._stage, self._microbatches, self._number = stage, microbatches, -1
         if self._counts:

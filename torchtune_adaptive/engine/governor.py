@@ -119,17 +119,17 @@ class Governor:
         event = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
         if not self._retried_single_row and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._retried_single_row = True
-            next_growth = self._step_down(self._size)  # keeps the current size, unless on probation
+            wait_text = self._step_down(self._size)  # keeps the current size, unless on probation
             reaction = f"a single row failed and is tried once more, in microbatches of at most {self.limit}"
         elif after is None:
             event += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
             return self._make_change(EXHAUSTED, step, event, before, failed)
         else:
-            next_growth = self._step_down(after.size)
+            wait_text = self._step_down(after.size)
             largest = max(failed.values(), key=lambda microbatch: microbatch.padded_tokens)
             reaction = f"microbatch {before.format_need(*largest)} -> {self.limit}"
         self.recoveries += 1
-        return self._make_change(RECOVERY, step, f"{event}: {reaction}, step repeated{next_growth}", before, failed)
+        return self._make_change(RECOVERY, step, f"{event}: {reaction}, step repeated{wait_text}", before, failed)
 
     def completed(self, step: int, flushed_cache: Mapping[int, MicrobatchSize]) -> Change | None:
         """Record a completed step, and lower or raise the limit if that is due; return None if it is not.
@@ -145,8 +145,8 @@ class Governor:
             self._thrashes_at_smallest = True
             event += f", and {before} is already the smallest limit: continuing"
             return self._make_change(THRASHING, step, event, before, flushed_cache)
-        next_growth = self._step_down(after.size)
-        reason = f"{event}: {before} -> {self.limit}{next_growth}"
+        wait_text = self._step_down(after.size)
+        reason = f"{event}: {before} -> {self.limit}{wait_text}"
         return self._make_change(THRASHING, step, reason, before, flushed_cache)
 
     def _grow_if_due(self, step: int) -> Change | None:

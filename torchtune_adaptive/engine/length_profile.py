@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtune_adaptive.engine.limits import Surface, SurfaceLimit, fit_surface, raised_above
-from torchtune_adaptive.engine.search import Budget, NoRowFits, Peak, Probe, phase_points
+from torchtune_adaptive.engine.search import Budget, Peak, Probe, phase_points
+from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 # The probes after the first one: divisor of the longest length, share of the proven rows, whether it is held out.
 _PADDED = ((1, 1.0, False), (4, 1.0, False), (16, 1.0, False), (16, 0.25, False), (2, 0.5, True), (8, 0.9, True))
@@ -225,18 +226,18 @@ def measure_profile(
     budget: Budget,
     lengths: SampleLengths,
     *,
-    no_row_fits: NoRowFits,
+    no_fit_error: Callable[[], OneRowDoesNotFitError],
     most_rows: int,
 ) -> Profile:
     """Measure microbatches with rows of all lengths, and fit surfaces over rows and length.
 
     `measure` is called with the same rows and length on every rank and returns the same Peak. If a single row of the
-    longest length does not fit, the error that `no_row_fits` returns is raised.
+    longest length does not fit, the error that `no_fit_error` returns is raised.
     """
     measurements = _Measurements(measure, budget, lengths, most_rows)
     longest_alone = measurements.probe(1, lengths.longest)
     if not measurements.fits(longest_alone):
-        raise no_row_fits()
+        raise no_fit_error()
     measurements.points.append(longest_alone)
     for point in _PADDED if lengths.padded else _CONCATENATED:
         measurements.add_point(*point)

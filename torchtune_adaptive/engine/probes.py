@@ -238,7 +238,7 @@ class Prober:
             if all(report.excess_bytes <= 0 for report in self._reports):
                 return min((report.budget for report in self._reports), key=attrgetter("free_bytes"))
             self._probe(1, [self._step.smallest, [self._sample]])  # measures the numbers for the error message
-        raise self.no_row_fits()
+        raise self.no_fit_error()
 
     def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
         """Collective: measure a microbatch of rows of this length, by default the length of the sample. If
@@ -303,7 +303,7 @@ class Prober:
             raise RunStopped("stopped during the search, before the first step")
         return meter.peaks, [*reports.failed]
 
-    def no_row_fits(self) -> OneRowDoesNotFitError:
+    def no_fit_error(self) -> OneRowDoesNotFitError:
         """Return the error to raise if the last probe had one row and was not accepted; equal on all ranks."""
         failed_rank, need_bytes, runner = self._failed, None, self._step.runner
         if failed_rank is None:
@@ -396,7 +396,7 @@ def find_max_batch_size(
         search_rows = partial(
             search,
             budget=budget,
-            no_row_fits=prober.no_row_fits,
+            no_fit_error=prober.no_fit_error,
             strategy=strategy,
             round_to=round_to,
             max_rows=max_rows,
@@ -427,4 +427,4 @@ def profile_memory(
     """
     lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
     with probing(step, memory, progress) as (prober, budget):
-        return measure_profile(prober.measure, budget, lengths, no_row_fits=prober.no_row_fits, most_rows=most_rows)
+        return measure_profile(prober.measure, budget, lengths, no_fit_error=prober.no_fit_error, most_rows=most_rows)

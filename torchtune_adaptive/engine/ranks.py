@@ -150,11 +150,11 @@ class EqualSteps:
         EqualSteps._instances += 1
         self._announced, self._announcements, self._unchecked = "", 0, False
 
-    def announce(self, step: str) -> None:
-        """Announce this rank's step, if it differs from the previous one. Call it before the first collective."""
-        if step != self._announced and world_size() > 1 and dist.get_backend() != "fake":  # fake groups have no peers
-            self._announced, self._announcements, self._unchecked = step, self._announcements + 1, True
-            _store().set(self._key(rank()), step)
+    def announce(self, sizes: str) -> None:
+        """Announce the sizes of this rank's step, if they have changed. Call it before the first collective."""
+        if sizes != self._announced and world_size() > 1 and dist.get_backend() != "fake":  # fake groups have no peers
+            self._announced, self._announcements, self._unchecked = sizes, self._announcements + 1, True
+            _store().set(self._key(rank()), sizes)
             _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge
 
     def check(self, *, waits: bool = False) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, check_choice
@@ -79,9 +79,6 @@ class Probe:
 
 
 ONE_ROW_REMEDIES = (Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
-
-NoRowFits: TypeAlias = Callable[[], OneRowDoesNotFitError]
-"""Returns the error to raise if the last probe had one row and was not accepted."""
 
 
 def one_row_error(
@@ -174,7 +171,7 @@ class History:
         return min((probe.rows for probe in self.rejected), default=self.candidates[-1] + 1)
 
     @property
-    def measured_rows(self) -> int:
+    def accepted_rows(self) -> int:
         """The most rows that were measured and accepted, below `too_many`, or 0."""
         accepted = (probe.rows for probe in self.probes if probe.accepted(self.budget_bytes))
         return max((rows for rows in accepted if rows < self.too_many), default=0)
@@ -204,7 +201,7 @@ class History:
     def predicted_rows(self) -> float:
         """The most rows, up to `max_rows`, for which the lines of all phases stay within the usable bytes."""
         lines = fit_lines(self.probes).values()
-        rows = min((line.rows_within(self.usable_bytes) for line in lines), default=self.measured_rows)
+        rows = min((line.rows_within(self.usable_bytes) for line in lines), default=self.accepted_rows)
         return min(rows, self.max_rows)
 
     @property
@@ -215,7 +212,7 @@ class History:
     def is_close(self, goal: int) -> bool:
         """Return True if the rows that fit are close enough to `goal` to end the search."""
         share = _CLOSE_WITH_CACHE if self.has_cache and len(self.probes) >= 4 else _CLOSE
-        return self.candidate_at_most(self.measured_rows) >= share * goal
+        return self.candidate_at_most(self.accepted_rows) >= share * goal
 
     def may_reach(self, rows: int) -> bool:
         """Return True unless the measurements show that the result will be below `rows`."""
@@ -243,7 +240,7 @@ Strategy = Callable[[History], int | None]
 
 def binary(history: History) -> int | None:
     """Double the rows until a probe fails, then bisect. Finds the exact maximum if memory grows with the rows."""
-    low, high = history.measured_rows, history.too_many
+    low, high = history.accepted_rows, history.too_many
     if not history.probes:
         return 1
     if not history.rejected:
@@ -255,7 +252,7 @@ def binary(history: History) -> int | None:
 
 def decrease(history: History) -> int | None:
     """Start at the highest candidate and halve it until a probe fits. The result may be half of what is possible."""
-    if history.measured_rows:
+    if history.accepted_rows:
         return None
     last_rejected = history.too_many
     halved = last_rejected // 2 if history.rejected else last_rejected
@@ -269,7 +266,7 @@ def linear(history: History) -> int | None:
     if len(history.probes) < 2:
         rows = len(history.probes) + 1
         return rows if rows <= history.candidates[-1] else None
-    low, predicted = history.measured_rows, history.predicted_rows
+    low, predicted = history.accepted_rows, history.predicted_rows
     goal, above = history.candidate_at_most(predicted), history.candidate_above(low)
     if history.has_cache and above and len(history.probes) < 4 and above <= predicted + 1:
         goal = max(goal, above)  # the prediction may be one row too low; if not, this costs one rejected probe
@@ -289,7 +286,7 @@ def _trusted_rows(history: History) -> float:
     rows = min(_trusted_rows_of_phase(points, history) for points in phases)
     # While all phases are constant, lines do not show where one begins to grow.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
-    return rows if grows else min(rows, history.trusted_jump * history.measured_rows)
+    return rows if grows else min(rows, history.trusted_jump * history.accepted_rows)
 
 
 def _trusted_rows_of_phase(points: Mapping[int, int], history: History) -> float:
@@ -316,7 +313,7 @@ def _narrow(history: History) -> int | None:
     used. Otherwise the prediction was probably only a little too high. The next probe has slightly fewer rows. This
     distance doubles after each failure, up to half of the interval, where the search becomes a bisection.
     """
-    low, high, last = history.measured_rows, history.too_many, history.probes[-1]
+    low, high, last = history.accepted_rows, history.too_many, history.probes[-1]
     if history.is_close(history.candidate_at_most(high - 1)):
         return None
     goal = history.candidate_at_most(history.predicted_rows)
@@ -364,7 +361,7 @@ def search(
     measure: Callable[[int], Peak],
     budget: Budget,
     *,
-    no_row_fits: NoRowFits,
+    no_fit_error: Callable[[], OneRowDoesNotFitError],
     strategy: str = "linear",
     round_to: str = "power_of_two",
     max_rows: int | None = None,
@@ -374,7 +371,7 @@ def search(
     """Return the largest number of rows, rounded down, whose peak is within the budget on all ranks.
 
     `measure` is called with the same rows on every rank and returns the same Peak. If one row does not fit, the error
-    that `no_row_fits` returns is raised. The strategy `decrease` starts at `max_rows`. The search ends early if the
+    that `no_fit_error` returns is raised. The strategy `decrease` starts at `max_rows`. The search ends early if the
     measurements show that the result will be below `least_rows`. `samples_per_step` is only used for `reason`.
     """
     check_choice("strategy", strategy, STRATEGIES)
@@ -385,12 +382,12 @@ def search(
         probe = Probe(rows=rows, peak=measure(rows))
         history = replace(history, probes=(*history.probes, probe))
         if rows == 1 and not probe.accepted(budget.total_bytes):
-            raise no_row_fits()
+            raise no_fit_error()
     # Lines may predict more rows than were measured. They must predict fewer rows than were rejected.
-    unrounded_rows = float(max(history.measured_rows, history.predicted_rows if strategy == "linear" else 0.0))
+    unrounded_rows = float(max(history.accepted_rows, history.predicted_rows if strategy == "linear" else 0.0))
     if history.rejected and unrounded_rows >= history.too_many:
-        unrounded_rows = float(history.measured_rows)
-    chosen = history.candidate_at_most(history.measured_rows)
+        unrounded_rows = float(history.accepted_rows)
+    chosen = history.candidate_at_most(history.accepted_rows)
     return SearchResult(
         strategy=strategy,
         round_to=round_to,

@@ -404,7 +404,7 @@ class StepRunner(Generic[Sample]):
         microbatches = [[samples[index] for index in rows] or [self.kind.filler(samples[0])] for rows in plan]
         totals: Totals | None = None
         try:
-            self._ledger.begin_step(len(microbatches), self.recovery.owned_by(self.model), self.stage)
+            self._ledger.begin_attempt(len(microbatches), self.recovery.owned_by(self.model), self.stage)
             for number, microbatch in enumerate(microbatches):
                 target_tokens = totals.target_tokens if totals else 0
                 totals = self._run_microbatch(number, microbatch, totals)

@@ -215,7 +215,7 @@ class Evaluator:
         tried = TwoSamples(both, one, other, targets=(targets[first], targets[second]), is_random=False)
         reduction = how_losses_add_up(
             from_all_ranks(tried),
-            next_tokens=getattr(self.trainer, "_loss_shifts_labels", True),
+            shifts_labels=getattr(self.trainer, "_loss_shifts_labels", True),
             tolerance=tolerance_of(self._model, mixed_precision=self.trainer.accelerator.mixed_precision != "no"),
         )
         if reduction is None:

@@ -66,16 +66,16 @@ class TwoSamples(NamedTuple):
 
 
 def how_losses_add_up(
-    on_ranks: Sequence[TwoSamples], *, next_tokens: bool, tolerance: float, scale: float = 0.0
+    on_ranks: Sequence[TwoSamples], *, shifts_labels: bool, tolerance: float, scale: float = 0.0
 ) -> Reduction | None:
     """Return the reduction with the smallest error over all ranks; None if every error exceeds the tolerance.
 
-    `next_tokens` selects the likely one of the two means over labels. In full precision, the other one is preferred if
-    only its error is small enough to be rounding.
+    `shifts_labels` selects the likely one of the two means over labels. In full precision, the other one is preferred
+    if only its error is small enough to be rounding.
     """
     worst = {each: worst_error(on_ranks, each, scale) for each in Reduction}
     likely, other = Reduction.MEAN_OF_NEXT_TOKENS, Reduction.MEAN_OF_LABELS
-    if not next_tokens:
+    if not shifts_labels:
         likely, other = other, likely
     if tolerance == FP32_TOLERANCE and worst[likely] > ROUNDING_ERROR > worst[other]:
         likely = other

@@ -222,9 +222,9 @@ class OptimizerSteps:
     def _find_reduction(self) -> None:
         """Collective: find out, before the first step, how the losses of microbatches add up."""
         trainer, on_ranks = self.trainer, self._try_two_samples()
-        next_tokens = getattr(trainer, "_loss_shifts_labels", True)
+        shifts_labels = getattr(trainer, "_loss_shifts_labels", True)
         self._tolerance = tolerance_of(self.model, mixed_precision=trainer.accelerator.mixed_precision != "no")
-        reduction = how_losses_add_up(on_ranks, next_tokens=next_tokens, tolerance=self._tolerance)
+        reduction = how_losses_add_up(on_ranks, shifts_labels=shifts_labels, tolerance=self._tolerance)
         if reduction is None:
             both, first, second, *_ = on_ranks[0]
             raise ConfigError(
@@ -233,7 +233,7 @@ class OptimizerSteps:
             )
         self._reduction = reduction
         shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
-        self._targets_index = int(shifts.get(reduction, next_tokens))
+        self._targets_index = int(shifts.get(reduction, shifts_labels))
         """Index into `targets`: 0 if all labels count in the loss, 1 if the first label of each row does not."""
         self._scale = max(abs(each.both) for each in on_ranks)
         """The largest loss before the first step. Later checks divide errors by the larger one of this loss and the

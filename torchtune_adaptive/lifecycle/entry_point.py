@@ -167,14 +167,14 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
 def _report(error: AdaptiveError, message: str) -> None:
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
-    can_resume = isinstance(error, CollectiveFailedError)
+    peer_failed = isinstance(error, CollectiveFailedError)
     # before the process group exists, errors are about the config, so they are the same on all ranks
     on_rank = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
-    text = f"{message}; {saved_and_next_command()}" if can_resume else message
+    text = f"{message}; {saved_and_next_command()}" if peer_failed else message
     write_error_file(f"error{on_rank}: {message}")
     print(f"\nerror{on_rank}: {text}", file=sys.stderr, flush=True)
     REHEARSAL.record("message", {"text": text})
-    if not can_resume:
+    if not peer_failed:
         THIS_RUN.record_end(ERROR, message)
 
 

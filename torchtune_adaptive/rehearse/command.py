@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace, command: list[str], card: Gpu, settings: R
         print(shown.as_text())
         if remedies is not None:
             print(f"\n{as_table(remedies) if remedies else 'no other argument was found with which it fits'}")
-    return _status(found.fits_or_not)
+    return _status(found.answer)
 
 
 def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:
@@ -155,7 +155,7 @@ def _search(options: argparse.Namespace, command: list[str], card: Gpu, settings
     else:
         print(f"largest that fits: {value}\n" if value else "none fits; the smallest:\n" * bool(found.out_of_memory))
         print(found.as_text())
-    return _status(found.fits_or_not)
+    return _status(found.answer)
 
 
 def _status(fits: bool | None) -> int:

@@ -72,7 +72,7 @@ class RehearsalResult:
     """The peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes, flops."""
     errors: list[dict[str, Any]] = field(default_factory=list)
     """All out-of-memory errors of the allocator, including those that the script caught."""
-    rest: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
     """The peaks after the last step, and facts about the end of the script; empty if it was killed."""
     guesses: list[dict[str, Any]] = field(default_factory=list)
     """Places where the script reads a guessed value, on which the size of a tensor may depend."""
@@ -107,7 +107,7 @@ class RehearsalResult:
             **about,
             steps=found["step"],
             errors=found["out_of_memory"],
-            rest=dict(*found["end"][:1]),
+            end=dict(*found["end"][:1]),
             guesses=found["guess"],
             child="".join(each["command"] for each in found["child"][:1]),
             traced=dict(*found["work"][-1:]),
@@ -124,15 +124,15 @@ class RehearsalResult:
         results = [cls.read(path, **{"ranks": len(ranks), "rank": rank, **about}) for rank, path in ranks.items()]
         peaks = sorted(({"rank": each.rank, **each.run_peaks} for each in results), key=itemgetter("rank"))
         failed = [each for each in results if each.out_of_memory]
-        failed = failed or [each for each in results if each.rest.get("error") or not each.rest]
+        failed = failed or [each for each in results if each.end.get("error") or not each.end]
         fullest = max(results, key=lambda each: (each.run_peaks["reserved_bytes"], -each.rank))
         return replace((failed or [fullest])[0], rank_peaks=peaks)
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
         """The out-of-memory error that ended the script; None if it ended in another way."""
-        error = str(self.rest.get("error") or "exit status")
-        by_memory = self.rest.get("by_memory") or "out of memory" in error or error.startswith("exit status")
+        error = str(self.end.get("error") or "exit status")
+        by_memory = self.end.get("by_memory") or "out of memory" in error or error.startswith("exit status")
         failed = self.status > 0 or self.status == -signal.SIGABRT
         return self.unresolved_oom if failed and by_memory else None
 
@@ -159,24 +159,24 @@ class RehearsalResult:
     def fits(self) -> bool:
         """True if the script ended with success, used a GPU, and could take a second step if it took only one."""
         used = any(each["reserved_bytes"] for each in self.all_peaks)
-        return self.status == 0 and self.unreported_oom is None and used and self.next_bytes <= self.usable_bytes
+        return self.status == 0 and self.unreported_oom is None and used and self.second_step_bytes <= self.usable_bytes
 
     @property
-    def fits_or_not(self) -> bool | None:
+    def answer(self) -> bool | None:
         """True if the script fits, False if it ran out of memory, None if there is no answer."""
         return True if self.fits else False if self.out_of_memory else None
 
     @property
-    def next_bytes(self) -> int:
+    def second_step_bytes(self) -> int:
         """The estimated peak of a second step; 0 unless the script took one step and then allocated optimizer state."""
         first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unresolved_oom else 0
-        state = int(self.rest.get("state_bytes", 0))
+        state = int(self.end.get("state_bytes", 0))
         return first + state if first and state > (DIFFERENT_ABOVE - 1) * first else 0
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
         """The peaks of each step and after the last one."""
-        return [*self.steps, *([{**self.rest, "step": None}] if self.rest else [])]
+        return [*self.steps, *([{**self.end, "step": None}] if self.end else [])]
 
     @property
     def run_peaks(self) -> dict[str, int]:
@@ -188,7 +188,7 @@ class RehearsalResult:
     def peaks_differ(self) -> bool:
         """True if the script was stopped after steps with different peaks, so that later steps may need more memory."""
         later = [each["allocated_bytes"] for each in self.steps[2:]]
-        return bool(self.rest.get("stopped")) and len(later) > 1 and max(later) > DIFFERENT_ABOVE * min(later)
+        return bool(self.end.get("stopped")) and len(later) > 1 and max(later) > DIFFERENT_ABOVE * min(later)
 
     def verdict(self) -> str:
         """Return the result in one line."""
@@ -216,7 +216,7 @@ class RehearsalResult:
             ended = f"signal {-self.status} ({signal.strsignal(-self.status)}) ended the script"
             return f"no answer: {ended} in step {len(self.steps) + 1}{why}"
         if self.status:
-            why = self.rest.get("error") or f"exit status {self.status}"
+            why = self.end.get("error") or f"exit status {self.status}"
             if why.startswith("exit status") and self.last_error:
                 why = self.last_error
             if str(why).startswith("CannotRehearse: "):
@@ -232,25 +232,25 @@ class RehearsalResult:
                 f"no answer: memory ran out in step {self.unreported_oom['step']}, and no step followed, but the "
                 "script ended with success: it caught the error, or the error ended a thread"
             )
-        if self.next_bytes > self.usable_bytes:
-            needs = f"{_gib(self.next_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
+        if self.second_step_bytes > self.usable_bytes:
+            needs = f"{_gib(self.second_step_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
             return f"no answer: the only step fits, but another would need about {needs}: rehearse two steps"
         if not self.fits:
             what = "trained" if self.steps else "took no optimizer step"
             return f"no answer: the script {what}, but its process allocated no GPU memory"
         fits = f"fits: {self._most_reserved}"
         if not self.steps:
-            flushed = "; the cache was flushed" if self.rest["flushes"] else ""
+            flushed = "; the cache was flushed" if self.end["flushes"] else ""
             return f"{fits}{flushed}; no optimizer took a step{guessed}"
         flushing = sum(each["flushes"] > 0 for each in self.steps)
         steps = count_of(len(self.steps), "step")
         flushed = f"flushed in {flushing} of {steps}" if flushing else f"never flushed ({steps})"
         errors = count_of(len(self.caught), "out-of-memory error")
         recovered = f"; the script recovered from {errors}" if self.caught else ""
-        idle = "; an optimizer took no step (see below)" if self.rest.get("idle_bytes") else ""
+        idle = "; an optimizer took no step (see below)" if self.end.get("idle_bytes") else ""
         later_steps = "; later steps may need more (see below)" if self.peaks_differ else ""
-        if self.next_bytes:
-            later_steps = f"; a second step would need about {_size(self.next_bytes)} allocated"
+        if self.second_step_bytes:
+            later_steps = f"; a second step would need about {_size(self.second_step_bytes)} allocated"
         return f"{fits}; the cache is {flushed}{recovered}{guessed}{idle}{later_steps}"
 
     @property
@@ -270,7 +270,7 @@ class RehearsalResult:
     @property
     def devices(self) -> list[dict[str, int]]:
         """The peaks of each device that the process used."""
-        return list(self.rest.get("devices", []))
+        return list(self.end.get("devices", []))
 
     @cached_property
     def work(self) -> Work | None:
@@ -294,7 +294,7 @@ class RehearsalResult:
     def timed_steps(self) -> list[dict[str, Any]]:
         """The steps with their seconds, which are measured on a real GPU and otherwise estimated."""
         estimated = [time.seconds if (time := self.step_time(each)) else None for each in self.steps]
-        seconds = self.rest.get("seconds") or estimated
+        seconds = self.end.get("seconds") or estimated
         return [{**each, "seconds": time} for each, time in zip(self.steps, seconds, strict=False)]
 
     def _time_as_dict(self) -> dict[str, Any] | None:
@@ -353,21 +353,21 @@ class RehearsalResult:
                 * (not self.real),
                 *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             ]
-        if self.rest.get("stopped"):
+        if self.end.get("stopped"):
             why = (
                 "these steps have different peaks, and later ones were not run"
                 if self.peaks_differ
                 else "stopped here, so the rest of the script, such as saving, was not run"
             )
             lines.append(f"{why}: --steps 0 runs the script to its end")
-        if (idle := self.rest.get("idle_bytes")) and self.fits:
+        if (idle := self.end.get("idle_bytes")) and self.fits:
             lines.append(
                 f"an optimizer of {_size(idle)} of parameters took no step, so its state and their gradients may not "
                 "be counted: raise --steps"
             )
-        if managed := self.rest.get("managed_bytes"):
+        if managed := self.end.get("managed_bytes"):
             lines.append(f"{_size(managed)} of managed memory (a paged optimizer's state) is counted as host memory")
-        lines += [_NOTES[each] for each in self.rest.get("notes", ())]
+        lines += [_NOTES[each] for each in self.end.get("notes", ())]
         return "\n".join(lines)
 
     def _places(self, what: str) -> str:
@@ -398,12 +398,12 @@ class RehearsalResult:
             "guesses",
         )
         return {
-            "fits": self.fits_or_not,
+            "fits": self.answer,
             "verdict": self.verdict(),
             **{name: getattr(self, name) for name in same},
             "steps": self.timed_steps,
             "time": self._time_as_dict(),
-            "after_last_step": self.rest,
+            "after_last_step": self.end,
             "script_status": self.status,
         }
 

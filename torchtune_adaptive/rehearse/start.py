@@ -167,7 +167,7 @@ def rehearse(
     with tempfile.TemporaryDirectory() as folder:
         ending = execute(folder, settings, command, environ, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
-    if settings.together is None and NEEDS_OTHERS in str(found.rest.get("error")):
+    if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
         print("rehearse: the ranks of a pipeline differ, so all of them are rehearsed", file=sys.stderr)
         return rehearse(command, gpu, settings._replace(together=[]), output=output, variables=variables)
     return found

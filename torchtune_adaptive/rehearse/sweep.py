@@ -86,7 +86,7 @@ def compare(
         for card in cards:
             row = row_of(found, card, found.usable_bytes - largest.memory + card.memory, prices)
             too_large = max(step["allocated_bytes"] for step in found.all_peaks) > row.usable_bytes
-            if card is largest or ((row.fits or too_large) and not found.rest.get("reads_memory")):
+            if card is largest or ((row.fits or too_large) and not found.end.get("reads_memory")):
                 rows[card.name, each] = row
             else:
                 again[card.name, each] = (command, card, each)
@@ -100,7 +100,7 @@ def row_of(
 ) -> SweepRow:  # fmt: skip
     """Return the row for a GPU with this usable memory, from a rehearsal on this or on a larger GPU."""
     reserved = found.run_peaks["reserved_bytes"]
-    fits = found.fits and max(reserved, found.next_bytes) <= usable
+    fits = found.fits and max(reserved, found.second_step_bytes) <= usable
     answered = fits or found.out_of_memory is not None or (found.fits and reserved > usable)
     verdict, price = (fits if answered else None), prices.get(card.name)
     return SweepRow(card, found.ranks, found, verdict, reserved, usable, price, label)

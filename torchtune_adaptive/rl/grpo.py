@@ -135,7 +135,7 @@ def cause_of_update(rollouts: Sequence[Rollout], figures: Mapping[str, float], k
     return cause_of_stages(rollouts, {TRAIN_POLICY: figures["loss"]})
 
 
-class SignalWatch:
+class EqualRewardsWatch:
     """Warns if, in all iterations, the answers to each prompt have equal rewards, so that all advantages are 0."""
 
     def __init__(self) -> None:

@@ -237,7 +237,7 @@ def test_memory_that_grows_faster_than_rows_is_searched_completely(strategy: str
 def test_fitting_rows_above_a_failed_size_are_not_trusted() -> None:
     probes = [Probe(rows=rows, peak=Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
     history = History(10, range(1, 11), 10, probes=tuple(probes))
-    assert (history.measured_rows, history.too_many) == (1, 4)
+    assert (history.accepted_rows, history.too_many) == (1, 4)
 
 
 def llama_8b(rows: int) -> dict[str, int]:
@@ -315,7 +315,7 @@ def test_phases_must_be_the_same_in_all_probes() -> None:
         return Peak(names, fits=True)
 
     with pytest.raises(ValueError, match="same phases"):
-        search(measure, Budget(10), no_row_fits=always_fits)
+        search(measure, Budget(10), no_fit_error=always_fits)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Device:
         need = {str(i): max(self.hidden_bytes, int(p.bytes_at(rows, length))) for i, p in enumerate(self.phases)}
         return Peak(need, fits=True)
 
-    def no_row_fits(self) -> OneRowDoesNotFitError:
+    def no_fit_error(self) -> OneRowDoesNotFitError:
         need_bytes = self.need(1, 3000)
         return one_row_error(length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
@@ -54,7 +54,7 @@ class Device:
             self.measure,
             Budget(self.budget_bytes, self.resident_bytes),
             SampleLengths(longest, padded=padded, **grows),
-            no_row_fits=self.no_row_fits,
+            no_fit_error=self.no_fit_error,
             most_rows=most_rows,
         )
 
@@ -160,7 +160,7 @@ def test_held_out_error_is_that_of_the_first_fit_and_stays_free() -> None:
         strange = 1.1 if length in (512, 2048) else 1.0  # the held-out lengths
         return Peak({"step": int(strange * (1e6 + 100 * rows * length))}, fits=True)
 
-    found = measure_profile(measure, Budget(10_000_000), SampleLengths(4096), no_row_fits=always_fits, most_rows=4096)
+    found = measure_profile(measure, Budget(10_000_000), SampleLengths(4096), no_fit_error=always_fits, most_rows=4096)
     assert found.held_out_error == pytest.approx(0.1 / 1.1, rel=0.01)
     assert found.limit_bytes == pytest.approx(10_000_000 * (1 - found.held_out_error), abs=1)
 
@@ -170,7 +170,7 @@ def test_probe_with_allocator_retries_is_over_the_limit() -> None:
         return Peak({"step": 1000 * rows * length}, fits=True, retries=int(rows * length > 6000))
 
     limit = measure_profile(
-        measure, Budget(10_000_000), SampleLengths(1024), no_row_fits=always_fits, most_rows=4096
+        measure, Budget(10_000_000), SampleLengths(1024), no_fit_error=always_fits, most_rows=4096
     ).limit
     assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
 

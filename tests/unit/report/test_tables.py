@@ -15,7 +15,7 @@ def measured(rows: int) -> Peak:
 
 
 def example() -> SearchResult:
-    return search(measured, Budget(int(75.2 * GIB)), no_row_fits=always_fits)
+    return search(measured, Budget(int(75.2 * GIB)), no_fit_error=always_fits)
 
 
 def failing() -> SearchResult:
@@ -26,7 +26,7 @@ def failing() -> SearchResult:
             return Peak({}, fits=False, seconds=12.34)
         return Peak({"step": rows * GIB, "update": GIB // 2}, fits=True, retries=2 * (rows == 8), seconds=0.5)
 
-    return search(measure, Budget(int(11.5 * GIB)), no_row_fits=always_fits, strategy="decrease", max_rows=16)
+    return search(measure, Budget(int(11.5 * GIB)), no_fit_error=always_fits, strategy="decrease", max_rows=16)
 
 
 def test_table_is_the_documented_one() -> None:
@@ -53,7 +53,7 @@ def test_probe_over_a_soft_budget_is_distinguished_from_oom() -> None:
     def measure(rows: int) -> Peak:
         return Peak({"step": rows * GIB}, fits=True)
 
-    result = search(measure, Budget(3 * GIB), no_row_fits=always_fits, strategy="binary")
+    result = search(measure, Budget(3 * GIB), no_fit_error=always_fits, strategy="binary")
     assert search_table(result, 128).endswith("  4      4.0 GiB    133 %      0.0 s   over budget")
 
 
@@ -61,7 +61,7 @@ def profiled() -> Profile:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
 
-    return measure_profile(measure, Budget(6 * GIB, GIB), SampleLengths(1024), no_row_fits=always_fits, most_rows=512)
+    return measure_profile(measure, Budget(6 * GIB, GIB), SampleLengths(1024), no_fit_error=always_fits, most_rows=512)
 
 
 def test_table_of_a_profile_has_rows_lengths_and_the_error() -> None:

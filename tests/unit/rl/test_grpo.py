@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.grpo import SignalWatch, add_advantages, advantages_of, cause_of_update
+from torchtune_adaptive.rl.grpo import EqualRewardsWatch, add_advantages, advantages_of, cause_of_update
 from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
@@ -118,8 +118,8 @@ def test_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause()
     assert cause_of_update(everyone, {"loss": math.inf, "kl": 0.1}, 0.05) == (" in stage train policy", "")
 
 
-def record(*have_signal: bool) -> SignalWatch:
-    watch = SignalWatch()
+def record(*have_signal: bool) -> EqualRewardsWatch:
+    watch = EqualRewardsWatch()
     for each in have_signal:
         watch.record(has_signal=each)
     return watch
