@@ -171,3 +171,24 @@ def test_first_rank_that_fails_decides_and_no_rank_waits_for_it(
     answer = rehearse(FAILS.format(error=error), "--ranks", "3", "--together", "--steps", "5")
     assert (answer.status, answer.found["verdict"][: len(verdict)]) == (status, verdict), answer.printed
     assert [each["rank"] for each in answer.found["rank_peaks"]] == [0, 1, 2]
+
+
+def test_ranks_of_a_recipe_recover_together(rehearse: Rehearse) -> None:
+    recipe = (
+        "tune",
+        "run",
+        "--nproc_per_node",
+        "2",
+        "adaptive_full_finetune_distributed",
+        "--config",
+        "adaptive/demo/full",
+    )
+    keys = ("device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6", "use_maximum_batch_size=False")
+    sizes = ("batch_size=4", "gradient_accumulation_steps=1", "seed=1")
+    memory = ("--memory", "54MiB", "--memory-overhead", "0")
+    answer = rehearse("", "--together", "--ranks", "2", *memory, command=(*recipe, *keys, *sizes))
+    assert answer.status == 0, answer.printed
+    assert "out of memory on rank" in answer.printed
+    assert len(answer.found["rank_peaks"]) == 2
+    early = rehearse("", "--together", command=(*recipe, *keys)).found["verdict"]
+    assert early == "no answer: the command uses CUDA before it starts the ranks: add --ranks"

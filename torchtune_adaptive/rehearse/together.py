@@ -12,7 +12,9 @@ from functools import partial
 from mmap import mmap
 from pathlib import Path
 
-from torchtune_adaptive.rehearse.start import end_with_parent
+import torch
+
+from torchtune_adaptive.rehearse.start import CannotRehearse, end_with_parent
 
 GRACE_S = 10
 """After a rank has failed, the others are killed if they have not ended within these seconds."""
@@ -24,6 +26,8 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
     A rank continues after its last step, because others may wait for it, until all ranks have reached theirs. The
     calling process waits for this, writes the exit status of each rank into its record, and then ends.
     """
+    if torch.cuda.is_initialized():
+        raise CannotRehearse("the command uses CUDA before it starts the ranks: add --ranks")
     faulthandler.cancel_dump_traceback_later()  # its thread does not exist in a forked process, which would wait for it
     for path in folder.iterdir():  # delete the record of this process
         path.unlink()
