@@ -1,8 +1,9 @@
 """Issues the remaining collectives of a rank that ran out of memory, so that its peers can finish the step.
 
 If a rank stops in the middle of a step, its peers wait in a collective until they time out. The ledger therefore counts
-FSDP2's collectives and records those of the first microbatch. After a failure, it issues the remaining ones with zeros.
-It cannot do this for communication outside FSDP2, which it only detects.
+FSDP2's collectives and records those of the first microbatch. After a failure, it issues the remaining ones: gathers
+with the parameters of this rank, others with zeros. It cannot do this for communication outside FSDP2, which it only
+detects.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ from torchtune_adaptive.formatting import count_of
 class Collective:
     """A collective of FSDP, with everything that is needed to issue it again with zeros."""
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    kind: str
+    """"all-gather", "reduce-scatter" or "all-reduce"."""
     numel: int
     """Number of elements of the unsharded tensor; for an all-reduce, of the shard."""
     dtype: torch.dtype
@@ -42,19 +44,19 @@ class Collective:
     which one it is."""
     comm: Any = field(compare=False)
     """FSDP's object that issues the collective. Not compared, because peers do not depend on it."""
+    gathers: Any = field(compare=False, default=None)
+    """FSDP's parameter group that an all-gather gathers. Not compared, for the same reason."""
 
 
 class CountedComm:
     """Wraps FSDP's all-gather or reduce-scatter, so that a ledger issues and counts it."""
 
-    def __init__(
-        self, ledger: CollectiveLedger, kind: Literal["all-gather", "reduce-scatter"], comm: AllGather | ReduceScatter
-    ) -> None:
+    def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter, gathers: object = None) -> None:
         if isinstance(cast(object, comm), CountedComm):
             raise ValueError(
                 "this model already has a Recovery: pass that one to all runners of the model, or close it first"
             )
-        self._ledger, self._kind, self._comm = ledger, kind, comm
+        self._ledger, self._comm, self._gathers = ledger, comm, gathers
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer for the collective."""
@@ -62,9 +64,9 @@ class CountedComm:
 
     def __call__(self, *, async_op: bool = False, **arguments: Any) -> dist.Work | None:
         """Collective: issue FSDP's collective through the ledger. FSDP passes keyword arguments only."""
-        unsharded = arguments["output_tensor" if self._kind == "all-gather" else "input_tensor"]
-        group, op = arguments["group"], arguments.get("op")
-        collective = Collective(self._kind, unsharded.numel(), unsharded.dtype, unsharded.device, group, op, self._comm)
+        kind, name = ("all-gather", "output_tensor") if self._gathers else ("reduce-scatter", "input_tensor")
+        tensor, group, op = arguments[name], arguments["group"], arguments.get("op")
+        collective = Collective(kind, tensor.numel(), tensor.dtype, tensor.device, group, op, self._comm, self._gathers)
         return self._ledger.issue(collective, partial(self._comm, **arguments), async_op)
 
 
@@ -196,8 +198,8 @@ class CollectiveLedger:
         self._restore = [
             fsdp.replace_collectives(
                 root,
-                partial(CountedComm, self, "all-gather"),
-                partial(CountedComm, self, "reduce-scatter"),
+                partial(CountedComm, self),
+                partial(CountedComm, self),
                 partial(CountedReplicas, self),
             )
             for root in self._roots
@@ -384,8 +386,8 @@ class CollectiveLedger:
             raise _non_fsdp_error(_describe(self._record.non_fsdp_messages, self._record.non_fsdp_operations))
         if not self._groups:  # whole models
             return
-        # Walk through the collectives of the whole step, and issue those after `position`. Zeros suffice, because all
-        # ranks discard their gradients.
+        # Walk through the collectives of the whole step, and issue those after `position`. Gradients may be zero,
+        # because all ranks discard them.
         begins_at = 0  # the position at which the microbatch begins
         for number in range(self._microbatches):
             issued = max(0, self.position - begins_at)
@@ -394,7 +396,7 @@ class CollectiveLedger:
                 schedule = self._record_by_filler(number, issued, run_filler)
                 issued = len(schedule)
             for collective in schedule[issued:]:
-                self._issue_zeros(collective)
+                self._issue_from_record(collective)
             begins_at += len(schedule)
 
     def _drain_by_ghost_passes(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
@@ -416,8 +418,8 @@ class CollectiveLedger:
         for root in self._replicated:
             root.set_requires_all_reduce(wanted)
 
-    def _issue_zeros(self, collective: Collective) -> None:
-        """Collective: issue this collective with zeros as its input."""
+    def _issue_from_record(self, collective: Collective) -> None:
+        """Collective: issue this collective with the parameters of this rank, or with zeros."""
         group, comm = collective.group, collective.comm
         # allocated by FSDP's object, because symmetric memory accepts only its own buffers
         tensor = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
@@ -427,6 +429,7 @@ class CollectiveLedger:
             return
         shard = tensor.chunk(group.size())[group.rank()]
         if collective.kind == "all-gather":
+            fsdp.copy_shards(collective.gathers, shard)
             call = partial(comm, output_tensor=tensor, input_tensor=shard, group=group)
         else:
             output = torch.empty_like(shard)

@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,7 @@ try:
 except ImportError as error:
     refuse_torch(str(error))
 
-__all__ = ["AllGather", "FSDPModule", "ReduceScatter"]
+__all__ = ["AllGather", "FSDPModule", "FSDPParamGroup", "ReduceScatter"]
 
 _TOUCHED: dict[Any, str] = {
     FSDPModule: "_get_fsdp_state reset_iter_state reshard set_custom_all_gather set_custom_reduce_scatter "
@@ -36,9 +37,9 @@ _TOUCHED: dict[Any, str] = {
     FSDPState: "_comm_ctx _fsdp_param_groups _lazy_init",
     FSDPCommContext: "post_forward_order",
     FSDPParamGroup: "_all_gather_comm _all_reduce_hook _module_fqn _partial_reduce_output _post_forward_indices "
-    "_reduce_scatter_comm _sharded_state fsdp_params is_sharded mesh_info reduce_grads reshard_after_backward",
-    FSDPParam: "_extensions_data _unsharded_param grad_offload_event sharded_param to_sharded "
-    "unsharded_accumulated_grad",
+    "_reduce_scatter_comm _sharded_state fsdp_params is_sharded mesh_info reduce_grads reshard_after_backward unshard",
+    FSDPParam: "_extensions_data _sharded_local_tensor _unsharded_param all_gather_inputs grad_offload_event "
+    "sharded_param to_sharded unsharded_accumulated_grad",
     DDPMeshInfo: "mesh replicate_mesh_dim replicate_process_group shard_mesh_dim",
     AllGather.__call__: "async_op group input_tensor output_tensor",
     ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
@@ -71,7 +72,7 @@ if missing := missing_names(_TOUCHED):
 
 def replace_collectives(
     root: FSDPModule,
-    gather_through: Callable[[AllGather], Any],
+    gather_through: Callable[[AllGather, FSDPParamGroup], Any],
     scatter_through: Callable[[ReduceScatter], Any],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
@@ -85,7 +86,7 @@ def replace_collectives(
     for module in _modules(root):
         for group in _groups(module):
             gather, scatter, mesh = group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info
-            module.set_custom_all_gather(gather_through(gather))
+            module.set_custom_all_gather(gather_through(gather, group))
             module.set_custom_reduce_scatter(scatter_through(scatter))
             replacements.append((group, "_all_gather_comm", gather, group._all_gather_comm))
             replacements.append((group, "_reduce_scatter_comm", scatter, group._reduce_scatter_comm))
@@ -134,6 +135,20 @@ def why_hooks_forbid_it(model: nn.Module) -> str | None:
             "hooks use gradients during backward (for example, an optimizer in the backward), and would use them twice"
         )
     return None
+
+
+@torch.no_grad()
+def copy_shards(group: FSDPParamGroup, gathered: Tensor) -> None:
+    """Copy the parameters of this rank into `gathered`, the input of their all-gather.
+
+    If FSDP gathers something else, nothing is copied: a quantized tensor with its own all-gather, or what a forward has
+    resharded to a part of the ranks (`reshard_after_forward` is a number).
+    """
+    own_gather = any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in group.fsdp_params)
+    if group.is_sharded and not own_gather:
+        inputs = [each.view(gathered.dtype) for parameter in group.fsdp_params for each in parameter.all_gather_inputs]
+        if sum(each.numel() for each in inputs) == gathered.numel():
+            torch.cat(inputs, out=gathered)
 
 
 def is_whole(model: nn.Module) -> bool:

@@ -4,7 +4,8 @@ Under tensor, context and expert parallelism, the sizes of collectives depend on
 earlier microbatch does not show which collectives the peers expect. A rank that ran out of memory therefore repeats the
 forward and the backward of the failed microbatch under FakeTensorMode. This repetition is called a ghost pass:
 
-- It skips the collectives that this rank has issued before it failed, and issues all later ones with zeros.
+- It skips the collectives that this rank issued before it failed, and issues all later ones. FSDP's all-gathers carry
+  this rank's parameters, so peers that gather a layer again compute what they computed before. Others carry zeros.
 - Floating-point tensors are fake: they have a size, but neither memory nor values.
 - Integers (token ids, masks, tokens per expert) are real, because they determine sizes. Operations on integers run
   normally. Integers that depend on fake values are made up: a router's choices are spread evenly over the experts.
@@ -22,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -67,6 +69,8 @@ _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 _FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
 _METHODS = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "broadcast")
 """Methods of a process group that communicate."""
+_RENAMED = {"all_gather_single", "all_to_all_single", "reduce_scatter_single"} & {*vars(dist.ProcessGroup)}
+"""Methods that torch.distributed calls since torch 2.15. Their operations keep the names above."""
 _SUPPORTED = {*_FUNCTIONAL, *(f"{name}_" for name in _METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
 """Collectives that a process group counts as one message."""
 _OF_ANY_SIZE = {"all_to_all_single", "alltoall_base_"}
@@ -143,7 +147,7 @@ class GhostPasses:
         packets = [getattr(torch.ops._c10d_functional, name) for name in _FUNCTIONAL]
         self._restore = [
             *(_call_after(packet, "_op", self._log_integers) for packet in packets),
-            *(_call_after(dist.ProcessGroup, name, self._log_integers) for name in _METHODS),
+            *(_call_after(dist.ProcessGroup, name, self._log_integers) for name in (*_METHODS, *_RENAMED)),
             _call_after(MaskBuffer, "materialize_mask", lambda args, _: self._masks.setdefault(id(args[0]), args[0])),
         ]
 
@@ -194,6 +198,8 @@ class GhostPasses:
         attributes = [(each, dict(each)) for model in self._models for each in _attributes_of(model)]
         gradients = [(parameter, parameter.grad) for model in self._models for parameter in model.parameters()]
         self.drop_masks()
+        for group in (each for model in self._models for each in fsdp.groups_of(model)):
+            vars(group)["unshard"] = partial(ghost.unshard, group, group.unshard)
         self._in_ghost, self._logs = True, False
         try:
             yield ghost
@@ -265,6 +271,15 @@ class _Call(NamedTuple):
     def mutates(self) -> bool:
         return isinstance(self.func, torch._ops.OpOverload) and self.func._schema.is_mutable
 
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that the operation writes into."""
+        if not self.mutates:
+            return []
+        given = dict(zip((each.name for each in self.func._schema.arguments), self.args, strict=False)) | self.kwargs
+        written = [given.get(each.name) for each in self.func._schema.arguments if each.is_write]
+        return [each for each in tree_iter(written) if isinstance(each, Tensor)]
+
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
@@ -289,6 +304,7 @@ class GhostMode(TorchDispatchMode):
         self._passed, self._exchanged = Counter[str](), 0
         self._sent: dict[tuple[int, int], list[Tensor]] = {}
         self._place = (0, 0)  # the last module whose forward began, and the number of exchanges since then
+        self._gathered: fsdp.FSDPParamGroup | None = None
 
     def run(self, run: Callable[[], object], issued: Counter[str] | None = None) -> None:
         """Collective: run a pass, but skip the first `issued` collectives of each group, or all if it is None."""
@@ -306,6 +322,14 @@ class GhostMode(TorchDispatchMode):
             raise refusal(f"it fails without data{place_of(frames[-1])} ({summary})") from error
         finally:
             hook.remove()
+
+    def unshard(self, group: fsdp.FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Collective, unless skipped: run FSDP's `unshard` of a group, which gathers its parameters."""
+        self._gathered = group
+        try:
+            unshard(*args, **kwargs)
+        finally:
+            self._gathered = None
 
     def check_leaks(self) -> None:
         """Raise an error if the model has stored a fake tensor, because later passes would compute with it."""
@@ -348,6 +372,8 @@ class GhostMode(TorchDispatchMode):
             if not skips:
                 with unset_fake_temporarily():
                     args, kwargs = tree_map(_zeros, (call.args, call.kwargs))
+                    if self._gathered is not None and call.name == "_allgather_base_":
+                        fsdp.copy_shards(self._gathered, args[1])
                 self._issue(_Call(call.func, args, kwargs), group)
             result = None if call.in_place else call.run()
         if not call.in_place:
@@ -363,6 +389,8 @@ class GhostMode(TorchDispatchMode):
             if integers is not None:  # before the wait: if it runs out of memory, the next try needs them
                 self._log.append(Exchange(integers, result))
             _wait(result)
+            if integers is not None and call.in_place:  # gloo's work keeps the state of its thread, with fake tensors
+                self._log[-1] = Exchange(integers, None)
         if (counted := messages()[group.group_name] - before) > 1:
             raise UnrecoverableError(
                 f"{call.name} counts as {counted} messages on rank {rank()} instead of 1, so positions are unknown"
@@ -386,11 +414,13 @@ class GhostMode(TorchDispatchMode):
     def _receive_own(self, call: _Call) -> Any:
         """Return the values that this rank would receive if its peers sent the same as it does, for a dry run."""
         *outputs, sent = call.tensors
-        shapes = None if call.in_place else call.run()
+        received = outputs if call.in_place else call.run()
         with unset_fake_temporarily():
-            for each in outputs if call.in_place else ():
+            if not call.in_place:
+                return tree_map(lambda each: _repeated(sent, each.shape), received)
+            for each in received:
                 each.copy_(_repeated(sent, each.shape))
-            return tree_map(lambda each: _repeated(sent, each.shape), shapes)
+            return None
 
     def _logged(self, call: _Call) -> Exchange:
         """Return the logged exchange of the failed pass that corresponds to this call."""
@@ -430,9 +460,10 @@ class GhostMode(TorchDispatchMode):
             return self._made_up
         except DynamicOutputShapeException:
             raise refusal(f"the output size of {call.func}{caller()} depends on computed values") from None
-        if call.mutates and _is_known(args[0]):
-            self.used_unknown_values = self.used_unknown_values or not _is_float(args[0])
-            return _mark(args[0], known=False)
+        if overwritten := [each for each in call.written if _is_known(each)]:
+            self.used_unknown_values = self.used_unknown_values or not all(map(_is_float, overwritten))
+            _mark(overwritten, known=False)
+            return overwritten[0] if isinstance(result, Tensor) else result
         if name in _FILLING and not _is_float(result):  # for example, the mask from which tokens per expert are counted
             with unset_fake_temporarily():
                 shape_only = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")

@@ -1,7 +1,7 @@
 """Steps of models whose ranks exchange activations, with out-of-memory errors."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -46,7 +46,11 @@ class MeshCase:
     shared_by: int = 2
     """Ranks that share samples."""
     replicas: int = 1
+    experts_sharded_by: int = 1
+    """Ranks over which FSDP shards the weights of the same experts."""
     checkpointing: bool = False
+    param_dtype: torch.dtype | None = None
+    """FSDP gathers parameters in this type."""
     failing: tuple[int, ...] = (1,)
     rows: int = 2
     again: str = "never"
@@ -109,15 +113,26 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class Experts(nn.Module):
+    """The experts of this rank."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        weights = (torch.randn(EXPERTS, DIM, DIM) / DIM for _ in range(2))
+        self.up, self.down = (nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in weights)
+
+    def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        up, down = self.up.to_local(), self.down.to_local()
+        return torch.cat([F.gelu(part @ up[each]) @ down[each] for each, part in enumerate(tokens.split(counts))])
+
+
+class RoutedExperts(nn.Module):
     """Routed experts over ranks, with the layout and the calls of torchtitan. Version 0.3 counts tokens in a mask."""
 
     def __init__(self, mesh: DeviceMesh, *, counts_mask: bool) -> None:
         super().__init__()
         self.counts_mask = counts_mask
         self.group, self.ranks = mesh.get_group(), mesh.size()
-        self.router = nn.Linear(DIM, EXPERTS, bias=False)
-        weights = (torch.randn(EXPERTS, DIM, DIM) / DIM for _ in range(2))
-        self.up, self.down = (nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in weights)
+        self.router, self.experts = nn.Linear(DIM, EXPERTS, bias=False), Experts(mesh)
 
     def forward(self, states: Tensor) -> Tensor:
         tokens = states.flatten(0, -2)
@@ -130,27 +145,48 @@ class Experts(nn.Module):
             counts = torch.histc(experts.flatten().float(), EXPERTS, 0, EXPERTS).long()
         order = experts.flatten().argsort(stable=True)
         with torch.no_grad():
-            theirs = all_to_all_single(counts, None, None, self.group)
+            if self.counts_mask:
+                theirs = all_to_all_single(counts, None, None, self.group)
+            else:  # as transformers does
+                theirs = torch.empty_like(counts)
+                dist.all_to_all_single(theirs, counts, group=self.group)
             sends = counts.view(self.ranks, -1).sum(1).tolist()
             receives = theirs.view(self.ranks, -1).sum(1).tolist()
         received = all_to_all_single_autograd(tokens[order // PER_TOKEN], receives, sends, self.group)
         # by rank and expert -> by expert
         of_expert = torch.arange(EXPERTS // self.ranks).repeat(self.ranks).repeat_interleave(theirs)
         by_expert = of_expert.argsort(stable=True)
-        parts = received[by_expert].split(theirs.view(self.ranks, -1).sum(0).tolist())
-        up, down = self.up.to_local(), self.down.to_local()
-        found = torch.cat([F.gelu(part @ up[each]) @ down[each] for each, part in enumerate(parts)])
+        found = self.experts(received[by_expert], theirs.view(self.ranks, -1).sum(0).tolist())
         back = torch.empty_like(found).index_copy(0, by_expert, found)
         back = all_to_all_single_autograd(back, sends, receives, self.group)
         weighted = back * scores.flatten()[order][:, None]
         return states + torch.zeros_like(tokens).index_add(0, order // PER_TOKEN, weighted).view_as(states)
 
 
+class LocalExperts(nn.Module):
+    """Experts that FSDP shards over all ranks. As in transformers, experts without tokens are skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, EXPERTS, bias=False)
+        self.weights = nn.Parameter(torch.randn(EXPERTS, DIM, DIM) / DIM)
+
+    def forward(self, states: Tensor) -> Tensor:
+        tokens = states.flatten(0, -2)
+        scores, experts = self.router(tokens).softmax(-1).topk(PER_TOKEN, dim=-1)
+        result = torch.zeros_like(tokens)
+        for number in experts.unique().tolist():
+            row, choice = (experts == number).nonzero(as_tuple=True)
+            found = F.gelu(tokens[row] @ self.weights[number]) * scores[row, choice][:, None]
+            result = result.index_add(0, row, found)
+        return states + result.view_as(states)
+
+
 class Mixture(nn.Module):
-    def __init__(self, mesh: DeviceMesh, *, checkpointing: bool) -> None:
+    def __init__(self, layers: Iterable[nn.Module], *, checkpointing: bool) -> None:
         super().__init__()
         self.embedding, self.output = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.layers = nn.ModuleList(Experts(mesh, counts_mask=each) for each in (False, True))
+        self.layers = nn.ModuleList(layers)
         self.checkpointing = checkpointing
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -161,11 +197,29 @@ class Mixture(nn.Module):
 
 
 def expert_parallel(case: MeshCase) -> nn.Module:
-    """Collective: build a model with experts on all ranks; FSDP shards the other weights."""
-    mesh = init_device_mesh("cpu", (case.world_size,))
-    model = Mixture(mesh, checkpointing=case.checkpointing)
-    experts = {weight for layer in model.layers for weight in (layer.up, layer.down)}
-    return fully_shard(model, mesh=mesh, ignored_params=experts)
+    """Collective: build a model with experts on all ranks. FSDP shards layers, and gathers them again in backward."""
+    every = init_device_mesh("cpu", (case.world_size,))
+    sizes = (case.experts_sharded_by, case.world_size // case.experts_sharded_by)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shards", "experts"))
+    layers = [RoutedExperts(mesh["experts"], counts_mask=each) for each in (False, True)]
+    model = Mixture(layers, checkpointing=case.checkpointing)
+    precision = MixedPrecisionPolicy(case.param_dtype)
+    whole: set[nn.Parameter] = set()
+    for layer in model.layers:
+        if case.experts_sharded_by > 1:
+            fully_shard(layer.experts, mesh=mesh["shards"], mp_policy=precision)
+        else:
+            whole.update(layer.experts.parameters())
+        fully_shard(layer, mesh=every, mp_policy=precision, ignored_params=whole)
+    return fully_shard(model, mesh=every, mp_policy=precision, ignored_params=whole)
+
+
+def sharded_experts(case: MeshCase) -> nn.Module:
+    """Collective: build a model with experts, for FSDP alone: ranks exchange no activations."""
+    model = Mixture([LocalExperts(), LocalExperts()], checkpointing=case.checkpointing)
+    for each in (*model.layers, model):
+        fully_shard(each, mp_policy=MixedPrecisionPolicy(case.param_dtype))
+    return model
 
 
 def torchtitan(kind: str, case: MeshCase) -> nn.Module:
@@ -183,6 +237,7 @@ TORCHTITAN_CASES = (
     MeshCase("torchtitan llama, checkpointing", titan_llama, 4, checkpointing=True, failing=(3,)),
     MeshCase("torchtitan mixture", titan_mixture, shared_by=1),
     MeshCase("torchtitan mixture, first pass", titan_mixture, shared_by=1, first_pass=True, stride=5),
+    MeshCase("torchtitan mixture, checkpointing", titan_mixture, shared_by=1, checkpointing=True),
 )
 """They need torchtitan 0.3.0, which is not a dependency."""
 
@@ -198,8 +253,30 @@ MESH_CASES = (
     MeshCase("expert parallel, both ranks fail", expert_parallel, shared_by=1, failing=(0, 1), stride=5),
     MeshCase("expert parallel, first pass", expert_parallel, shared_by=1, first_pass=True, stride=5),
     MeshCase("expert parallel, 3 ranks", expert_parallel, 3, 1, failing=(2,), stride=4),
-    MeshCase("expert parallel, checkpointing", expert_parallel, shared_by=1, checkpointing=True),
+    MeshCase("expert parallel, checkpointing", expert_parallel, shared_by=1, checkpointing=True, rows=4),
     MeshCase("expert parallel, fails in the drain too", expert_parallel, shared_by=1, rows=4, again="drain", stride=3),
+    MeshCase(
+        "expert parallel and sharded, checkpointing",
+        expert_parallel,
+        4,
+        shared_by=1,
+        experts_sharded_by=2,
+        checkpointing=True,
+        param_dtype=torch.bfloat16,
+        failing=(3,),
+        rows=4,
+        stride=12,
+    ),
+    MeshCase("sharded experts, checkpointing", sharded_experts, shared_by=1, checkpointing=True, rows=4),
+    MeshCase(
+        "sharded experts, checkpointing, bf16",
+        sharded_experts,
+        shared_by=1,
+        checkpointing=True,
+        param_dtype=torch.bfloat16,
+        rows=4,
+        stride=3,
+    ),
     MeshCase("tensor parallel and sharded", tensor_parallel, 4, failing=(3,), stride=4),
     MeshCase("tensor parallel and sharded, two fail", tensor_parallel, 4, failing=(0, 3), stride=11),
     MeshCase("tensor parallel and sharded, first pass", tensor_parallel, 4, failing=(3,), first_pass=True, stride=11),
