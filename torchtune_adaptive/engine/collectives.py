@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,7 @@ from torchtune_adaptive.formatting import count_of
 class Collective:
     """A collective of FSDP, with everything that is needed to issue it again with zeros."""
 
-    kind: str
-    """"all-gather", "reduce-scatter" or "all-reduce"."""
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
     numel: int
     """Number of elements of the unsharded tensor; for an all-reduce, of the shard."""
     dtype: torch.dtype
@@ -64,7 +63,8 @@ class CountedComm:
 
     def __call__(self, *, async_op: bool = False, **arguments: Any) -> dist.Work | None:
         """Collective: issue FSDP's collective through the ledger. FSDP passes keyword arguments only."""
-        kind, name = ("all-gather", "output_tensor") if self._gathers else ("reduce-scatter", "input_tensor")
+        kind: Literal["all-gather", "reduce-scatter"] = "all-gather" if self._gathers else "reduce-scatter"
+        name = "output_tensor" if self._gathers else "input_tensor"
         tensor, group, op = arguments[name], arguments["group"], arguments.get("op")
         collective = Collective(kind, tensor.numel(), tensor.dtype, tensor.device, group, op, self._comm, self._gathers)
         return self._ledger.issue(collective, partial(self._comm, **arguments), async_op)
@@ -195,16 +195,9 @@ class CollectiveLedger:
         self._messages_before = 0  # messages counted when the microbatch began
         self._to_skip = 0  # collectives that the filler must not issue, because this rank has issued them
         self._issuing = False  # while a collective of FSDP is issued, so that a Listener ignores it
-        self._restore = [
-            fsdp.replace_collectives(
-                root,
-                partial(CountedComm, self),
-                partial(CountedComm, self),
-                partial(CountedReplicas, self),
-            )
-            for root in self._roots
-            if self._counts
-        ]
+        comm, replicas = partial(CountedComm, self), partial(CountedReplicas, self)
+        counted = self._roots if self._counts else []
+        self._restore = [fsdp.replace_collectives(root, comm, comm, replicas) for root in counted]
 
     def close(self) -> None:
         """Restore FSDP's own collectives."""
