@@ -209,7 +209,9 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
 
 
 def _skip_autotuning() -> None:
-    """Let Triton's autotuners use their first candidate, instead of compiling and timing all of them."""
+    """Let autotuners use one candidate, instead of compiling all: Triton the first, and Inductor ATen's kernel."""
+    os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"] = "ATEN"
+    os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_CONV_BACKENDS"] = "ATEN"
     try:
         from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
     except ImportError:
