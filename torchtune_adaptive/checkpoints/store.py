@@ -2,7 +2,7 @@
 
 Each checkpoint is a directory, which is renamed when it is complete and before it is deleted:
 
-.saving/MARK/step_40/…   a checkpoint that is being written, its manifest last; each run has its own MARK
+.saving/MARK/epoch_1/…   a checkpoint that is being written, its manifest last; each run has its own MARK
 step_40/                 a complete checkpoint, synced before the rename
 .removing-step_20-…/     a checkpoint that is being deleted
 """
@@ -143,8 +143,8 @@ class OutputDirectory:
         return self.path / SAVING / self.mark
 
     def check(self) -> None:
-        """Raise DirectoryLost if the directory was moved, removed or replaced, or if another run has cleaned it. The
-        inode number is sufficient: no other directory gets this number while the lock file in it is open."""
+        """Raise DirectoryLost if the directory was moved, removed or replaced, or if another run has cleaned it.
+        The inode number is not reused, because this run keeps the lock file in its directory open."""
         with suppress(OSError):
             if directory_id(self.path) == self.directory_id and (self.staging / MARKER_FILE).is_file():
                 return
@@ -315,8 +315,8 @@ def _check_types(record: Any) -> None:
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Return size and checksum of every file in a directory, except of a manifest. There is one if the initial weights
-    come from a checkpoint of this package: torchtune copies the files next to the weights."""
+    """Return size and checksum of every file in a directory, except of an old manifest. torchtune copies all
+    files next to the initial weights, so if these are a checkpoint of this package, its manifest is copied, too."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)

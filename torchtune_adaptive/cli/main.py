@@ -24,7 +24,7 @@ from torchtune_adaptive.rehearse import command as rehearse
 
 _COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
 """Finds the `tune run` command in the comments of a config, and the recipe in it."""
-ANY_CONFIG = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
+ANY_CONFIG = "<any config for finetuning, preference training, PPO or GRPO, except images>"
 
 
 def ls(options: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from torchtune_adaptive.formatting import count_of
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of FSDP, with everything that is needed to issue it again with zeros."""
+    """A collective of FSDP, with everything that is needed to issue it again."""
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
     numel: int

@@ -11,8 +11,8 @@ forward and the backward of the failed microbatch under FakeTensorMode. This rep
   normally. Integers that depend on fake values are made up: a router's choices are spread evenly over the experts.
 - Collectives of integers exchange real values. This rank sends the same integers as in the failed pass.
 
-The collectives are those that peers expect only if computed values do not affect them, except the sizes of all-to-alls.
-Therefore, before the first ghost pass, the collectives of two dry runs with different made-up values are compared.
+This works only if the collectives do not depend on computed values. (The sizes of all-to-alls may.) Therefore, before
+the first ghost pass, the collectives of two dry runs with different made-up values are compared.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Exchange(NamedTuple):
     tensors: list[Tensor]
     """The tensors among its arguments."""
     result: Any
-    """The returned tensors, for which `_wait` must be called; or a work object if it writes into its arguments."""
+    """What the call returned, for `_wait`: tensors, or a work object if the collective writes into its arguments."""
 
 
 class SeenCollective(NamedTuple):
@@ -386,10 +386,10 @@ class GhostMode(TorchDispatchMode):
         before = messages()[group.group_name]
         with explaining_failures("a collective of a repeated pass"), unset_fake_temporarily():
             result = call.run()
-            if integers is not None:  # before the wait: if it runs out of memory, the next try needs them
+            if integers is not None:  # first: if the wait runs out of memory, the next try needs them
                 self._log.append(Exchange(integers, result))
             _wait(result)
-            if integers is not None and call.in_place:  # gloo's work keeps the state of its thread, with fake tensors
+            if integers is not None and call.in_place:  # drop gloo's work: it holds references to fake tensors
                 self._log[-1] = Exchange(integers, None)
         if (counted := messages()[group.group_name] - before) > 1:
             raise UnrecoverableError(

@@ -6,7 +6,7 @@ the limit, but does not change the samples:
 1. Plan: split the samples into microbatches within the limit, equally many on every rank.
 2. Attempt: run the forward and backward of every microbatch, while the ledger counts collectives.
 3. Drain, only on a rank that ran out of memory: free the memory of the attempt, then issue the collectives that peers
-   still expect, with zeros. Now all ranks have issued the same number of collectives.
+   still expect: gathers with its parameters, others with zeros. Now all ranks have issued equally many collectives.
 4. Agree: one small all-reduce gives every rank the reports of all ranks.
 5. Recover, if any rank failed: all ranks discard their gradients, restore the random generators, lower the limit and
    start again at 1. If only microbatches of one row failed, the first retry keeps the limit.
@@ -228,7 +228,7 @@ class StepRunner(Generic[Sample]):
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         self._equal_steps = EqualSteps()
-        # EqualSteps reads the announcements after the first collective, in which all ranks must take part.
+        # announcements can be read only after a collective of all ranks
         self._announces_steps = fsdp.gathers_from_all(model)
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
@@ -292,8 +292,8 @@ class StepRunner(Generic[Sample]):
         """Collective: run forward and backward over all samples; repeat both under smaller limits while any rank fails.
 
         Gradients must be None when it begins. When it returns, they are complete and not scaled. `step` must be equal
-        on all ranks. If it is new in each call, ranks that run different steps are detected. `upcoming` are this rank's
-        samples of the next call, if they are known.
+        on all ranks. Pass a new number in each call, so that ranks that run different steps are detected. `upcoming`
+        are this rank's samples of the next call, if they are known.
         Under a limit by length, the ranks must agree on a number of microbatches. With `upcoming`, the agreement at the
         end of this step includes that number for the next step, so the next call needs no separate agreement.
 
@@ -586,7 +586,7 @@ class StepRunner(Generic[Sample]):
 
 
 class Stages(dict[str, StepRunner[Sample]]):
-    """The runners of a step by the name of their stage, in the order in which they run. The last one trains.
+    """The runners of a step by the name of their stage, in the order in which they run. The last one always trains.
 
     All stages run the same samples, each with its own limit and recoveries. A single stage is named "".
     """

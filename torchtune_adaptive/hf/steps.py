@@ -371,7 +371,7 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
             stack.enter_context(override_attributes(trainer, _prepare_inputs=lambda inputs: inputs))
         if world_size() > 1:
             local: dict[str, Any] = {"gather": _repeat_for_ranks, "gather_for_metrics": _repeat_for_ranks}
-            local["reduce"] = lambda value, *_, **__: value  # TRL divides two sums: those of this rank give its mean
+            local["reduce"] = lambda value, *_, **__: value  # TRL divides two sums: now those of this rank
             stack.enter_context(override_attributes(trainer.accelerator, **local))
         if gathers_head:
             head.unshard()

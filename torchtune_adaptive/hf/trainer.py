@@ -149,7 +149,7 @@ class AdaptiveMixin(Base):
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Collective: see Trainer. If a callback ended the epoch within a step, run the collected batches before."""
+        """Collective: see Trainer. If a callback ended the epoch within a step, first run its batches."""
         if self._batches:
             tr_loss += self._run_collected(self._batches, *self._model_and_items)
             assert self._steps is not None

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to rehearse (default: 0)")
     parser.add_argument(
         "--together", type=partial(_counts, least=0), nargs="?", const=[], metavar="R,R",
-        help="rehearse all ranks, or these, as processes that exchange shapes, counts and objects",
+        help="rehearse all ranks, or these, as processes that exchange objects, host tensors and small integers",
     )  # fmt: skip
     parser.add_argument(
         "--devices", type=int, choices=range(1, MAX_DEVICES + 1), metavar="N",

@@ -1,4 +1,4 @@
-"""Supply the values that a script reads from a null device, which runs no kernels; report guesses that may be sizes.
+"""Supply the values that a script reads from a null device, which runs no kernels; report guesses of sizes.
 
 If a script reads an integer by `.item()`, `int(...)` or `float(...)`, its source is parsed to find out how the integer
 is used: through arithmetic, names, attributes, constant keys and returns. An integer that is only divided, printed,
@@ -165,7 +165,7 @@ class DeviceValues:
             source = next(iter((*args, *kwargs.values()))) if function.__name__ == "copy_" else given
             from_device = isinstance(source, torch.Tensor) and source.is_cuda
             if from_device and source.is_floating_point() and source.numel() >= LARGE and _is_plain(source):
-                source.data.zero_()  # the storage may contain integers of the host from an earlier tensor
+                source.data.zero_()  # it may contain integers of an earlier tensor, which are not valid floats
             copied = function(given, *args, **kwargs)
             if copied.is_cuda and copied.is_floating_point() and copied.numel() != 1:
                 return copied
@@ -245,7 +245,7 @@ class DeviceValues:
             is_mask = original.dtype is torch.bool and original.numel() > 1
             if source is Source.DEVICE:
                 copied.fill_(is_mask)
-            if is_mask or original.dtype is not torch.bool:  # a single boolean checks for NaN
+            if is_mask or original.dtype is not torch.bool:  # assume that a single boolean is a check for NaN
                 self._on_guess(MASK if is_mask else INTEGER, _caller())
 
     def _source_of(self, tensor: torch.Tensor) -> Source:

@@ -1,4 +1,4 @@
-"""The result of a rehearsal: a verdict, a table, JSON, and a picture."""
+"""The result of a rehearsal: a verdict, a table, and JSON."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
-            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # the error has freed memory
+            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # else saved at the error
                 self._history.save()
 
 
