@@ -50,7 +50,7 @@ def test_ls_lists_supported_configs_and_optionally_torchtunes_recipes(
     assert ("adaptive_lora_finetune_distributed", "adaptive/demo/lora") in lines
     assert not any(recipe == "knowledge_distillation_distributed" for recipe, _ in lines)
     assert "knowledge_distillation_distributed" in output_of(capsys, "ls", "--all")[1]
-    any_config = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
+    any_config = "<any config for finetuning, preference training, PPO or GRPO, except images>"
     assert lines[-1] == ("adaptive_plan", any_config)
 
 
