@@ -12,13 +12,13 @@ from typing import Any
 import adaptive_plan
 import pytest
 
-from tests.forecast.two_ranks import errors_and_flushes, plan_request, trained
+from tests.forecast.two_ranks import errors_and_flushes, plan_request, rehearsed, trained
 from tests.null.processes import skip_without_null_device
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.forecast import alternatives
 from torchtune_adaptive.forecast.output import training_command
-from torchtune_adaptive.forecast.rehearse_recipe import Forecast, rehearse_recipe
+from torchtune_adaptive.forecast.rehearse_recipe import Forecast
 from torchtune_adaptive.forecast.request import PlanRequest, read_request
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
@@ -163,9 +163,9 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
     ]
     record.write_text("\n".join(map(json.dumps, lines)))
     rehearsal = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
-    forecast = Forecast(plan_request(2, alike=True).with_overrides(("use_maximum_batch_size=True",)), rehearsal)
+    forecast = Forecast(plan_request(2).with_overrides(("use_maximum_batch_size=True",)), rehearsal)
     assert forecast.searches == {"": {"rows": 8}}
-    assert forecast.why_not == "does not fit: no room: lower adaptive.memory_limit"
+    assert forecast.verdict == "does not fit: no room: lower adaptive.memory_limit"
 
 
 def test_signal_ends_all_rehearsals() -> None:
@@ -175,7 +175,7 @@ def test_signal_ends_all_rehearsals() -> None:
     soon = threading.Timer(2, end_this)
     soon.start()
     with pytest.raises(KeyboardInterrupt):
-        list(alternatives.try_alternatives(plan_request(12, alike=True)))
+        list(alternatives.try_alternatives(plan_request(12)))
     soon.join()
 
 
@@ -187,18 +187,10 @@ def test_several_processes_are_refused_with_the_option_for_ranks(monkeypatch: py
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
-    asked = plan_request(12, alike=True)
-    found, ranks = rehearse_recipe(asked).rehearsal, trained(asked)
+    found, ranks = rehearsed(plan_request(12), alike=True), trained(plan_request(12), alike=True)
     assert len(ranks) == 2
     for rank in ranks:
         assert errors_and_flushes(found) == errors_and_flushes(rank)
         assert found.steps == rank.steps
     assert sum(errors for errors, _ in errors_and_flushes(found)) > 0
-
-
-def test_varying_lengths_are_reported_over_time(tmp_path: Path) -> None:
-    question = (*DEMO, "world_size=2", "memory_limit=4500MiB", "lengths=100:2000", "steps=30", "batch_size=16")
-    (over_time,) = answer(*question, "use_maximum_batch_size=False", "gradient_accumulation_steps=1", cwd=tmp_path)
-    assert len(over_time["steps"]) == 30
-    assert over_time["recoveries"] > 0
-    assert len({step["allocated_bytes"] for step in over_time["steps"]}) > 5
+    assert len({step["allocated_bytes"] for step in found.steps}) > 5

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.rehearse_recipe import Forecast
 from torchtune_adaptive.forecast.request import PlanRequest
@@ -16,7 +15,6 @@ from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rehearse.step_time import time_lines
 from torchtune_adaptive.rehearse.sweep import as_table, ranking_of
-from torchtune_adaptive.rl.settings import POLICY_SECTION
 
 
 def as_text(forecast: Forecast) -> str:
@@ -26,19 +24,10 @@ def as_text(forecast: Forecast) -> str:
         cells = [_cells(size) for size in sizes_of(forecast) if size["stage"] == stage]
         lines += [f"{stage}:"] * bool(stage) + [in_columns([("rows", "tokens", "allocated", ""), *cells])]
         lines += [f"{count_of(search['rows'], 'row')}: {search['reason']}"] * (search.get("reason") is not None)
-    if forecast.fits:
-        sizes = [format_bytes(forecast.maxima[f"{name}_bytes"]) for name in ("allocated", "reserved")]
-        flushing = sum(step["flushes"] > 0 for step in rehearsal.steps)
-        steps = f"the cache is flushed in {flushing} of {count_of(len(rehearsal.steps), 'step')}"
-        over_time = f"; {steps} (slow)" if flushing else ""
-        if forecast.request.lengths:
-            over_time = f"; {count_of(len(rehearsal.caught), 'recovery', 'recoveries')}, {steps}"
-        lines.append(f"in training: {sizes[0]} allocated, {sizes[1]} reserved at most{over_time}")
-        if row.time and rehearsal.work:
-            lines += time_lines(row.time, rehearsal.work, row.gpu.name, row.ranks)
-        lines.append(f"train with: {training_command(forecast)}")
-    else:
-        lines.append(forecast.why_not)
+    lines.append(forecast.verdict)
+    if row.time and rehearsal.work:
+        lines += time_lines(row.time, rehearsal.work, row.gpu.name, row.ranks)
+    lines += [f"train with: {training_command(forecast)}"] * forecast.fits
     return "\n".join([*lines, *(f"note: {note}" for note in notes(forecast))])
 
 
@@ -63,7 +52,7 @@ def as_json(forecasts: Sequence[Forecast]) -> str:
 def _as_dict(forecast: Forecast) -> dict[str, Any]:
     return {
         **forecast.row.as_dict(),
-        "verdict": forecast.rehearsal.verdict() if forecast.fits else forecast.why_not,
+        "verdict": forecast.verdict,
         "overrides": " ".join(forecast.request.changes),
         "tokens": forecast.request.length,
         "rows": forecast.rows,
@@ -71,25 +60,16 @@ def _as_dict(forecast: Forecast) -> dict[str, Any]:
         "command": training_command(forecast) if forecast.fits else None,
         "sizes": list(sizes_of(forecast)),
         "steps": forecast.rehearsal.timed_steps,
-        "recoveries": len(forecast.rehearsal.caught),
         "notes": notes(forecast),
     }
 
 
 def _heading(request: PlanRequest) -> str:
-    cfg, recipe, length = request.cfg, request.recipe, f"{request.length} tokens"
-    usable = request.gpu.memory - request.overhead_bytes
-    parts = [
-        str((cfg.policy_model if POLICY_SECTION in cfg else cfg.model).get(COMPONENT)).rpartition(".")[2],
-        "lora" if recipe.is_lora else "full",
-        *["PPO" if POLICY_SECTION in cfg else "GRPO"] * recipe.trains_on_rollouts,
-        *["pairs"] * recipe.trains_on_pairs,
-        count_of(request.ranks, "rank"),
-        *["compiled"] * bool(cfg.get("compile")),
-        f"prompts of {length}, answers of {cfg.max_generated_tokens}" if recipe.trains_on_rollouts else length,
-        f"{format_bytes(usable)} usable of {format_bytes(request.gpu.memory)}",
-    ]
-    return " · ".join(parts)
+    tokens, usable = f"{request.length} tokens", request.gpu.memory - request.overhead_bytes
+    if request.recipe.trains_on_rollouts:
+        tokens = f"prompts of {tokens}, answers of {request.cfg.max_generated_tokens}"
+    memory = f"{format_bytes(usable)} usable of {format_bytes(request.gpu.memory)}"
+    return " · ".join([request.config_name, count_of(request.ranks, "rank"), tokens, memory])
 
 
 def sizes_of(forecast: Forecast) -> Iterator[dict[str, Any]]:
@@ -122,14 +102,14 @@ def notes(forecast: Forecast) -> list[str]:
     """Return the assumptions and limits of a forecast."""
     request, cfg = forecast.request, forecast.request.cfg
     on_rollouts = request.recipe.trains_on_rollouts
-    has_length = request.plan.sequence_length or request.lengths or value_at(cfg, "tokenizer.max_seq_len")
+    has_length = request.plan.sequence_length or value_at(cfg, "tokenizer.max_seq_len")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
     searches = on_rollouts or cfg.get("use_maximum_batch_size")
     other_rows = forecast.fits and not searches and forecast.rows not in (None, configured)
     overhead = format_bytes(request.overhead_bytes)
     conditions = {
         f"{overhead} are reserved for the CUDA context, NCCL and libraries (memory_overhead)": True,
-        "reserved is for rows of one length; varying lengths fragment the cache more": not request.lengths,
+        "reserved is for rows of one length; varying lengths fragment the cache more": True,
         f"sequence_length is not set: {request.length} tokens are assumed": not has_length,
         "in the rehearsed steps, answers end at once: the table of stages has the memory of whole answers": on_rollouts,
         f"batch_size={forecast.rows} makes a rank's step {(forecast.rows or 0) * microbatches} samples instead of "

@@ -51,8 +51,8 @@ class Forecast:
         return self.rehearsal.message.replace(KEYS[Remedy.LARGER_BUDGET], "raise memory_limit (a larger GPU)")
 
     @property
-    def why_not(self) -> str:
-        """The reason why the config does not fit; the recipe's error if its search failed."""
+    def verdict(self) -> str:
+        """Return the result in one line, with the recipe's error if its search failed."""
         search_failed = self.request.batch_size is None and self.recipe_error
         return f"does not fit: {self.recipe_error}" if search_failed else self.rehearsal.verdict()
 
@@ -93,7 +93,7 @@ def rehearse_recipe(request: PlanRequest) -> Forecast:
                 rehearsal = rehearse(
                     ["-m", request.recipe.name, "--config", str(config)],
                     request.gpu,
-                    RankSettings(ranks=request.ranks, overhead_bytes=request.overhead_bytes, steps=request.steps),
+                    RankSettings(ranks=request.ranks, overhead_bytes=request.overhead_bytes, steps=request.plan.steps),
                     output=output,
                     variables={"OMP_NUM_THREADS": "1"},
                 )
@@ -121,7 +121,7 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
     for key in [key for key in cfg if key.endswith("checkpointer")]:
         cfg[key] = {COMPONENT: f"{STAND_INS}.NoWeights", **files, "model_type": "LLAMA3"}
     per_step = int(cfg["batch_size"]) * int(cfg.get("gradient_accumulation_steps") or 1)
-    samples = max(SAMPLES, per_step * (request.steps + 1))  # the epoch must not end before the last step
+    samples = max(SAMPLES, per_step * (request.plan.steps + 1))  # the epoch must not end before the last step
     adaptive = cfg.get("adaptive") or {}
     by_tokens = adaptive.get("token_budget") is not None
     return OmegaConf.create(
@@ -130,7 +130,7 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
             "tokenizer": {COMPONENT: f"{STAND_INS}.NoTokenizer", "max_seq_len": request.length},
             "dataset": {
                 COMPONENT: f"{STAND_INS}.SyntheticDataset",
-                "lengths": request.lengths or [request.length],
+                "lengths": [request.length],
                 "samples": request.ranks * samples // per_step * per_step,
             },
             **({"reward_functions": [{COMPONENT: f"{STAND_INS}.reward"}]} if "reward_functions" in cfg else {}),
@@ -149,8 +149,8 @@ def rehearsed_config(request: PlanRequest, folder: Path) -> DictConfig:
             "use_maximum_batch_size": request.batch_size is None and not by_tokens,
             "adaptive": {
                 **adaptive,
-                # With a given batch size, the first out-of-memory error ends the run. With `lengths`, count them.
-                **({"recover_from_oom": False} if request.batch_size and not request.lengths else {}),
+                # With a given batch size, the first out-of-memory error ends the run.
+                **({"recover_from_oom": False} if request.batch_size else {}),
                 "memory_limit": None,
                 "sequence_length": None,
             },

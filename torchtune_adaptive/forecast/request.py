@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,10 +25,8 @@ from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 
 Overrides = tuple[str, ...]
 """Changes of a config, in the form of command-line arguments."""
-STEPS, STEPS_WITH_LENGTHS = 2, 200
+STEPS = 2
 """Steps to rehearse: at least two, because the optimizer state is not yet in memory in the first backward."""
-DRAWN_LENGTHS = 4099
-"""The number of random lengths. It is a prime, so that each pass through them groups them into different steps."""
 DEFAULT_TOKENS = 4096
 
 
@@ -60,10 +56,8 @@ class PlanSettings:
     sequence_length: int | tuple[int, ...] | None = setting(_one_or_several(MOST_TOKENS) | NULL, None)
     """tokens of a row, or several lengths to compare, such as `[2048,8192]`. null: `adaptive.sequence_length`, else
     `tokenizer.max_seq_len`, else the smaller of 4096 and the model's maximum"""
-    lengths: str | None = setting(TEXT | NULL, None)
-    """rehearse samples of varying lengths instead of the longest only: a median and a maximum (`512:4096`)"""
-    steps: int | None = setting(COUNT | NULL, None)
-    """steps to rehearse after the search. null: 2, or 200 with `lengths`"""
+    steps: int = setting(COUNT, STEPS)
+    """steps to rehearse after the search"""
     format: str = setting(one_of("table", "json"), "table")
     """output format. `json`: a list with an object for each setting. Each has the keys of a row of `tune-adaptive
     rehearse --gpu 4090,h100`, and more"""
@@ -136,24 +130,9 @@ class PlanRequest:
         return replace(self, cfg=override(self.cfg, overrides), overrides=[*self.overrides, *overrides],
                        changes=overrides)  # fmt: skip
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The lengths of the samples; empty if all samples have the same length."""
-        if self.plan.lengths is None:
-            return []
-        median, _, longest = self.plan.lengths.partition(":")
-        try:
-            return _log_normal(int(median), int(longest))
-        except ValueError as error:
-            raise ConfigError(
-                f"lengths is {self.plan.lengths!r} ({error}): set it to a median and a maximum, such as 512:4096"
-            ) from error
-
     @property
     def length(self) -> int:
-        """The number of tokens of the longest row; in reinforcement learning, of the longest prompt."""
-        if self.lengths and self.plan.sequence_length is None:
-            return max(self.lengths)
+        """The number of tokens of a row; in reinforcement learning, of a prompt."""
         requested: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
         return int(requested or value_at(self.cfg, "tokenizer.max_seq_len") or min(DEFAULT_TOKENS, self.max_seq_len))
 
@@ -163,11 +142,6 @@ class PlanRequest:
         with torch.device("meta"):
             model = components.build(POLICY_SECTION if POLICY_SECTION in self.cfg else "model", self.cfg)
         return max_seq_len_of([model]) or MOST_TOKENS
-
-    @property
-    def steps(self) -> int:
-        """The number of steps to rehearse after the search."""
-        return self.plan.steps or (STEPS_WITH_LENGTHS if self.lengths else STEPS)
 
     @property
     def batch_size(self) -> int | None:
@@ -228,11 +202,3 @@ def override(cfg: DictConfig, overrides: Overrides) -> DictConfig:
     merged = OmegaConf.merge(copy, OmegaConf.from_dotlist([each for each in overrides if not each.startswith("~")]))
     assert isinstance(merged, DictConfig)
     return merged
-
-
-def _log_normal(median: int, longest: int) -> list[int]:
-    """Draw lengths from a log-normal distribution, which is typical of instructions; one in 1,000 has the maximum."""
-    if not 1 <= median <= longest:
-        raise ValueError("the median must be at least 1 and at most the maximum")
-    drawn, spread = random.Random(0), math.log(longest / median) / 3.09
-    return [min(longest, max(1, round(median * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(DRAWN_LENGTHS)]
