@@ -277,7 +277,8 @@ class DeviceValues:
             frame = frame.f_back
         place = tuple((each.f_code, each.f_lasti) for each in (frame, frame.f_back) if each)
         if place not in self._reads:
-            self._reads[place] = may_become_size(frame)
+            read = _may_become_size(frame, ("item", "int", "float"))
+            self._reads[place] = read and frame.f_code.co_name not in _DIVIDE
         return self._reads[place]
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -396,12 +397,8 @@ class _Parsed:
                 yield node  # type: ignore[misc]
 
 
-def may_become_size(frame: FrameType) -> bool:
-    """Return False if the number that this frame reads cannot become the size of a tensor."""
-    return frame.f_code.co_name not in _DIVIDE and _may_become_size(frame, ("item", "int", "float"))
-
-
 def _may_become_size(frame: FrameType | None, by: tuple[str, ...] = ()) -> bool:
+    """Return False if the result of the call in this frame, of a function `by`, cannot become the size of a tensor."""
     source = _parsed(frame.f_code.co_filename) if frame else None
     if frame is None or source is None:
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, ranking_of, row_of
@@ -45,17 +45,9 @@ MORE_RANKS = 2, 4, 8
 """The multiples of the number of ranks that are tried."""
 
 
-class _Row(Protocol):
-    @property
-    def fits(self) -> bool | None: ...
-
-
-_R = TypeVar("_R", bound=_Row)
-
-
-def that_fit(attempt: Callable[..., _R | None], cases: Mapping[str, tuple[Any, ...]], enough: int = 0) -> list[_R]:
+def that_fit(attempt: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], enough: int = 0) -> list[Any]:
     """Try the cases in parallel, in this order, and return those that fit. Stop after `enough` of them (0: never)."""
-    fitting: list[_R] = []
+    fitting: list[Any] = []
     with closing(in_parallel(attempt, cases)) as results:
         for _, row in results:
             if row is not None and row.fits:

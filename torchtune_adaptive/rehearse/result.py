@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,25 +29,16 @@ _GUESSED = {
     "depends on it, training needs more memory (replace it by a fixed number to see how much)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
 }
-CONVOLVED, RECURRENT = "convolved", "recurrent"
-_NOTES = {
-    CONVOLVED: "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm "
-    "with a smaller workspace",
-    RECURRENT: "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training "
-    "needs less memory",
+_HINTS = {
+    r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "
+    "reads numbers of the GPU as 0",
+    r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'": "torchrun sets it: put torchrun before the script",
+    r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:": "for several processes, "
+    "pass --ranks; for several GPUs in one process, --devices",
 }
-KINDS = ("step", "out_of_memory", "end", "process", "child", "guess", "work", "search", "message")
-"""Kinds of lines in a record."""
-_ERROR_OF_ZERO = re.compile(
-    r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)"
-)
-"""Errors of Python that a wrong 0 can cause."""
-_ERROR_WITHOUT_LAUNCHER = re.compile(r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'")
-"""Errors of a script that needs torchrun."""
+"""Explanations of a script's errors in a rehearsal, by pattern."""
 NEEDS_OTHERS = "not supported with a fake process group"
 """Part of the error of torch's pipelines on a rank that runs alone."""
-_ERROR_OF_DEVICE = re.compile(r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:")
-OTHER_DEVICES = " (for several processes, pass --ranks; for several GPUs in one process, --devices)"
 _KILLED_BY: dict[int, str] = {
     signal.SIGKILL: " (is this machine out of memory?)",
     signal.SIGBUS: " (is /dev/shm full? If not, remove ~/.cache/torchtune_adaptive, whose library may be cut off)",
@@ -95,7 +87,7 @@ class RehearsalResult:
     @classmethod
     def read(cls, path: Path, **about: Any) -> RehearsalResult:
         """Read a record. `about` has the other fields; the record's number of ranks takes precedence."""
-        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+        found = defaultdict[str, list[dict[str, Any]]](list)
         for line in path.read_text().splitlines() if path.exists() else ():
             with suppress(ValueError):  # the last line is incomplete if the script was killed
                 record = json.loads(line)
@@ -221,12 +213,9 @@ class RehearsalResult:
                 why = self.last_error
             if str(why).startswith("CannotRehearse: "):
                 return f"no answer: {why.partition(': ')[2]}"
-            by_zero = " (a rehearsal reads numbers of the GPU as 0)" if _ERROR_OF_ZERO.match(why) else ""
-            alone = " (torchrun sets it: put torchrun before the script)" if _ERROR_WITHOUT_LAUNCHER.match(why) else ""
-            devices = OTHER_DEVICES if _ERROR_OF_DEVICE.search(why) else ""
+            hints = [f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why) and not self.real]
             memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
-            hints = f"{by_zero}{devices}" * (not self.real) + f"{alone}{memory}{guessed}"
-            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{hints}"
+            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{''.join(hints)}{memory}{guessed}"
         if self.unreported_oom is not None:
             return (
                 f"no answer: memory ran out in step {self.unreported_oom['step']}, and no step followed, but the "
@@ -247,7 +236,7 @@ class RehearsalResult:
         flushed = f"flushed in {flushing} of {steps}" if flushing else f"never flushed ({steps})"
         errors = count_of(len(self.caught), "out-of-memory error")
         recovered = f"; the script recovered from {errors}" if self.caught else ""
-        idle = "; an optimizer took no step (see below)" if self.end.get("idle_bytes") else ""
+        idle = "; an optimizer took no step (see below)" if self.end.get("idle") else ""
         later_steps = "; later steps may need more (see below)" if self.peaks_differ else ""
         if self.second_step_bytes:
             later_steps = f"; a second step would need about {_size(self.second_step_bytes)} allocated"
@@ -354,21 +343,11 @@ class RehearsalResult:
                 *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             ]
         if self.end.get("stopped"):
-            why = (
-                "these steps have different peaks, and later ones were not run"
-                if self.peaks_differ
-                else "stopped here, so the rest of the script, such as saving, was not run"
-            )
-            lines.append(f"{why}: --steps 0 runs the script to its end")
-        if (idle := self.end.get("idle_bytes")) and self.fits:
+            differ = "; the steps have different peaks" if self.peaks_differ else ""
             lines.append(
-                f"an optimizer of {_size(idle)} of parameters took no step, so its state and their gradients may not "
-                "be counted: raise --steps"
+                f"stopped after {count_of(len(self.steps), 'step')}{differ}: --steps 0 runs the script to its end"
             )
-        if managed := self.end.get("managed_bytes"):
-            lines.append(f"{_size(managed)} of managed memory (a paged optimizer's state) is counted as host memory")
-        lines += [_NOTES[each] for each in self.end.get("notes", ())]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.end.get("notes", ())])
 
     def _places(self, what: str) -> str:
         places = [f"{each['file']}:{each['line']}" for each in self.guesses if each["what"] == what]
@@ -387,16 +366,9 @@ class RehearsalResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""
         same = (
-            "rank",
-            "ranks",
-            "usable_bytes",
-            "overhead_bytes",
-            "real",
-            "rank_peaks",
-            "out_of_memory",
-            "caught",
+            "rank", "ranks", "usable_bytes", "overhead_bytes", "real", "rank_peaks", "out_of_memory", "caught",
             "guesses",
-        )
+        )  # fmt: skip
         return {
             "fits": self.answer,
             "verdict": self.verdict(),

@@ -2,7 +2,7 @@
 
 1. Set the environment variables of the rank, and replace process groups and launchers (`fake_ranks`). A launcher then
    runs its script in this process.
-2. Skip work that has no effect on GPU memory: random weights, offloaded copies, autotuning.
+2. Skip work that has no effect on GPU memory: writes to large tensors of the host, and autotuning.
 3. Replace the functions that read values from the GPU (`device_values`).
 4. Run the script, and record each optimizer step (`step_recorder`).
 """
@@ -37,7 +37,7 @@ from torchtune_adaptive.rehearse.fake_ranks import (
     replace_everywhere,
     replace_simple_launcher,
 )
-from torchtune_adaptive.rehearse.result import NEEDS_OTHERS, RECURRENT
+from torchtune_adaptive.rehearse.result import NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
     CannotRehearse,
@@ -75,8 +75,7 @@ def main(folder: str, settings_json: str, *command: str) -> None:
     REHEARSAL.on = True
     FakeRanks(settings.rank, settings.ranks, run, start_ranks, Path(folder, "store")).install()
     _skip_autotuning()
-    _skip_random_weights()
-    _skip_offloaded_copies()
+    _skip_writes_on_host()
     _run_recurrent_layers_without_cudnn(recorder.notes)
     after_import("transformers.modeling_utils", _build_models_without_weights)
     DeviceValues(recorder.guessed).install()
@@ -132,22 +131,11 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-def _skip_random_weights() -> None:
-    """Skip the random initialization of large weights on the host; pages that are not written take no memory."""
-    for where, name in (torch.Tensor, "normal_"), (torch.Tensor, "uniform_"), (torch.nn.init, "_no_grad_trunc_normal_"):
-        function = getattr(where, name)
-
-        def fill(tensor: torch.Tensor, *args: Any, function: Any = function, **kwargs: Any) -> torch.Tensor:
-            skipped = tensor.device.type == "cpu" and tensor.numel() >= LARGE
-            return tensor if skipped else function(tensor, *args, **kwargs)
-
-        setattr(where, name, fill)
-
-
-def _skip_offloaded_copies() -> None:
+def _skip_writes_on_host() -> None:
     """Do not write large weights and gradients on the host, because pages that are not written take no memory.
 
-    Pinning and conversions allocate but do not copy, gradients are not accumulated or scaled, and optimizers skip them.
+    They are not initialized. Pinning and conversions allocate but do not copy. Offloaded gradients are not accumulated
+    or scaled, and optimizers skip large weights.
     """
     pin, hidden = torch.Tensor.pin_memory, []
 
@@ -160,8 +148,9 @@ def _skip_offloaded_copies() -> None:
     def pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         return torch.empty_like(tensor, pin_memory=True) if is_large(tensor) else pin(tensor, *args)
 
-    def skip_in_place(change: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tensor, *args, **kwargs: tensor if is_offloaded(tensor) else change(tensor, *args, **kwargs)
+    def skip(where: Any, name: str, applies: Callable[[torch.Tensor], bool]) -> None:
+        change = getattr(where, name)
+        setattr(where, name, lambda tensor, *args, **kw: tensor if applies(tensor) else change(tensor, *args, **kw))
 
     def hide(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for weight in (each for group in optimizer.param_groups for each in group["params"] if is_large(each)):
@@ -187,10 +176,18 @@ def _skip_offloaded_copies() -> None:
     for name in "to", "float", "half", "bfloat16":
         setattr(torch.Tensor, name, convert_without_copy(getattr(torch.Tensor, name)))
     torch.Tensor.pin_memory = pinned  # type: ignore[method-assign,assignment]
+    for where, name in (torch.Tensor, "normal_"), (torch.Tensor, "uniform_"), (torch.nn.init, "_no_grad_trunc_normal_"):
+        skip(where, name, is_large)
     for name in "mul_", "__imul__", "__iadd__":
-        setattr(torch.Tensor, name, skip_in_place(getattr(torch.Tensor, name)))
+        skip(torch.Tensor, name, is_offloaded)
     register_optimizer_step_pre_hook(hide)
     register_optimizer_step_post_hook(show)
+
+
+RECURRENT = (
+    "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training needs less "
+    "memory"
+)
 
 
 def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:

@@ -33,12 +33,15 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_mem
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.memory_history import MemoryHistory
-from torchtune_adaptive.rehearse.result import CONVOLVED
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+CONVOLVED = (
+    "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm with a "
+    "smaller workspace"
+)
 SILENT_S = 300
 """A script that takes no step for this time may wait for a value that is never computed: print where it is."""
 
@@ -68,7 +71,7 @@ class StepRecorder:
         self._state_bytes = 0
         """Bytes that optimizers allocated in their first steps."""
         self.notes = set[str]()
-        """Keys of notes for the end of the report."""
+        """Notes for the end of the report."""
         self._searching = False
         self._reads_memory = False
         self._guesses = set[tuple[str, str, int]]()
@@ -131,21 +134,25 @@ class StepRecorder:
         seconds = self._seconds() if on_gpu else []
         if on_gpu:
             self._write_gpu(max(range(torch.cuda.device_count()), key=torch.cuda.memory_reserved))
-        weights = [
-            weight for each in self._idle().values() for group in each.param_groups for weight in group["params"]
-        ]
-        idle_bytes = sum(getattr(each, "_local_tensor", each).nbytes for each in weights if each.is_cuda)
+        message = _message(error)
+        idle = message is None and any(getattr(parameter(), "is_cuda", False) for parameter in self._idle())
+        conditions = {
+            CONVOLVED: used_convolutions(),
+            "an optimizer took no step, so its state and its gradients may not be counted: raise --steps": idle,
+            "managed memory (a paged optimizer's state) is counted as host memory": not self.real
+            and used_memory(managed=True),
+        }
+        self.notes |= {note for note, applies in conditions.items() if applies}
         facts = {
-            "error": _message(error),
+            "error": message,
             "by_memory": _is_out_of_memory(error),
             "reads_memory": self._reads_memory,
-            "idle_bytes": idle_bytes,
+            "idle": idle,
             "stopped": stopped,
             "seconds": seconds,
             "state_bytes": self._state_bytes,
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
-            "managed_bytes": 0 if self.real else used_memory(managed=True),
-            "notes": [*self.notes, *([CONVOLVED] if used_convolutions() else [])],
+            "notes": sorted(self.notes),
         }
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
 
@@ -227,9 +234,9 @@ class StepRecorder:
         """True if every optimizer has stepped, but the end of the first step is not recorded yet."""
         return self._all is None and bool(self._stepped) and not self._idle()
 
-    def _idle(self) -> dict[WeakIdRef, torch.optim.Optimizer]:
-        optimizers = {_parameter_of(each): each for each in self._optimizers}
-        return {parameter: each for parameter, each in optimizers.items() if parameter not in self._have_stepped}
+    def _idle(self) -> set[WeakIdRef]:
+        """Return the first parameters of optimizers that have taken no step."""
+        return set(map(_parameter_of, self._optimizers)) - self._have_stepped
 
     def _end_step(self) -> None:
         self.steps += 1
