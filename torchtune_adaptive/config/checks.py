@@ -62,6 +62,8 @@ def contradictions(settings: Settings) -> Iterator[str]:
         )
     if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
         yield "optimizer_in_bwd is True, which updates weights in every backward: set gradient_accumulation_steps to 1"
+    if settings.ac_mode == "selective" and settings.ac_option is None and not settings.enable_activation_checkpointing:
+        yield "ac_mode is selective, but ac_option is null: set ac_option: N for every Nth layer, or ac_mode: full"
     if dim > 1 and settings.data_parallel_replicate_dim > 1:
         yield f"tensor_parallel_dim is {dim} and cannot be combined with data_parallel_replicate_dim: set one to 1"
     if dim > 1 and value_at(settings.config, "optimizer.fused"):

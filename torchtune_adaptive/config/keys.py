@@ -38,6 +38,8 @@ BOOL = Rule(lambda v: isinstance(v, bool), "True or False")
 COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
 INTEGER = Rule(_is_int, "a whole number")
 COUNT_OR_0 = Rule(lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
+SEED = Rule(lambda v: COUNT_OR_0.accepts(v) and v < 2**32 - 2**16, f"a whole number from 0 to {2**32 - 2**16 - 1}")
+"""Every rank adds its number to the seed, and the sum must have 32 bits."""
 NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
 TO_A_DAY = Rule(lambda v: NUMBER.accepts(v) and 1 <= v <= 86400, "a number of seconds from 1 to 86400 (one day),")
@@ -228,7 +230,7 @@ class Settings:
     device: str = setting(TEXT)
     dtype: str = setting(one_of("bf16", "fp32"))
     output_dir: str = setting(PATH)
-    seed: int | None = setting(INTEGER | NULL, None)
+    seed: int | None = setting(SEED | NULL, None)
     cudnn_deterministic_mode: str | int | None = setting(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
     batch_size: int = setting(COUNT)

@@ -59,7 +59,7 @@ class CheckedDataset(Dataset[Sample]):
         """Return a sample without checking it; an error names its index."""
         try:
             return self.dataset[index]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise SampleError(
                 f"sample {index} of the dataset cannot be read on rank {rank()} ({in_a_line(error)}): fix it or remove "
                 "it or, if the dataset's columns have other names, set dataset.column_map; "

@@ -110,6 +110,11 @@ class LongestSamples:
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
     """Collective: build the data of finetuning: each sample is one sequence."""
     dataset, packed = build_dataset(settings.config, tokenizer)
+    if not hasattr(loss_fn, "ignore_index"):
+        raise ConfigError(
+            f"loss._component_ is {settings.config.loss[components.COMPONENT]}, which has no ignore_index: use a loss "
+            "over tokens, for example torchtune.modules.loss.CEWithChunkedOutputLoss"
+        )
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
     return data_of(CheckedDataset(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
@@ -165,7 +170,13 @@ def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes)
 
     Raises ConfigError if the datasets of the ranks differ in size, or have fewer samples than a step.
     """
-    ranks, samples = mesh["dp"].size(), len(dataset)
+    try:
+        ranks, samples = mesh["dp"].size(), len(dataset)
+    except Exception as error:
+        raise ConfigError(
+            f"dataset has no valid length ({components.in_a_line(error)}), but every epoch needs one: use one that "
+            "is not streamed, and whose __len__ returns its number of samples"
+        ) from error
     first, *others = from_all_ranks(samples)
     for rank, other in enumerate(others, start=1):
         if other != first:

@@ -71,6 +71,8 @@ def join_on(device: torch.device) -> None:
     # gloo for tensors on the host
     backend = "gloo" if device.type == "cpu" else f"{device.type}:{backends[device.type]},cpu:gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if "MASTER_ADDR" not in os.environ:
+            raise ConfigError("RANK and WORLD_SIZE are set, but not MASTER_ADDR: unset both, or use --nproc_per_node")
         dist.init_process_group(backend, **store_of_this_start())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

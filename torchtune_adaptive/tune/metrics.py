@@ -223,13 +223,16 @@ NO_CAUSE = Cause()
 class LossWatch:
     """Raises NotLearningError if losses or gradients stay NaN, or if the samples have no target tokens.
 
-    Losses, tokens and norms are those of all ranks together, so all ranks raise the same error.
+    Losses, tokens and norms are those of all ranks together, so all ranks raise the same error. `has_trained` is True
+    if the run resumes from a checkpoint, which only a run that has trained saves.
     """
 
-    def __init__(self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files") -> None:
-        self._max_skipped, self._files = max_skipped_steps, files
-        self._steps = self._learning_steps = self._nan_steps = self._nan_in_a_row = 0
-        self._warned_of_saving = False
+    def __init__(
+        self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files", *, has_trained: bool = False
+    ) -> None:
+        self._max_skipped, self._files, self._has_trained = max_skipped_steps, files, has_trained
+        self._steps = self._nan_in_a_row = 0
+        self._has_targets = self._warned_of_saving = False
         self._cause = NO_CAUSE
 
     def record(
@@ -240,8 +243,8 @@ class LossWatch:
         `grad_norm` is None if the optimizer runs in the backward and has already updated the weights.
         """
         self._steps += 1
-        self._learning_steps += target_tokens > 0
-        self._nan_steps += not math.isfinite(loss)
+        self._has_targets |= target_tokens > 0
+        self._has_trained |= target_tokens > 0 and math.isfinite(loss)
         skipped = grad_norm is not None and not math.isfinite(grad_norm)
         if math.isfinite(loss) and not skipped:
             self._nan_in_a_row = 0
@@ -263,9 +266,9 @@ class LossWatch:
 
     def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
         """Return False if no step so far has trained the weights; at the end of an epoch, raise NotLearningError."""
-        no_targets = self._learning_steps == 0
-        if not no_targets and self._nan_steps < self._steps:
+        if self._has_trained:
             return True
+        no_targets = not self._has_targets
         if ends_epoch and self._steps:
             why = (
                 "no sample has a token to learn (all labels are masked); check that the dataset's columns and prompt "

@@ -180,7 +180,13 @@ def _requested_size(increase: Increase, epoch: int, current: int) -> int:
     named = increase if hasattr(increase, "__qualname__") else type(increase)
     name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # the factory of a closure
     fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
-    more: object = increase(epoch, current)
+    try:
+        more: object = increase(epoch, current)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{fact} raised {components.in_a_line(error)}; allowed: a function (epoch, batch_size) -> rows to add, or "
+            "a section with its _component_ and valid arguments"
+        ) from error
     if type(more) is not int:
         raise ConfigError(f"{fact} returned {more!r} ({type(more).__name__}); allowed: an int, the rows to add")
     if current + more < 1:
@@ -227,11 +233,10 @@ def log_schedule(
 
 def log_left_out(sizes: EpochSizes, progress: Progress, loader: StepLoader[Any]) -> None:
     """At the end of an epoch, log how many samples were left out because they do not fill a step, as in torchtune."""
-    left_per_rank = loader.samples_left_per_rank(progress.samples_in_epoch)
-    if 0 < left_per_rank < sizes.samples_per_step:  # otherwise `max_steps_per_epoch` has ended the epoch
-        read = progress.ranks * loader.samples_per_rank
-        samples = progress.dataset_samples or read  # fewer than `read` if the sampler has repeated some
-        left_out = progress.ranks * left_per_rank + samples - read
+    samples = progress.dataset_samples or progress.ranks * loader.samples_per_rank
+    left_out = samples - progress.samples_in_epoch  # negative if the sampler has repeated some
+    # If a whole step is left, `max_steps_per_epoch` has ended the epoch.
+    if left_out > 0 and loader.samples_left_per_rank(progress.samples_in_epoch) < sizes.samples_per_step:
         log_rank_0(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 

@@ -144,7 +144,8 @@ class Trainer:
         run.progress = replace(run.progress, dataset_samples=len(data.dataset), dataset_fingerprint=data.fingerprint)
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
-        self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
+        has_trained = bool(run.progress.epochs_run or run.progress.steps_in_epoch)
+        self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights, has_trained=has_trained)
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
         self._longest_samples = LongestSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False

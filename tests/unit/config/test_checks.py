@@ -119,6 +119,7 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
         (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
         (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU; set it to False"),
         (FULL, "run_val_every_n_steps=2", {}, "run_val_every_n_steps is 2, but dataset_val is missing: add a section"),
+        (FULL, "ac_mode=selective", {}, "ac_mode is selective, but ac_option is null: set ac_option: N"),
         (LORA, "tensor_parallel_dim=2", {}, "which LoRA finetuning does not support: allowed is 1"),
         (FULL, "", {"search": "binary", "epochs": 1}, "adaptive.epochs is not a known key"),
     ],

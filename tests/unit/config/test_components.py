@@ -23,6 +23,10 @@ def fails(lr: float) -> None:
     raise TypeError(f"{lr} is no number")
 
 
+def reads_nothing(lr: float) -> None:
+    next(iter(()))
+
+
 def compares(lr: float) -> bool:
     return lr >= 0.0
 
@@ -55,6 +59,7 @@ def message(name: str, **keys: Any) -> str:
         ),
         ("optimizer", {}, "missing 1 required positional argument: 'lr'"),
         ("builtins.range", {"lr": 3}, "TypeError"),
+        ("reads_nothing", {"lr": 3}, "StopIteration, as from an empty file: check that its files are not empty"),
     ],
 )
 def test_error_of_a_component_is_shown_with_its_key(name: str, keys: dict[str, Any], expected: str) -> None:

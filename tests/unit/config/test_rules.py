@@ -23,6 +23,7 @@ class Section:
         (keys.BOOL, [True, False], [0, 1, "True", None]),
         (COUNT, [1, 7], [0, -1, 1.0, "1", True, None]),
         (keys.INTEGER, [0, -3], [0.5, "0", False]),
+        (keys.SEED, [0, 2**32 - 2**16 - 1], [-1, 2**32 - 1, 10**30, 0.5, "0", False]),
         (keys.NUMBER, [0, -1.5, float("inf")], ["1", True, None]),
         (keys.ABOVE_ZERO, [1, 0.001, float("inf")], [0, -1, float("nan"), "1", True]),
         (keys.TEXT, ["a"], ["", 1, None]),

@@ -49,6 +49,29 @@ def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch
         load(12, 2)
 
 
+class Length:
+    """A dataset with this length."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [(iter([]), "TypeError: .* has no len"), (Length(-1), "ValueError: .* >= 0"), (Length(8.0), "TypeError: 'float'")],
+    ids=["streamed", "negative", "float"],
+)
+def test_dataset_without_a_length_is_refused(dataset: Any, why: str) -> None:
+    mesh: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
+    with pytest.raises(
+        ConfigError, match=rf"^dataset has no valid length \({why}.*\), .*: use one that is not streamed"
+    ):
+        build_step_loader(CheckedDataset(dataset), Settings(**KEYS), mesh)
+
+
 SAMPLES, BATCH_SIZE, ACCUMULATION = 53, 3, 2
 SAMPLES_PER_STEP = BATCH_SIZE * ACCUMULATION
 

@@ -122,6 +122,16 @@ def test_run_with_only_nan_losses_fails(message: list[str]) -> None:
         losses.worth_saving(1, ends_epoch=True)
 
 
+@pytest.mark.parametrize(("loss", "tokens"), [(0.0, 0), (math.nan, 10)], ids=["masked", "NaN"])
+def test_resumed_run_may_end_and_save_although_no_step_since_then_has_trained(
+    loss: float, tokens: int, message: list[str]
+) -> None:
+    losses = LossWatch(10, has_trained=True)
+    losses.record(4, loss, tokens, loss)
+    assert losses.worth_saving(4, ends_epoch=False)
+    assert losses.worth_saving(4, ends_epoch=True)
+
+
 def test_optimizer_in_the_backward_has_already_updated_the_weights(message: list[str]) -> None:
     LossWatch(2).record(1, math.nan, 10, None)
     assert message == ["step 1: the loss is nan; the weights may be NaN now"]

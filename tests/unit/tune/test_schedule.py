@@ -1,6 +1,7 @@
 """Batch sizes over a run: how rows become steps, how they grow, and the log at the start."""
 
 import logging
+import os
 from functools import partial
 from typing import Any
 
@@ -180,6 +181,10 @@ class Callable_:
         ),
         (partial(plans_of, add_every(1, -1)), "add_every at epoch 2, batch size 1, returned -1, which leaves 0 rows"),
         (partial(plans_of, add_every(1, "2")), "add_every at epoch 1, batch size 2, returned '2' (str); allowed: an"),
+        (partial(plans_of, double_every(0)), "double_every at epoch 1, batch size 2, raised ZeroDivisionError: "),
+        (partial(plans_of, milestones({"a": 3})), "milestones at epoch 0, batch size 2, raised TypeError: "),  # type: ignore[dict-item]
+        (partial(plans_of, os.getcwd), "posix.getcwd at epoch 0, batch size 2, raised TypeError: "),
+        (partial(plans_of, double_every), "allowed: a function (epoch, batch_size) -> rows to add, or a section"),
         (partial(plans_of, milestones({1: 0})), "milestones at epoch 1, batch size 2, returned -2, which leaves 0 row"),
     ],
 )
@@ -243,12 +248,21 @@ def test_changed_number_of_ranks_is_logged(
 @pytest.mark.parametrize(
     ("trained", "dataset_samples", "line"),
     [
+        (18, 21, "3 of 21 samples do not fill a step and are left out of epoch 0"),
+        (19, 21, "2 of 21 samples do not fill a step and are left out of epoch 0"),
         (16, None, "6 of 22 samples do not fill a step and are left out of epoch 0"),
         (16, 21, "5 of 21 samples do not fill a step and are left out of epoch 0"),
         (2, None, None),
         (22, None, None),
     ],
-    ids=["incomplete step", "a repeated sample", "fewer steps configured", "all trained"],
+    ids=[
+        "other ranks before",
+        "an odd number",
+        "incomplete step",
+        "a repeated sample",
+        "fewer steps configured",
+        "all trained",
+    ],
 )
 def test_samples_left_out_are_logged_at_the_end_of_an_epoch(
     trained: int, dataset_samples: int | None, line: str | None, logged: pytest.LogCaptureFixture
