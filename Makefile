@@ -20,7 +20,13 @@ export OMP_NUM_THREADS := 1
 # supported torch versions other than the one in constraints.txt; each CUDA build takes 6 GB
 VERSIONS ?= 2.13.0 2.14.1
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
+# frameworks built on Trainer, and the versions that docs/huggingface.md names
+FRAMEWORKS := axolotl llamafactory ms-swift
+axolotl := 0.19.0
+llamafactory := 0.9.5
+ms-swift := 4.6.0
+
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
 
 demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
@@ -86,6 +92,15 @@ $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) --editable '.[hf]' trl peft bitsandbytes torchao pytest pytest-timeout pytest-xdist $(SHOW)
 	$(@D)/bin/python -m pip check
+	touch $@
+
+# trains with frameworks built on Trainer, each in an environment with the versions that it requires (4 GB in all); slow
+test-frameworks: $(FRAMEWORKS:%=$(VENV)/framework-%/ready)
+	for framework in $(FRAMEWORKS); do $(VENV)/framework-$$framework/bin/python -m pytest tests/hf/test_frameworks.py; done
+
+$(VENV)/framework-%/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off '$*==$($*)' --editable '.[hf]' pytest pytest-timeout $(SHOW)
 	touch $@
 
 # torch's own CUDA code over a null device; needs a CUDA build of torch and a C compiler, no GPU

@@ -450,7 +450,15 @@ def test_adaptive_makes_any_trainer_adaptive_in_one_line(folder: Path) -> None:
     trainer.train()
     assert type(trainer).__name__ == "AdaptiveTrainer"
     assert trainer.state.log_history[0]["microbatch_rows"] == 4
-    assert adaptive(AdaptiveTrainer) is AdaptiveTrainer
+
+
+def test_adaptive_takes_arguments_for_trainers_that_other_code_constructs(folder: Path) -> None:
+    base = adaptive(Trainer, memory_limit="1GiB", regrow_after=3)
+    trainer, other = adaptive(base, regrow_after=5)(tiny_llama(), arguments(folder)), AdaptiveTrainer(tiny_llama())
+    assert trainer.adaptive == AdaptiveArguments(memory_limit="1GiB", regrow_after=5)
+    assert other.adaptive == AdaptiveArguments()
+    with pytest.raises(ConfigError, match="memory_limit"):
+        adaptive(Trainer, memory_limit="much")
 
 
 def test_adaptive_refuses_a_class_that_is_not_a_trainer() -> None:

@@ -34,23 +34,14 @@ def lora_demo_model(**overrides: Any) -> TransformerDecoder:
     return lora_llama3(**{**SIZES, "lora_rank": 8, "lora_alpha": 16, **overrides})
 
 
-CLASSIFIER_SIZES = {
-    "num_classes": 1,
-    "vocab_size": VOCAB_SIZE,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "intermediate_dim": 128,
-    "max_seq_len": 512,
-}
+CLASSIFIER_SIZES = {**SIZES, "num_layers": 2, "embed_dim": 64, "intermediate_dim": 128, "max_seq_len": 512}
 CONSTANT = 100.0
 """A value in the embedding of every token, so large that it dominates the normalization."""
 
 
 def demo_classifier(**overrides: Any) -> TransformerDecoder:
     """Return a value or reward model for PPO; `overrides` are arguments of torchtune's `mistral_classifier`."""
-    return mistral_classifier(**{**CLASSIFIER_SIZES, **overrides})
+    return mistral_classifier(**{**CLASSIFIER_SIZES, "num_classes": 1, **overrides})
 
 
 def lowercase_share_weights() -> dict[str, Tensor]:
@@ -63,15 +54,12 @@ def lowercase_share_weights() -> dict[str, Tensor]:
     for name, weight in weights.items():
         if name.endswith("norm.scale"):
             weight.fill_(1.0)
-    width = CLASSIFIER_SIZES["embed_dim"]
-    scale = math.sqrt(width) / CONSTANT  # factor of the normalization
+    scale = math.sqrt(CLASSIFIER_SIZES["embed_dim"]) / CONSTANT  # factor of the normalization
     weights["tok_embeddings.weight"][:, 0] = CONSTANT
     weights["tok_embeddings.weight"][torch.tensor([*ascii_lowercase.encode()]), 1] = 1.0
     # Queries and keys are zero, so attention averages the values. The fraction is the first value of every head.
-    head = width // CLASSIFIER_SIZES["num_heads"]
     weights["layers.0.attn.v_proj.weight"][0, 1] = 1.0
     weights["layers.0.attn.output_proj.weight"][2, 0] = 1.0 / scale
-    assert weights["layers.0.attn.v_proj.weight"].shape[0] == head * CLASSIFIER_SIZES["num_kv_heads"]
     weights["output.weight"][0, 2] = 1.0 / scale
     return weights
 

@@ -5,12 +5,8 @@ from typing import Any
 
 from torchtune.data import Message, truncate
 
-SPECIAL_TOKENS = {
-    name: 256 + offset
-    for offset, name in enumerate(
-        ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|ipython|>", "<|eot|>")
-    )
-}
+SPECIAL_NAMES = ("bos", "eos", "pad", "system", "user", "assistant", "ipython", "eot")
+SPECIAL_TOKENS = {f"<|{name}|>": 256 + offset for offset, name in enumerate(SPECIAL_NAMES)}
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
@@ -23,10 +19,7 @@ class DemoTokenizer:
 
     def __init__(self, max_seq_len: int | None = None) -> None:
         self.max_seq_len = max_seq_len
-        self.bos_id = SPECIAL_TOKENS["<|bos|>"]
-        self.eos_id = SPECIAL_TOKENS["<|eos|>"]
-        self.pad_id = SPECIAL_TOKENS["<|pad|>"]
-        self.eot_id = SPECIAL_TOKENS["<|eot|>"]
+        self.bos_id, self.eos_id, self.pad_id, *_, self.eot_id = SPECIAL_TOKENS.values()
         self.stop_tokens = [self.eos_id, self.eot_id]
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:

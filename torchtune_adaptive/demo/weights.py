@@ -12,8 +12,7 @@ from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.demo.model import demo_classifier, demo_model, lowercase_share_weights, random_digits_weights
 from torchtune_adaptive.errors import ConfigError
 
-WEIGHTS_FILE, VALUE_FILE, REWARD_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt"
-DIGITS_FILE = "demo_digits.pt"
+WEIGHTS_FILE, VALUE_FILE, REWARD_FILE, DIGITS_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt", "demo_digits.pt"
 
 
 def demo_checkpointer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,7 +36,6 @@ from torchtune_adaptive.hf.steps import (
     sums_of,
 )
 
-STAGE = "evaluation"
 CANNOT_SPLIT = "out of memory in evaluation, and the batch cannot be split"
 REMEDY = "lower per_device_eval_batch_size"
 
@@ -60,7 +59,6 @@ class Evaluator:
         self._limit: LimitState | None = None
         self._reduction: Reduction | None = None
         self._batches_run = 0
-        self._is_preprocessed = False
 
     @contextmanager
     def keeping_samples(self, dataloader: Any) -> Iterator[None]:
@@ -75,9 +73,8 @@ class Evaluator:
         self._collate, self._preprocess = KeepSamples(loader.collate_fn), trainer.preprocess_logits_for_metrics
         with ExitStack() as self._evaluation_stack:
             self._evaluation_stack.enter_context(override_attributes(loader, collate_fn=self._collate))
-            if self._preprocess is not None:
-                once = override_attributes(trainer, preprocess_logits_for_metrics=self._preprocess_once)
-                self._evaluation_stack.enter_context(once)
+            restored = override_attributes(trainer, preprocess_logits_for_metrics=self._preprocess)
+            self._evaluation_stack.enter_context(restored)
             yield
             average_metrics(trainer, "eval")
 
@@ -89,24 +86,23 @@ class Evaluator:
     def predict(self, model: nn.Module, inputs: Any, prediction_step: Callable[[Any], tuple[Any, Any, Any]]) -> Any:
         """Collective: return the results of `prediction_step`. If any rank runs out of memory, split the batch."""
         batch: CollatedBatch | None = inputs.pop(SAMPLES_KEY, None) if isinstance(inputs, MutableMapping) else None
-        self._is_preprocessed = False
         generates = getattr(self.trainer.args, "predict_with_generate", False) and not is_whole(model)
         has_gradients = any(parameter.grad is not None for parameter in model.parameters())
-        if batch is None or generates or has_gradients or not self._prepare_runner(model, len(batch.samples)):
+        if batch is None or generates or has_gradients or not (runner := self._prepare_runner(model, batch)):
             return prediction_step(inputs)
-        assert self._runner is not None
+        self.trainer.preprocess_logits_for_metrics = self._preprocess
         self._model, self._inputs, self._samples, self._prediction_step = model, inputs, batch.samples, prediction_step
         # This may be a collective of Trainer, which must not run inside the pass, so call it here.
         self._items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         self._restore, self._batches_run = remember_random_state(self.trainer), self._batches_run + 1
         self._pieces: dict[tuple[int, ...], Piece] = {}
         try:
-            self._runner.run(range(len(batch.samples)), step=self._batches_run)
+            runner.run(range(len(batch.samples)), step=self._batches_run)
             first, *others = self._pieces.values()
             if not others:
                 return first.loss, *first.outputs
             loss, pieces = self._loss([first, *others]), [*map(self._preprocess_piece, (first, *others))]
-            self._is_preprocessed = True
+            self.trainer.preprocess_logits_for_metrics = lambda logits, _: logits  # already called for each piece
             return loss, *(self._concatenate(pieces, index) for index in (0, 1))
         finally:
             del self._inputs, self._samples, self._prediction_step, self._pieces
@@ -116,32 +112,31 @@ class Evaluator:
         self._pieces.clear()
         self._restore()
 
-    def _prepare_runner(self, model: nn.Module, rows: int) -> bool:
-        """Collective: create the runner if there is none. Return False if passes of this model cannot be repeated."""
+    def _prepare_runner(self, model: nn.Module, batch: CollatedBatch) -> StepRunner[int] | None:
+        """Collective: create the runner if there is none. Return None if passes of this model cannot be repeated."""
         trainer = self.trainer
         if self._runner is not None:
-            return True
+            return self._runner
         if trainer._steps is not None:
             model, recovery = trainer._steps.model, trainer._steps.runner.recovery
             memory = trainer._steps.memory
         else:
-            models, recovery = [model, *other_models(trainer, model.parameters())], None
-            with suppress(RecoveryUnsupportedError):
-                regrow_after = trainer.adaptive.regrow_after
+            models, regrow_after = [model, *other_models(trainer, model.parameters())], trainer.adaptive.regrow_after
+            try:
                 recovery = Recovery(*models, regrow_after=regrow_after, on_attempt=lambda *_: self.begin_attempt())
-            if recovery is None:
-                return False
+            except RecoveryUnsupportedError:
+                return None
             self._evaluation_stack.callback(recovery.close)
             self._evaluation_stack.callback(self.close)
             memory = self._evaluation_stack.enter_context(enforced_memory_limit(trainer, models))
         kind = SampleKind[int](length_of=lambda row: self._samples[row].length, filler=lambda row: row)
-        limit = RowLimit(max(rows, trainer.args.eval_batch_size))
-        self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=STAGE)
+        limit = RowLimit(max(len(batch.samples), trainer.args.eval_batch_size))
+        self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage="evaluation")
         self._runner.trains = False
         self._runner.measure_memory(memory)
         if self._limit is not None:
             self._runner.load_state_dict(self._limit)
-        return True
+        return self._runner
 
     def _forward(self, rows: Sequence[int]) -> Totals:
         """Run `prediction_step` on some rows of the batch. Outputs of a part of the batch are moved to the host."""
@@ -174,9 +169,6 @@ class Evaluator:
             None if each is None else pad(each) for each in send_to_device(piece.outputs, self.trainer.args.device)
         )
         return piece._replace(outputs=(self._preprocess(*padded), piece.outputs[1]))
-
-    def _preprocess_once(self, logits: Any, labels: Any) -> Any:
-        return logits if self._is_preprocessed else self._preprocess(logits, labels)
 
     def _concatenate(self, pieces: Sequence[Piece], index: int) -> Any:
         """Return the logits (index 0) or labels (index 1) of the whole batch, on the device."""
@@ -219,8 +211,5 @@ class Evaluator:
             tolerance=tolerance_of(self._model, mixed_precision=self.trainer.accelerator.mixed_precision != "no"),
         )
         if reduction is None:
-            raise ConfigError(
-                f"{CANNOT_SPLIT}: the loss of two samples is {both:.4g} in one batch, and {one:.4g} and {other:.4g} in "
-                f"separate batches: it is neither their sum nor their mean; {REMEDY}"
-            )
+            raise ConfigError(f"{CANNOT_SPLIT}: {tried}: it is neither their sum nor their mean; {REMEDY}")
         return reduction

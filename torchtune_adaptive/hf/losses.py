@@ -48,12 +48,15 @@ class TwoSamples(NamedTuple):
     is_random: bool
     """True if the forward pass drew random numbers, so that the losses cannot be compared."""
 
+    def __str__(self) -> str:
+        separate = f"{self.first:.4g} and {self.second:.4g} in separate batches"
+        return f"the loss of two samples is {self.both:.4g} in one batch, and {separate}"
+
     def errors(self, scale: float) -> dict[Reduction, float]:
         """Return the error of each reduction, relative to the loss of both samples or to `scale` if that is larger."""
-        first_targets, second_targets = self.targets
         of_labels, of_next = (
             (self.first * one + self.second * other) / max(1, one + other)
-            for one, other in zip(first_targets, second_targets, strict=True)
+            for one, other in zip(*self.targets, strict=True)
         )
         expected = {
             Reduction.SUM: self.first + self.second,

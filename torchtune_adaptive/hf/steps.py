@@ -70,12 +70,7 @@ class OptimizerSteps:
     """Runs the optimizer steps of a Trainer."""
 
     def __init__(
-        self,
-        trainer: Any,
-        model: nn.Module,
-        batches: Sequence[CollatedBatch],
-        num_items: Any,
-        training_stack: ExitStack,
+        self, trainer: Any, model: nn.Module, batches: Sequence[CollatedBatch], num_items: Any, stack: ExitStack
     ) -> None:
         """Collective: check collator and loss, and search if configured. Call this in the first step of `train()`."""
         self.trainer, adaptive = trainer, trainer.adaptive
@@ -121,8 +116,8 @@ class OptimizerSteps:
                 on_attempt=lambda stage, *_: trainer._evaluator.begin_attempt() if stage else self._restore(),
             ),
         )
-        training_stack.callback(self.runner.close)
-        self.memory = training_stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
+        stack.callback(self.runner.close)
+        self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
         if adaptive.use_maximum_batch_size or budget == "auto":
             found, longest = self._search()
             self.runner.use_limit(
@@ -226,11 +221,7 @@ class OptimizerSteps:
         self._tolerance = tolerance_of(self.model, mixed_precision=trainer.accelerator.mixed_precision != "no")
         reduction = how_losses_add_up(on_ranks, shifts_labels=shifts_labels, tolerance=self._tolerance)
         if reduction is None:
-            both, first, second, *_ = on_ranks[0]
-            raise ConfigError(
-                f"the loss of two samples is {both:.4g} in one batch, and {first:.4g} and {second:.4g} in separate "
-                f"batches: it is neither their sum nor their mean, {NOT_SPLIT}"
-            )
+            raise ConfigError(f"{on_ranks[0]}: it is neither their sum nor their mean, {NOT_SPLIT}")
         self._reduction = reduction
         shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
         self._targets_index = int(shifts.get(reduction, shifts_labels))
@@ -244,11 +235,9 @@ class OptimizerSteps:
         on_ranks = self._try_two_samples()
         worst = max(on_ranks, key=lambda each: worst_error([each], self._reduction, self._scale))
         if worst_error([worst], self._reduction, self._scale) > self._tolerance:
-            both, first, second, *_ = worst
             unchecked = self._steps_run // 2 - 1
             raise ConfigError(
-                f"in step {self.trainer.state.global_step + 1}, the loss of two samples is {both:.4g} in one batch, "
-                f"and {first:.4g} and {second:.4g} in separate batches: it is no longer their "
+                f"in step {self.trainer.state.global_step + 1}, {worst}: it is no longer their "
                 f"{self._reduction.value}, {NOT_SPLIT}"
                 + f"; the last {count_of(unchecked, 'step')} may differ from Trainer's"
                 * (unchecked > 0)

@@ -58,6 +58,9 @@ class AdaptiveMixin(Base):
     changes, depending on memory. `per_device_train_batch_size` is the initial size of a microbatch.
     """
 
+    default_arguments = AdaptiveArguments()
+    """The arguments of a trainer that is constructed without `adaptive`."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Trainer in cls.__mro__[: cls.__mro__.index(AdaptiveMixin)]:
@@ -70,7 +73,7 @@ class AdaptiveMixin(Base):
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
         if not isinstance(adaptive, AdaptiveArguments | None):
             raise ConfigError(f"adaptive is a {type(adaptive).__name__}: pass AdaptiveArguments(...)")
-        self.adaptive = adaptive or AdaptiveArguments()
+        self.adaptive = adaptive or replace(self.default_arguments)
         self._steps: OptimizerSteps | None = None
         self._batches: list[CollatedBatch] | None = None
         """The batches of the current step; None outside of train()."""
@@ -229,14 +232,17 @@ class AdaptiveMixin(Base):
 
 
 @cache
-def adaptive(trainer_class: type[Trainer]) -> Any:
-    """Return a subclass of a Trainer with AdaptiveMixin, for example `adaptive(SFTTrainer)(model, args, ...)`."""
+def adaptive(trainer_class: type[Trainer], **arguments: Any) -> Any:
+    """Return a subclass of a Trainer with AdaptiveMixin, for example `adaptive(SFTTrainer)(model, args, ...)`.
+
+    `arguments` are fields of AdaptiveArguments, for a trainer that is constructed without its argument `adaptive`.
+    """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"adaptive() got {trainer_class!r}: pass transformers' Trainer or a subclass of it")
-    if issubclass(trainer_class, AdaptiveMixin):
-        return trainer_class
-    members = {"__module__": __name__, "__doc__": trainer_class.__doc__}
-    return type(f"Adaptive{trainer_class.__name__}", (AdaptiveMixin, trainer_class), members)
+    bases = (trainer_class,) if issubclass(trainer_class, AdaptiveMixin) else (AdaptiveMixin, trainer_class)
+    defaults = replace(getattr(trainer_class, "default_arguments", AdaptiveArguments()), **arguments)
+    members = {"__module__": __name__, "__doc__": trainer_class.__doc__, "default_arguments": defaults}
+    return type(f"Adaptive{trainer_class.__name__}", bases, members)
 
 
 class AdaptiveTrainer(AdaptiveMixin, Trainer):

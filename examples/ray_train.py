@@ -1,0 +1,53 @@
+"""Ray Train: two workers train with FSDP2, and survive that one of them runs out of memory. No torchtune, no GPU:
+
+pip install . 'ray[train]'
+python examples/ray_train.py
+"""
+
+import ray.train
+import torch
+import torch.nn.functional as F
+from ray.train.torch import TorchTrainer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from torchtune_adaptive import MemoryMeter, RowLimit, SampleKind, StepRunner, Totals
+
+
+def train():
+    """Run in every worker. Ray has created the process group."""
+    context = ray.train.get_context()
+    rank, ranks = context.get_world_rank(), context.get_world_size()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Embedding(128, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    def forward_backward(samples):
+        """One microbatch. The loss is a sum, so that a sample counts the same however the step is split."""
+        tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        logits, labels = model(tokens[:, :-1].flatten()), tokens[:, 1:].flatten()
+        loss = F.cross_entropy(logits, labels, ignore_index=0, reduction="sum")
+        loss.backward()
+        return Totals(loss.detach(), int((labels != 0).sum()))
+
+    kind = SampleKind(length_of=len, filler=lambda sample: sample[:2])
+    runner = StepRunner(model, forward_backward, limit=RowLimit(16), kind=kind)
+    # Simulates the memory of a GPU: rank 1 has too little for 16 samples at once.
+    with MemoryMeter(cap_bytes=4_000_000 if rank == 1 else None):
+        for step in range(1, 9):
+            lengths = torch.randint(8, 64, (16,)).tolist()
+            result = runner.run([torch.arange(1, length) for length in lengths], step=step)
+            for parameter in model.parameters():  # FSDP averages over ranks; the loss is per target token
+                parameter.grad.mul_(ranks / result.target_tokens)
+            with runner.committing("optimizer.step", last_checkpoint=None):
+                optimizer.step()
+            optimizer.zero_grad()
+            loss = result.loss_sum.item() / result.target_tokens
+            ray.train.report({"loss": loss, "rows": runner.limit.rows, "recoveries": runner.recoveries})
+    runner.close()
+
+
+trainer = TorchTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=2))
+print(trainer.fit().metrics)

@@ -1,0 +1,163 @@
+"""Frameworks built on Trainer, started like their users start them, as in docs/huggingface.md. Needs the real packages:
+`make test-frameworks` installs each of them into an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+BIN = Path(sys.executable).parent
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+STEPS = 6
+LIMIT = "5MiB"
+"""Too little memory for a batch of 8 samples."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Llama and a tokenizer of words, as downloaded from a hub."""
+    from tests.hf.test_trainers import tokenizer
+    from tests.hf.trainers import tiny_llama
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Path:
+    """Instructions and answers, in alpaca's format. Every step has long and short samples."""
+    drawn = random.Random(3)
+
+    def words() -> str:
+        return " ".join(f"w{drawn.randrange(250)}" for _ in range(drawn.randint(3, 25)))
+
+    path = tmp_path / "samples.json"
+    path.write_text(json.dumps([{"instruction": words(), "input": "", "output": words()} for _ in range(120)]))
+    return path
+
+
+def needs(package: str) -> None:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        pytest.skip(f"{package} is not installed: make test-frameworks")
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    done = subprocess.run(
+        [str(each) for each in command],
+        cwd=folder,
+        env={**os.environ, **environment, "PATH": f"{BIN}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return done.stdout + done.stderr
+
+
+def logged(output: Path, name: str) -> list[float]:
+    """The values that Trainer has logged under this name, one per step."""
+    states = sorted(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime)
+    history = json.loads(states[-1].read_text())["log_history"]
+    return [entry[name] for entry in history if name in entry]
+
+
+def check(folder: Path, output: str) -> None:
+    """Compare the losses of the two runs, of which ours has run out of memory."""
+    assert "out of memory on rank 0" in output, output[-4000:]
+    stock, ours = (logged(folder / name, "loss") for name in ("stock", "ours"))
+    assert len(stock) == len(ours) == STEPS
+    assert max(abs(one / other - 1) for one, other in zip(ours, stock, strict=True)) < 1e-4, (ours, stock)
+    assert logged(folder / "ours", "oom_recoveries")[-1] >= 1
+
+
+def test_axolotl(tmp_path: Path, model: Path, samples: Path) -> None:
+    needs("axolotl")
+    config = f"""
+base_model: {model}
+datasets:
+  - path: {samples}
+    ds_type: json
+    type: alpaca
+sequence_len: 128
+micro_batch_size: 8
+gradient_accumulation_steps: 1
+max_steps: {STEPS}
+logging_steps: 1
+learning_rate: 0.001
+optimizer: adamw_torch
+lr_scheduler: constant
+bf16: false
+"""
+    plugin = f"""
+plugins: [torchtune_adaptive.hf.axolotl.AdaptivePlugin]
+adaptive:
+  memory_limit: {LIMIT}
+"""
+    for name, text in {"stock": config, "ours": config + plugin}.items():
+        (tmp_path / f"{name}.yaml").write_text(text + f"output_dir: {tmp_path / name}\n")
+        output = run(tmp_path, "axolotl", "train", f"{name}.yaml")
+    check(tmp_path, output)
+
+
+def example(framework: str, arguments: str) -> str:
+    """The file that the page tells users of this framework to save, with other arguments of `adaptive`."""
+    text = PAGE.read_text().split(f"**{framework} ")[1].split("```python\n")[1].split("```")[0]
+    assert text.count("use_maximum_batch_size=True") == 1
+    return text.replace("use_maximum_batch_size=True", arguments)
+
+
+def test_llamafactory(tmp_path: Path, model: Path, samples: Path) -> None:
+    needs("llamafactory")
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"samples": {"file_name": samples.name}}))
+    config = {
+        "model_name_or_path": str(model),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "dataset": "samples",
+        "dataset_dir": str(tmp_path),
+        "template": "default",
+        "cutoff_len": 128,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "learning_rate": 0.001,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    (tmp_path / "train.py").write_text(example("LLaMA-Factory", f"memory_limit={LIMIT!r}"))
+    for name, command in {"stock": ["llamafactory-cli", "train"], "ours": [sys.executable, "train.py"]}.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({**config, "output_dir": str(tmp_path / name)}))
+        output = run(tmp_path, *command, f"{name}.yaml")
+    check(tmp_path, output)
+
+
+def test_ms_swift(tmp_path: Path, model: Path, samples: Path) -> None:
+    needs("ms-swift")
+    options = f"""
+        --model {model} --model_type llama --template dummy --dataset {samples} --tuner_type full --torch_dtype float32
+        --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --max_steps {STEPS} --logging_steps 1
+        --learning_rate 0.001 --lr_scheduler_type constant --warmup_ratio 0 --eval_strategy no --use_cpu true
+        --report_to none --load_from_cache_file false
+    """.split()
+    (tmp_path / "plugin.py").write_text(example("ms-swift", f"memory_limit={LIMIT!r}"))
+    plugin = ["--external_plugins", "plugin.py", "--use_logits_to_keep", "false"]
+    for name, others in {"stock": [], "ours": plugin}.items():
+        output = run(tmp_path, "swift", "sft", *options, "--output_dir", tmp_path / name, *others)
+    check(tmp_path, output)
