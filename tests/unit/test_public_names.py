@@ -55,6 +55,8 @@ def test_package_exports_the_names_on_its_page() -> None:
 
 WRITTEN = re.compile(r"(?<![\w/.-])torchtune_adaptive(?:\.\w+)+")
 MEANT_NOT_TO_BE = {"torchtune_adaptive.tune.plan.no_such_module"}
+NEEDS_AXOLOTL = {"torchtune_adaptive.hf.axolotl.AdaptivePlugin"}
+"""tests/hf/test_frameworks.py resolves it, where axolotl is installed."""
 
 
 def dotted_paths() -> Iterator[tuple[str, str]]:
@@ -83,4 +85,4 @@ def test_dotted_paths_in_text_resolve() -> None:
     """Imports do not cover names that tests patch or configs contain."""
     written = list(dotted_paths())
     assert ("benchmarks/packing.py", "torchtune_adaptive.tune.trainer.memory_within") in written
-    assert {path for _, path in written if not leads_somewhere(path)} == MEANT_NOT_TO_BE
+    assert {path for _, path in written if not leads_somewhere(path)} - NEEDS_AXOLOTL == MEANT_NOT_TO_BE
