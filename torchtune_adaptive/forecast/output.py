@@ -102,7 +102,6 @@ def notes(forecast: Forecast) -> list[str]:
     """Return the assumptions and limits of a forecast."""
     request, cfg = forecast.request, forecast.request.cfg
     on_rollouts = request.recipe.trains_on_rollouts
-    has_length = request.plan.sequence_length or value_at(cfg, "tokenizer.max_seq_len")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
     searches = on_rollouts or cfg.get("use_maximum_batch_size")
     other_rows = forecast.fits and not searches and forecast.rows not in (None, configured)
@@ -110,7 +109,6 @@ def notes(forecast: Forecast) -> list[str]:
     conditions = {
         f"{overhead} are reserved for the CUDA context, NCCL and libraries (memory_overhead)": True,
         "reserved is for rows of one length; varying lengths fragment the cache more": True,
-        f"sequence_length is not set: {request.length} tokens are assumed": not has_length,
         "in the rehearsed steps, answers end at once: the table of stages has the memory of whole answers": on_rollouts,
         f"batch_size={forecast.rows} makes a rank's step {(forecast.rows or 0) * microbatches} samples instead of "
         f"{configured * microbatches}; use_maximum_batch_size=True finds the same rows and keeps the step": other_rows,

@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUs that the process sees (default: one per rank, up to 8)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}",
+        "--gpu", metavar="NAME", help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}"
     )
     parser.add_argument("--real", action="store_true", help="run on the GPUs of this machine, with the same report")
     parser.add_argument("--compare", action="store_true", help="run on the GPUs of this machine, rehearse, and compare")
@@ -67,13 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of the CUDA context, NCCL and libraries (default: 3GiB; one rank 1GiB)",
     )  # fmt: skip
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=STEPS,
-        metavar="N",
+        "--steps", type=int, default=STEPS, metavar="N",
         help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
-    )
-    parser.add_argument("--snapshot", metavar="FILE", help="write a memory snapshot for pytorch.org/memory_viz")
+    )  # fmt: skip
+    parser.add_argument("--snapshot", metavar="FILE", help="write FILE for pytorch.org/memory_viz, and draw FILE.png")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
 
@@ -146,9 +141,7 @@ def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], 
 
 
 def _search(options: argparse.Namespace, command: list[str], card: Gpu, settings: RankSettings) -> int:
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    report = partial(print, file=sys.stderr, flush=True)
     value, found = largest(partial(_quietly, settings), command, card, settings.ranks, report)
     if options.format == "json":
         print(json.dumps({"largest": value, **found.as_dict()}, indent=2))

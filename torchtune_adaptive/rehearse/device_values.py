@@ -199,7 +199,8 @@ class DeviceValues:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             if any(result is each for each in given) or not any(each.is_cuda for each in given):
                 return result
-            known = [each for each in given if not each.is_cuda or self._is_known(each)]
+            small = [each for each in given if not each.is_cuda or each.numel() < LARGE]
+            known = [each for each in small if not each.is_cuda or self._source_of(each) is Source.HOST]
             if len(known) == len(given):
                 result.copy_(function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs)))
             elif function.__name__ == "__and__" and any(not _on_host(each).any() for each in known):
@@ -229,9 +230,6 @@ class DeviceValues:
             and tensor.is_cuda
             and tensor.numel() < LARGE
         )
-
-    def _is_known(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() < LARGE and self._source_of(tensor) is Source.HOST
 
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:
         """Replace values in a copy on the host if a kernel would have computed them."""
@@ -433,10 +431,8 @@ def _reaches_size(node: ast.AST, source: _Parsed, frame: FrameType, seen: set[_V
             return False
         case ast.Call(func=ast.Subscript()):  # kernel[grid](...)
             return False
-        case ast.Call() if above.func is not node and _name(above.func) in _NOT_SIZES:
-            return False
         case ast.Call() if above.func is not node and _name(above.func) not in _PASS_ON:
-            return True
+            return _name(above.func) not in _NOT_SIZES
         case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
             for target in above.targets if isinstance(above, ast.Assign) else [above.target]:
                 if (place := _place(target)) is None:

@@ -173,9 +173,8 @@ def _skip_reductions_of_ddp() -> None:
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
-    replace_everywhere(
-        _verify_param_shape_across_processes, lambda *_, **__: None
-    )  # it reads numbers of the device in C++
+    # this function reads numbers of the device in C++
+    replace_everywhere(_verify_param_shape_across_processes, lambda *_, **__: None)
 
 
 def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -29,10 +29,6 @@ class Rates(NamedTuple):
     launch_s: float = 8e-6
     """The time of the host to launch a kernel from Python."""
 
-    def peak(self, kind: str) -> float:
-        """Return the peak FLOP/s of a type, for example "bf16"."""
-        return float(getattr(self, kind)) * 1e12
-
 
 class Gpu(NamedTuple):
     """A model of GPU."""

@@ -39,10 +39,6 @@ _HINTS = {
 """Explanations of a script's errors in a rehearsal, by pattern."""
 NEEDS_OTHERS = "not supported with a fake process group"
 """Part of the error of torch's pipelines on a rank that runs alone."""
-_KILLED_BY: dict[int, str] = {
-    signal.SIGKILL: " (is this machine out of memory?)",
-    signal.SIGBUS: " (is /dev/shm full? If not, remove ~/.cache/torchtune_adaptive, whose library may be cut off)",
-}
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,8 @@ class RehearsalResult:
                 remedy = "move the function that it runs to a separate script, and rehearse that, with --ranks"
             return f"no answer: the script starts processes that use a GPU, which a rehearsal cannot follow: {remedy}"
         if self.status < 0:
-            why = _KILLED_BY.get(-self.status, "") or (f": {self.last_error}" if self.last_error else "")
+            why = f": {self.last_error}" if self.last_error else ""
+            why = " (is this machine out of memory?)" if self.status == -signal.SIGKILL else why
             ended = f"signal {-self.status} ({signal.strsignal(-self.status)}) ended the script"
             return f"no answer: {ended} in step {len(self.steps) + 1}{why}"
         if self.status:
@@ -343,10 +340,7 @@ class RehearsalResult:
                 *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             ]
         if self.end.get("stopped"):
-            differ = "; the steps have different peaks" if self.peaks_differ else ""
-            lines.append(
-                f"stopped after {count_of(len(self.steps), 'step')}{differ}: --steps 0 runs the script to its end"
-            )
+            lines.append(f"stopped after {count_of(len(self.steps), 'step')}: --steps 0 runs the script to its end")
         return "\n".join([*lines, *self.end.get("notes", ())])
 
     def _places(self, what: str) -> str:

@@ -31,12 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
-from torchtune_adaptive.rehearse.fake_ranks import (
-    FakeRanks,
-    after_import,
-    replace_everywhere,
-    replace_simple_launcher,
-)
+from torchtune_adaptive.rehearse.fake_ranks import FakeRanks, after_import, replace_everywhere, replace_simple_launcher
 from torchtune_adaptive.rehearse.result import NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
@@ -184,12 +179,6 @@ def _skip_writes_on_host() -> None:
     register_optimizer_step_post_hook(show)
 
 
-RECURRENT = (
-    "recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: training needs less "
-    "memory"
-)
-
-
 def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
     """Use torch's native kernels, because a null device cannot compute the layout of cuDNN's weights."""
     torch.nn.RNNBase.flatten_parameters = lambda _: None  # type: ignore[method-assign,assignment]
@@ -198,7 +187,8 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
 
         @functools.wraps(layer_forward)
         def forward(*args: Any, layer_forward: Any = layer_forward, **kwargs: Any) -> Any:
-            notes.add(RECURRENT)
+            notes.add("recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: "
+                      "training needs less memory")  # fmt: skip
             with torch.backends.cudnn.flags(enabled=False):
                 return layer_forward(*args, **kwargs)
 

@@ -6,14 +6,12 @@ The script can read and reset the same peaks without affecting the record.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import linecache
 import os
 import re
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -32,16 +30,12 @@ from torch.utils.weak import WeakIdRef
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.memory_history import MemoryHistory
+from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-CONVOLVED = (
-    "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm with a "
-    "smaller workspace"
-)
 SILENT_S = 300
 """A script that takes no step for this time may wait for a value that is never computed: print where it is."""
 
@@ -64,7 +58,6 @@ class StepRecorder:
         self._stepped: set[WeakIdRef] = set()
         self._all: set[WeakIdRef] | None = None
         self._reading: Usages = {}
-        self._before_update: Usages = {}
         self._allocated = 0
         self._run: Usages = {}
         """The peaks of all steps and of the time after the last one."""
@@ -124,7 +117,6 @@ class StepRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._first_step_is_complete or (self._stepped and _message(error) is None):
             self._end_step()
-        _add(self._reading, self._before_update)
         _add(self._reading, self._peaks.read())
         self._write_end(self._reading, error)
 
@@ -137,7 +129,8 @@ class StepRecorder:
         message = _message(error)
         idle = message is None and any(getattr(parameter(), "is_cuda", False) for parameter in self._idle())
         conditions = {
-            CONVOLVED: used_convolutions(),
+            "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm with "
+            "a smaller workspace": used_convolutions(),
             "an optimizer took no step, so its state and its gradients may not be counted: raise --steps": idle,
             "managed memory (a paged optimizer's state) is counted as host memory": not self.real
             and used_memory(managed=True),
@@ -196,17 +189,15 @@ class StepRecorder:
                 f"torch.optim.LBFGS keeps up to 2 × history_size + 5 = {copies} copies of its parameters, depending on "
                 "values: rehearse with torch.optim.SGD and add their size"
             )
-        _add(self._before_update, self._peaks.read())
         self._allocated = _allocated()
+        self._history.begin(self._current_step, UPDATE)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._searching:
             return
-        usage, parameter = self._before_update, _parameter_of(optimizer)
-        self._before_update = {}
+        usage, parameter = self._peaks.read(), _parameter_of(optimizer)
         if parameter not in self._have_stepped:
             self._state_bytes += max(_allocated() - self._allocated, 0)
-        _add(usage, self._peaks.read())
         self._have_stepped.add(parameter)
         gone = any(each() is None for each in self._stepped)  # the script trains a new model in each step
         if gone or parameter in self._stepped:
@@ -295,7 +286,8 @@ class StepRecorder:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
             if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # else saved at the error
-                self._history.save()
+                fullest = max(self._run, key=lambda device: self._run[device].reserved_bytes, default=0)
+                self._history.save(figures.get("device", fullest))
 
 
 def _allocated() -> int:
@@ -449,51 +441,3 @@ def _raise_peaks(statistics: Statistics, to: Statistics) -> None:
             _raise_peaks(statistics[name], value)
         elif name == "peak":
             statistics[name] = max(statistics[name], value)
-
-
-PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
-
-
-def memory_by_holder(device: int) -> dict[str, int]:
-    """Return the bytes of parameters, gradients, optimizer states and other tensors that are allocated on a device."""
-    owners = _owners(device)
-    held: Counter[str] = Counter()
-    for segment in torch.cuda.memory._snapshot(device)["segments"]:
-        for block in segment["blocks"] if segment["device"] == device else ():
-            if block["state"] == "active_allocated":
-                held[owners.get(block["address"], OTHER)] += block["size"]
-    return dict(held.most_common())
-
-
-def _owners(device: int) -> dict[int, str]:
-    """Return the purpose of each storage by address: of parameters, buffers, gradients and optimizer states."""
-    owners: dict[int, str] = {}
-    for thing in gc.get_objects():
-        kind = type(thing)  # isinstance reads __class__, which would import lazy modules
-        if issubclass(kind, torch.Tensor) and isinstance(thing, torch.nn.Parameter):
-            owners[_address(thing, device)] = PARAMETERS
-            if thing.grad is not None:
-                owners[_address(thing.grad, device)] = GRADIENTS
-        elif issubclass(kind, torch.nn.Module):
-            owners |= {_address(each, device): PARAMETERS for each in thing._buffers.values() if each is not None}
-        elif issubclass(kind, torch.optim.Optimizer):
-            owners |= {_address(each, device): OPTIMIZER for each in _tensors(dict(thing.state))}
-    return owners
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
-
-
-def _address(tensor: torch.Tensor, device: int) -> int:
-    """Return the address of a tensor's storage; 0 if it is not on the device."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        storage = local.untyped_storage()
-        return int(storage.data_ptr()) if storage.device == torch.device("cuda", device) else 0
-    except (RuntimeError, NotImplementedError):  # a subclass without a storage
-        return 0

@@ -60,13 +60,12 @@ class Work(NamedTuple):
 
     def totals(self, ranks: int) -> dict[str, Any]:
         """Return the work of a step on this rank, and the tokens and samples of all ranks."""
-        done = [(operation, times) for operation, times in self.operations]
         return {
-            "flops": sum(each.flops * times for each, times in done),
-            "memory_bytes": sum(each.bytes * times for each, times in done if each.kind != HOST),
-            "host_copy_bytes": sum(each.bytes * times for each, times in done if each.kind == HOST),
+            "flops": sum(each.flops * times for each, times in self.operations),
+            "memory_bytes": sum(each.bytes * times for each, times in self.operations if each.kind != HOST),
+            "host_copy_bytes": sum(each.bytes * times for each, times in self.operations if each.kind == HOST),
             "collective_bytes": sum(each.bytes * times for each, times in self.collectives),
-            "kernels": sum(times for _, times in done),
+            "kernels": sum(times for _, times in self.operations),
             "tokens_per_step": self.tokens * ranks // self.ranks_per_sample or None,
             "samples_per_step": self.samples * ranks // self.ranks_per_sample or None,
         }
@@ -115,7 +114,7 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
         if operation.kind == HOST:
             parts[COPIES] += count * (operation.bytes / (rates.pcie * 1e9 * LINK_EFFICIENCY) + rates.kernel_s)
             continue
-        computing = operation.flops / rates.peak(operation.kind) if operation.flops else 0.0
+        computing = operation.flops / (getattr(rates, operation.kind) * 1e12) if operation.flops else 0.0
         moving = operation.bytes / (rates.memory * 1e9)
         least += count * max(computing, moving)
         computing /= rates.matmul_efficiency

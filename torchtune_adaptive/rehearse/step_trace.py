@@ -19,17 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
-from torchtune_adaptive.rehearse.step_time import (
-    BF16,
-    FP8,
-    FP32,
-    HOST,
-    MEMORY,
-    TF32,
-    Operation,
-    Transfer,
-    Work,
-)
+from torchtune_adaptive.rehearse.step_time import BF16, FP8, FP32, HOST, MEMORY, TF32, Operation, Transfer, Work
 
 _RATES = {
     "c10::BFloat16": BF16, "c10::Half": BF16, "c10::Float8_e4m3fn": FP8, "c10::Float8_e5m2": FP8, "signed char": FP8,
@@ -62,11 +52,6 @@ class Recorder:
         self._untraced: Counter[Operation | Transfer] = Counter()
         """Work that the trace does not contain: kernels of Triton and DDP's all-reduces."""
         self._replaced: list[tuple[Any, str, Any]] = []
-
-    @property
-    def on(self) -> bool:
-        """Return True while a step is recorded."""
-        return self._file is not None
 
     def start(self) -> None:
         """Start recording."""
@@ -111,7 +96,7 @@ class Recorder:
 
     def add_bucket(self, size: int) -> None:
         """Count a bucket of DDP, whose all-reduce a rehearsal replaces."""
-        if self.on:
+        if self._file is not None:  # a step is recorded
             ranks = torch.distributed.get_world_size()
             share = 2 * (ranks - 1) / ranks
             self._untraced[Transfer(size, share, ranks, min(ranks, ONE_MACHINE), hidden=True)] += 1
