@@ -171,6 +171,37 @@ def test_piece_of_a_batch_with_nested_inputs_has_only_its_rows() -> None:
     assert piece["names"] == expected["names"]
 
 
+class Classifier(torch.nn.Module):
+    """Compares samples with the embeddings of four classes, which are part of the batch, and edits the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(256, 8)
+
+    def forward(self, input_ids: Any, scale: Any, classes: Any) -> dict[str, Any]:
+        if len(input_ids) > 2 and self.fails:
+            scale /= 25
+            raise torch.OutOfMemoryError("no room")
+        scale /= 25
+        return {"logits": (self.embedding(input_ids).mean(1) * scale[:, None]) @ classes.T}
+
+    fails = False
+
+
+def test_failed_pass_does_not_change_the_batch_and_only_rows_are_sliced(tmp_path: Path) -> None:
+    def classified(samples: Any) -> Any:
+        ids = torch.tensor([each["input_ids"][:4] for each in samples])
+        return {"input_ids": ids, "scale": ids[:, 0].float(), "classes": torch.arange(32.0).view(4, 8)}
+
+    settings = arguments(tmp_path, per_device_eval_batch_size=4, remove_unused_columns=False)
+    options: Any = {"args": settings, "data_collator": classified}
+    stock, ours = (kind(model=Classifier(), **options) for kind in (Trainer, AdaptiveTrainer))
+    ours.model.fails = True
+    predictions = ours.predict(Counting(8)).predictions
+    assert np.abs(predictions - stock.predict(Counting(8)).predictions).max() < 1e-4
+
+
 class Unlabeled(Counting):
     """Rows of equal length without labels."""
 

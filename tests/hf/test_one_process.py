@@ -25,6 +25,7 @@ from transformers import (
     LlamaConfig,
     LlamaForTokenClassification,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -275,6 +276,75 @@ def test_forward_may_draw_from_any_random_generator(folder: Path) -> None:
 
     theirs = train(folder, base=Noisy, arguments=arguments(folder))
     assert difference(train(folder, AS_IT_IS, base=Noisy, arguments=arguments(folder)), theirs) == 0.0
+
+
+class Temperature(Trainer):
+    """Learns a factor of the loss, outside the model, in the optimizer of the model or in its own."""
+
+    separate = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(3)
+        self.factor = torch.nn.Linear(1, 1, bias=False)
+        if self.separate:
+            self.add_callback(StepsOptimizer(torch.optim.SGD(self.factor.parameters(), lr=0.1)))
+
+    def create_optimizer(self, *_: Any) -> Any:
+        outside = [] if self.separate else self.factor.parameters()
+        self.optimizer = torch.optim.SGD([*self.model.parameters(), *outside], lr=self.args.learning_rate)
+        return self.optimizer
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * self.factor.weight.exp().sum()
+
+
+class Separate(Temperature):
+    separate = True
+
+
+class StepsOptimizer(TrainerCallback):
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class EditsInputs(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = inputs.pop("scale").div_(2)
+        return super().compute_loss(model, inputs, *args, **kwargs) * scale.mean()
+
+
+class MovesInputs(Trainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = {name: value.to(self.args.device) for name, value in inputs.items()}
+        return super().training_step(model, moved, *args, **kwargs)
+
+
+@pytest.mark.parametrize("base", [Temperature, Separate, EditsInputs, MovesInputs])
+def test_step_that_fails_late_is_repeated_from_the_same_state(folder: Path, base: type[Trainer]) -> None:
+    def scaled(samples: Any) -> Any:
+        return {**collate(samples), **({"scale": torch.full((len(samples),), 2.0)} if base is EditsInputs else {})}
+
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "remove_unused_columns": False}
+    options = {"base": base, "data_collator": scaled, "arguments": arguments(folder, **settings, max_steps=4)}
+    ours = train(folder, AS_IT_IS, faults=[(2, 900)], **options)
+    assert ours.column("oom_recoveries")[-1] == 1
+    assert difference(ours, train(folder, **options)) < 1e-6
+
+
+def test_backward_in_training_step_is_refused(folder: Path) -> None:
+    class Regularized(Trainer):
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, *args, **kwargs)
+            self.accelerator.backward(sum(each.square().sum() for each in model.parameters()))
+            return loss
+
+    with pytest.raises(ConfigError, match="training_step of Adaptive or a callback calls backward"):
+        train(folder, AS_IT_IS, base=Regularized, arguments=arguments(folder))
 
 
 def test_loss_that_does_not_add_up_is_refused(folder: Path) -> None:
@@ -556,6 +626,10 @@ def test_command_line_accepts_all_arguments() -> None:
         {"token_budget": 0},
         {"token_budget": 10, "use_maximum_batch_size": True},
         {"memory_limit": "lots"},
+        {"recover_from_oom": "False"},
+        {"use_maximum_batch_size": "yes"},
+        {"regrow_after": "10"},
+        {"regrow_after": -1},
     ],
 )
 def test_invalid_arguments_are_refused(wrong: dict[str, Any]) -> None:

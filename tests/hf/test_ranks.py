@@ -69,6 +69,72 @@ def test_two_ranks_train_like_stock_however_steps_are_split(sharded: bool, tmp_p
     assert [way for way, run in ended.items() if (run.recoveries, run.rows) == (1, 2)] == ["failed", "saved", "resumed"]
 
 
+def train_communicating(sharded: bool, here: Path) -> tuple[dict[str, float], str]:
+    """Collective: the differences from stock if compute_loss gathers a factor, and with a buffer that the forward
+    updates; and the error for a mean over the labels of all ranks."""
+    import torch
+    from transformers import Trainer
+
+    from tests.hf.trainers import arguments, difference, tiny_llama, train, use_fsdp2
+    from torchtune_adaptive.errors import ConfigError
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    class Gathers(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            factor = torch.tensor(1.0 + self.args.process_index)
+            return loss * self.accelerator.gather(factor).mean() * self.accelerator.reduce(factor, "sum")
+
+    class GlobalMean(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            local, everywhere = (inputs["labels"] != -100).sum(), None
+            everywhere = self.accelerator.gather(local).sum()
+            return super().compute_loss(model, inputs) * local / everywhere
+
+    class Counts(type(tiny_llama())):  # type: ignore[misc]
+        def forward(self, input_ids: Any, **options: Any) -> Any:
+            output = super().forward(input_ids=input_ids, **options)
+            output["loss"] = output["loss"] * (1 + self.seen)
+            if self.training:
+                self.seen += input_ids.sum() / 1e5
+            return output
+
+    def counting() -> Any:
+        model = tiny_llama()
+        model.register_buffer("seen", torch.zeros(()))
+        model.__class__ = Counts
+        return model
+
+    if sharded:
+        use_fsdp2()
+    cases: dict[str, Any] = {"gathers": {"base": Gathers}, **({} if sharded else {"buffer": {}})}
+    found = {}
+    for name, case in cases.items():
+        ours, stock = (
+            train(
+                here,
+                adaptive,
+                **case,
+                model=counting() if name == "buffer" else tiny_llama(),
+                arguments=arguments(here, max_steps=3, gradient_accumulation_steps=2, remove_unused_columns=False),
+            )
+            for adaptive in (AdaptiveArguments(), None)
+        )
+        found[name] = difference(ours, stock)
+    try:
+        train(here, AdaptiveArguments(), base=GlobalMean, arguments=arguments(here, max_steps=1))
+    except ConfigError as error:
+        return found, str(error)
+    return found, ""
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+def test_loss_that_communicates_equals_that_of_stock_or_is_refused(sharded: bool, tmp_path: Path) -> None:
+    for found, refusal in run_on_ranks(2, train_communicating, sharded, tmp_path, in_group=False, timeout_s=60):
+        assert max(found.values()) < 1e-6, found
+        assert "it is neither their sum nor their mean" in refusal
+
+
 def test_failure_at_any_operation_of_a_step_does_not_change_training() -> None:
     from tests.hf.faults import COUNTED, sweep
 

@@ -31,6 +31,10 @@ class AdaptiveArguments:
     )
 
     def __post_init__(self) -> None:
+        kinds = {"recover_from_oom": bool, "use_maximum_batch_size": bool, "regrow_after": int}
+        if any(type(getattr(self, name)) is not kind for name, kind in kinds.items()) or self.regrow_after < 0:
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in kinds)
+            raise ConfigError(f"{given}: allowed are True or False, and a number of steps or 0 (never)")
         if isinstance(self.token_budget, str) and self.token_budget.isdecimal():
             self.token_budget = int(self.token_budget)
         number = type(self.token_budget) is int and self.token_budget > 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from copy import copy
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -141,10 +140,10 @@ class Evaluator:
     def _forward(self, rows: Sequence[int]) -> Totals:
         """Run `prediction_step` on some rows of the batch. Outputs of a part of the batch are moved to the host."""
         is_piece = len(rows) < len(self._samples)
-        inputs = self._inputs_of(rows) if is_piece else copy(self._inputs)
+        # a copy, because compute_loss may edit its inputs
+        inputs = self._inputs_of(rows) if is_piece else recursively_apply(Tensor.clone, self._inputs)
         targets = targets_of(inputs, len(rows)) if is_piece else (0, 0)
-        gathers_metrics = hasattr(self.trainer, "_metrics")  # TRL's trainers, in every pass
-        isolated = only_fsdp_communicates(self.trainer, self._model) if gathers_metrics else nullcontext()
+        isolated = only_fsdp_communicates(self.trainer, self._model)
         with isolated, override_attributes(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
             loss, logits, labels = self._prediction_step(inputs)
         if is_piece:
@@ -158,7 +157,13 @@ class Evaluator:
         nested = any(isinstance(each, Mapping | list | tuple) for each in self._inputs.values())
         if nested or any(len(tensor) != len(self._samples) for tensor in tensors.values()):
             return CollatedBatch.of([self._samples[row] for row in rows], self._collate).inputs
-        return {**self._inputs, **{name: tensor[list(rows)] for name, tensor in tensors.items()}}
+        # A tensor that is as long for one sample, such as a weight for each class, does not consist of rows.
+        restore, one = remember_random_state(self.trainer), CollatedBatch.of(self._samples[:1], self._collate).inputs
+        restore()
+        sliced = (
+            name for name, tensor in tensors.items() if getattr(one.get(name), "shape", ())[:1] != tensor.shape[:1]
+        )
+        return {**self._inputs, **{name: tensors[name][list(rows)] for name in sliced}}
 
     def _preprocess_piece(self, piece: Piece) -> Piece:
         """Collective: as Trainer does, pad outputs to the longest rank and call `preprocess_logits_for_metrics`."""

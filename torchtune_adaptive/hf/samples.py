@@ -105,6 +105,10 @@ class CollatedBatch:
     """See `targets_of`."""
     inputs: Any = None
 
+    def to(self, *_: Any, **__: Any) -> CollatedBatch:
+        """Return this batch, because a training_step may move all values of its inputs to a device."""
+        return self
+
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
         """Collate samples with the collator of their data loader; concatenate generated rows."""

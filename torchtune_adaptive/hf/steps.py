@@ -50,6 +50,8 @@ NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
 )
+REFERENCE_MODELS = ("ref_model", "teacher_model")
+"""Attributes of TRL's trainers. TRL leaves requires_grad set in these models, although it does not train them."""
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
@@ -75,11 +77,16 @@ class OptimizerSteps:
         """Collective: check collator and loss, and search if configured. Call this in the first step of `train()`."""
         self.trainer, adaptive = trainer, trainer.adaptive
         self.model = _unwrap_ddp(model, trainer.accelerator)
+        self._wrapped: Any = getattr(model, "_orig_mod", model)  # accelerate applies torch.compile to the DDP module
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
         self._steps_run = 0
         self._kept_gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients from an incomplete step; see `keep_gradients`."""
         self._ended_at_step: int | None = None
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        own = {id(parameter) for parameter in self.model.parameters()}
+        self._outside = [each for each in {*trained, *_parameters_of(trainer)} if id(each) not in own]
+        """Parameters outside the model that compute_loss may train; the engine does not reset their gradients."""
         self._begin(batches, num_items)
         self._check_collation(batches[0])
         needs_lengths = adaptive.use_maximum_batch_size or adaptive.token_budget is not None
@@ -94,9 +101,7 @@ class OptimizerSteps:
         twice = self._collated(self._samples[:1] * 2).inputs
         padded = "input_ids" not in twice or len(twice["input_ids"]) > 1  # otherwise, the collator concatenates
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        # TRL leaves requires_grad set in models that it does not train.
-        models = [self.model, *(each.requires_grad_(False) for each in other_models(trainer, trained))]
+        models = [self.model, *other_models(trainer, trained)]
         self.runner = StepRunner(
             self.model,
             self._forward_backward,
@@ -137,6 +142,8 @@ class OptimizerSteps:
         if self._steps_run > 1 and self._steps_run.bit_count() == 1:  # 2, 4, 8, ...
             self._check_collation(batches[0])
             self._check_losses()
+        if isinstance(self._wrapped, DistributedDataParallel) and self._wrapped.will_sync_module_buffers():
+            self._wrapped._sync_buffers()  # as DDP does before the first forward of a step
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
         for parameter, gradient in self._kept_gradients:
@@ -177,11 +184,18 @@ class OptimizerSteps:
         self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).with_targets())
         self._targets_of_step = sums_of([batch.targets for batch in batches])
         self._num_items = num_items
-        self._restore = remember_random_state(self.trainer)
+        self._restore_random_state = remember_random_state(self.trainer)
+        self._gradients_outside = [(each, each.grad) for each in self._outside]  # of an incomplete step, or None
+
+    def _restore(self) -> None:
+        self._restore_random_state()
+        for parameter, gradient in self._gradients_outside:
+            parameter.grad = gradient if gradient is None else gradient.clone()
 
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """Run one microbatch with Trainer's training_step."""
-        batch = self._batches.get(tuple(map(id, samples))) or self._collated(samples)
+        # Each batch is used once, because compute_loss may edit it.
+        batch = self._batches.pop(tuple(map(id, samples)), None) or self._collated(samples)
         rows, targets = (0, (0, 0)) if samples[0] is self._filler else (len(samples), batch.targets)
         weight = self._reduction.weight((rows, targets), (len(self._samples), self._targets_of_step))
         if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
@@ -345,12 +359,12 @@ def override_attributes(owner: object, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = False) -> Iterator[None]:
-    """Suppress all collectives of a pass except FSDP's, because a rank that ran out of memory could not complete them.
+    """Suppress the gathers of metrics in TRL's trainers, because a rank that ran out of memory could not complete them.
 
-    These are gathers of metrics in compute_loss of TRL's trainers. Within this context, a gather returns the value of
-    this rank for all ranks; `average_metrics` averages the metrics later. The context also gathers the weight of a
-    frozen head before the pass: TRL reads it without calling the module, so FSDP's hooks would not gather it. Batches
-    that are `generated` are not prepared again.
+    Within this context, a gather returns the value of this rank for all ranks; `average_metrics` averages the metrics
+    later. The losses of other trainers may depend on what they gather. The context also gathers the weight of a frozen
+    head before the pass: TRL reads it without calling the module, so FSDP's hooks would not gather it. Batches that are
+    `generated` are not prepared again.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
@@ -358,7 +372,7 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
     with ExitStack() as stack:
         if generated:
             stack.enter_context(override_attributes(trainer, _prepare_inputs=lambda inputs: inputs))
-        if world_size() > 1:
+        if world_size() > 1 and hasattr(trainer, "_metrics"):
             local: dict[str, Any] = {"gather": _repeat_for_ranks, "gather_for_metrics": _repeat_for_ranks}
             local["reduce"] = lambda value, *_, **__: value  # TRL divides two sums: now those of this rank
             stack.enter_context(override_attributes(trainer.accelerator, **local))
@@ -424,13 +438,20 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
 
 
 def other_models(trainer: Any, trained: Iterable[Tensor]) -> list[nn.Module]:
-    """Return the models that the Trainer runs without training them, such as DPO's reference model."""
-    identities = {id(parameter) for parameter in trained}
-    return [
-        module
-        for module in vars(trainer).values()
-        if isinstance(module, nn.Module) and not any(id(each) in identities for each in module.parameters())
-    ]
+    """Return the frozen models that the Trainer runs, such as DPO's reference model."""
+    found, identities = [], {id(parameter) for parameter in trained}
+    for name, each in vars(trainer).items():
+        if isinstance(each, nn.Module) and not any(id(parameter) in identities for parameter in each.parameters()):
+            if name in REFERENCE_MODELS:
+                each.requires_grad_(False)
+            if not any(parameter.requires_grad for parameter in each.parameters()):
+                found.append(each)
+    return found
+
+
+def _parameters_of(owner: object) -> Iterator[nn.Parameter]:
+    for each in vars(owner).values():
+        yield from each.parameters() if isinstance(each, nn.Module) else [each] * isinstance(each, nn.Parameter)
 
 
 def enforced_memory_limit(
@@ -450,7 +471,7 @@ def sums_of(targets: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 def _unwrap_ddp(model: Any, accelerator: Any) -> Any:
     """Return the model without DDP, which would average gradients in every backward instead of once per step."""
-    wrapped = getattr(model, "_orig_mod", model)  # accelerate applies torch.compile to the DDP module
+    wrapped = getattr(model, "_orig_mod", model)
     if not isinstance(wrapped, DistributedDataParallel):
         return model
     inside = wrapped.module

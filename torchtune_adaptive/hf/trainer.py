@@ -208,6 +208,11 @@ class AdaptiveMixin(Base):
     def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
         """Collective: run the collected batches of a step; if the epoch ends within the step, these are not all."""
         self._batches = None
+        if any(parameter.grad is not None for parameter in model.parameters()):
+            raise ConfigError(
+                f"the model has gradients before the step: training_step of {type(self).__name__} or a callback calls "
+                "backward, which a repeated step would not do; add its loss in compute_loss"
+            )
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, collected, num_items, self._training_stack)
         return self._steps.run(collected, num_items)
