@@ -120,7 +120,7 @@ class Evaluator:
             model, recovery = trainer._steps.model, trainer._steps.runner.recovery
             memory = trainer._steps.memory
         else:
-            models, regrow_after = [model, *other_models(trainer, model.parameters())], trainer.adaptive.regrow_after
+            models, regrow_after = [model, *other_models(trainer, [*model.parameters()])], trainer.adaptive.regrow_after
             try:
                 recovery = Recovery(*models, regrow_after=regrow_after, on_attempt=lambda *_: self.begin_attempt())
             except RecoveryUnsupportedError:
@@ -160,9 +160,7 @@ class Evaluator:
         # A tensor that is as long for one sample, such as a weight for each class, does not consist of rows.
         restore, one = remember_random_state(self.trainer), CollatedBatch.of(self._samples[:1], self._collate).inputs
         restore()
-        sliced = (
-            name for name, tensor in tensors.items() if getattr(one.get(name), "shape", ())[:1] != tensor.shape[:1]
-        )
+        sliced = (name for name in tensors if getattr(one.get(name), "shape", ())[:1] != tensors[name].shape[:1])
         return {**self._inputs, **{name: tensors[name][list(rows)] for name in sliced}}
 
     def _preprocess_piece(self, piece: Piece) -> Piece:

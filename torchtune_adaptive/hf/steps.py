@@ -50,8 +50,6 @@ NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
 )
-REFERENCE_MODELS = ("ref_model", "teacher_model")
-"""Attributes of TRL's trainers. TRL leaves requires_grad set in these models, although it does not train them."""
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
@@ -84,8 +82,7 @@ class OptimizerSteps:
         """Parameters and their gradients from an incomplete step; see `keep_gradients`."""
         self._ended_at_step: int | None = None
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        own = {id(parameter) for parameter in self.model.parameters()}
-        self._outside = [each for each in {*trained, *_parameters_of(trainer)} if id(each) not in own]
+        self._outside = {*trained, *_parameters_of(trainer)}.difference(self.model.parameters())
         """Parameters outside the model that compute_loss may train; the engine does not reset their gradients."""
         self._begin(batches, num_items)
         self._check_collation(batches[0])
@@ -184,13 +181,7 @@ class OptimizerSteps:
         self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).with_targets())
         self._targets_of_step = sums_of([batch.targets for batch in batches])
         self._num_items = num_items
-        self._restore_random_state = remember_random_state(self.trainer)
-        self._gradients_outside = [(each, each.grad) for each in self._outside]  # of an incomplete step, or None
-
-    def _restore(self) -> None:
-        self._restore_random_state()
-        for parameter, gradient in self._gradients_outside:
-            parameter.grad = gradient if gradient is None else gradient.clone()
+        self._restore = remember_random_state(self.trainer, self._outside)
 
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """Run one microbatch with Trainer's training_step."""
@@ -394,8 +385,9 @@ def average_metrics(trainer: Any, mode: str) -> None:
         collected[name] = values or [math.nan]
 
 
-def remember_random_state(trainer: Any) -> Callable[[], None]:
-    """Return a function that restores random generators and TRL's counters, for a step that is repeated."""
+def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Callable[[], None]:
+    """Return a function that restores random generators, TRL's counters and the gradients of these parameters."""
+    gradients = [(each, each.grad) for each in parameters]  # of an incomplete step, or None
     python, numpy, torch_states = random.getstate(), np.random.get_state(), RngState.capture()
     counters = {name: copy.deepcopy(getattr(trainer, name)) for name in COUNTERS if hasattr(trainer, name)}
 
@@ -404,6 +396,8 @@ def remember_random_state(trainer: Any) -> Callable[[], None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch_states.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient if gradient is None else gradient.clone()
 
     return restore
 
@@ -437,16 +431,13 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
     return restore
 
 
-def other_models(trainer: Any, trained: Iterable[Tensor]) -> list[nn.Module]:
+def other_models(trainer: Any, trained: Sequence[Tensor]) -> list[nn.Module]:
     """Return the frozen models that the Trainer runs, such as DPO's reference model."""
-    found, identities = [], {id(parameter) for parameter in trained}
-    for name, each in vars(trainer).items():
-        if isinstance(each, nn.Module) and not any(id(parameter) in identities for parameter in each.parameters()):
-            if name in REFERENCE_MODELS:
-                each.requires_grad_(False)
-            if not any(parameter.requires_grad for parameter in each.parameters()):
-                found.append(each)
-    return found
+    modules = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module)}
+    models = {name: each for name, each in modules.items() if {*trained}.isdisjoint(each.parameters())}
+    for name in models.keys() & {"ref_model", "teacher_model"}:  # TRL leaves requires_grad set
+        models[name].requires_grad_(False)
+    return [each for each in models.values() if not any(parameter.requires_grad for parameter in each.parameters())]
 
 
 def _parameters_of(owner: object) -> Iterator[nn.Parameter]:
