@@ -20,11 +20,11 @@ export OMP_NUM_THREADS := 1
 # supported torch versions other than the one in constraints.txt; each CUDA build takes 6 GB
 VERSIONS ?= 2.13.0 2.14.1
 
-# frameworks built on Trainer, and the versions that docs/huggingface.md names
-FRAMEWORKS := axolotl llamafactory ms-swift
+# the frameworks and versions that docs/huggingface.md names
+FRAMEWORKS := axolotl llamafactory ray
 axolotl := 0.19.0
 llamafactory := 0.9.5
-ms-swift := 4.6.0
+ray := 2.60.0
 
 .PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
 
@@ -94,13 +94,13 @@ $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 	$(@D)/bin/python -m pip check
 	touch $@
 
-# trains with frameworks built on Trainer, each in an environment with the versions that it requires (4 GB in all); slow
+# trains with other frameworks, each in an environment with the versions that it requires (4 GB in all); slow
 test-frameworks: $(FRAMEWORKS:%=$(VENV)/framework-%/ready)
 	for framework in $(FRAMEWORKS); do $(VENV)/framework-$$framework/bin/python -m pytest tests/hf/test_frameworks.py; done
 
 $(VENV)/framework-%/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --progress-bar off '$*==$($*)' --editable '.[hf]' pytest pytest-timeout $(SHOW)
+	$(@D)/bin/python -m pip install --progress-bar off '$*$(if $(filter ray,$*),[train])==$($*)' --editable '.[hf]' pytest pytest-timeout $(SHOW)
 	touch $@
 
 # torch's own CUDA code over a null device; needs a CUDA build of torch and a C compiler, no GPU

@@ -44,10 +44,10 @@ def train():
             with runner.committing("optimizer.step", last_checkpoint=None):
                 optimizer.step()
             optimizer.zero_grad()
-            loss = result.loss_sum.item() / result.target_tokens
-            ray.train.report({"loss": loss, "rows": runner.limit.rows, "recoveries": runner.recoveries})
+            if rank == 0:
+                loss = result.loss_sum.item() / result.target_tokens
+                print(f"step {step}: loss {loss:.4f}, at most {runner.limit.rows} rows in a microbatch", flush=True)
     runner.close()
 
 
-trainer = TorchTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=2))
-print(trainer.fit().metrics)
+TorchTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=2)).fit()
