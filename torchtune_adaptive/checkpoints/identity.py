@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -24,6 +25,7 @@ RUN_KEYS = (
     "optimizer",
     "optimizer_in_bwd",
 )
+DATA_KEYS = "dataset", "shuffle"
 ROLLOUT_KEYS = (
     "reward_and_value_model",
     "reward_model",
@@ -68,7 +70,7 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     flat.pop(MAY_BE_LOWERED, None)
     if recipe == "full_ppo":  # PPO uses this key only to split a step into microbatches
         flat.pop("gradient_accumulation_steps", None)
-    return flat
+    return cast(dict[str, object], json.loads(json.dumps(flat, default=str)))  # as in a manifest: keys are strings
 
 
 def weights_in(name: str, section: Any) -> dict[str, object]:
@@ -99,7 +101,8 @@ def difference(configured: Mapping[str, object], saved: Mapping[str, object]) ->
     another_recipe = configured.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
-        if configured.get(key) != saved.get(key):
+        now, before = configured.get(key), saved.get(key)
+        if now != before and repr(now) != repr(before):  # NaN differs from itself
             now, before = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
             changed.append(f"{key} is {now}, but was {before}")
     return ", and ".join(changed) or None

@@ -117,10 +117,10 @@ def check_copied_files(section: DictConfig) -> None:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(root, name) for name in files):
             copied = not path.name.startswith(".") and not path.name.endswith(tuple(SUFFIXES_TO_NOT_COPY))
-            if copied and not os.access(path, os.R_OK):
+            if copied and not (os.access(path, os.R_OK) and path.is_file()):
                 raise ConfigError(
-                    f"checkpointer.checkpoint_dir: every save copies {path}, but it cannot be read or is a broken "
-                    "link: repair or remove it"
+                    f"checkpointer.checkpoint_dir: every save copies {path}, but it cannot be read, or is no "
+                    "file: repair or remove it"
                 )
 
 

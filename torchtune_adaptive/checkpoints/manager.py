@@ -194,7 +194,9 @@ class CheckpointManager:
         try:
             store.prune(self._directory.path, self._settings.keep_last_n_checkpoints, self._never_pruned)
         except OSError as error:  # only a warning, because the new checkpoint is complete
-            logger.warning("older checkpoints in %s could not be removed: %s", self._directory.path, error.strerror)
+            logger.warning(
+                "older checkpoints in %s could not be removed: %s", self._directory.path, error.strerror or error
+            )
 
     def _failure(self, name: str, error: Exception) -> tuple[str, bool]:
         """On rank 0: return the message for a failed save, and whether the output directory is no longer this run's."""

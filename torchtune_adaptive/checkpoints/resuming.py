@@ -18,7 +18,7 @@ from typing import IO, TypeAlias
 import torch.distributed as dist
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import difference, file_names, identity_of, saves_adapters
+from torchtune_adaptive.checkpoints.identity import DATA_KEYS, difference, file_names, identity_of, saves_adapters
 from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest, OutputDirectory
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
@@ -117,9 +117,9 @@ def choose_checkpoint(
     """Return the files to resume from and their manifest, or None and None for a fresh start. Changes no file."""
     if settings.resume_from_checkpoint is True:
         files, manifest = named_files(settings, recipe, checkpoints)
-        # within an epoch, other samples per step or another order would repeat samples and skip others
-        if manifest is not None and manifest.position.steps_in_epoch:
-            _check_same_run(manifest, settings, recipe)
+        if manifest is not None:
+            # only within an epoch, other data or another order would repeat samples and skip others
+            _check_same_run(manifest, settings, recipe, data=manifest.position.steps_in_epoch > 0)
         return files, manifest
     newest, skipped = store.newest_intact(checkpoints if settings.resume_from_checkpoint == AUTO else [])
     for checkpoint in skipped:
@@ -142,14 +142,20 @@ def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps:
     position = manifest.position
     if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
         more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
+        if steps is None and not manifest.finished:
+            raise ConfigError(f"cannot resume: {path} ({position}) is from a longer run than configured; {more}")
         raise RunFinished(
             f"nothing left to train: the run is finished, and its last checkpoint is {path} ({position}); "
             f"{more} to continue from there"
         )
 
 
-def _check_same_run(saved: Manifest, settings: Settings, recipe: str) -> None:
-    if changed := difference(identity_of(settings.config, recipe), saved.identity):
+def _check_same_run(saved: Manifest, settings: Settings, recipe: str, *, data: bool = True) -> None:
+    """Raise ConfigError if the config is that of another run. Compares the dataset and its order only if `data`."""
+    both = [identity_of(settings.config, recipe), saved.identity]
+    if not data:
+        both = [{key: each[key] for key in each if not key.startswith(DATA_KEYS)} for each in both]
+    if changed := difference(*both):
         raise ConfigError(
             f"cannot resume: {changed} in the run whose checkpoints are in {settings.output_dir}; set it back, or "
             "start a new run with another output_dir"
@@ -197,7 +203,11 @@ def named_files(
     else:
         weights = [directory / name for name in file_names(section.get("checkpoint_files"))]
     folders = {path.resolve().parent for path in (*weights, state) if path is not None}
-    complete = next((each for each in checkpoints if each.manifest and each.path.resolve() in folders), None)
+    named = [each for each in checkpoints if each.path.resolve() in folders]
+    for each in named:
+        if each.fault is not None and (each.path / store.MANIFEST_FILE).exists():
+            raise _not_found(f"{each.path} {each.fault}", directory)
+    complete = next((each for each in named if each.manifest), None)
     if len({path.parent for path in weights}) > 1 or (complete is not None and len(folders) > 1):
         raise ConfigError(
             "resume_from_checkpoint is True, but weights and state are from several checkpoints "

@@ -149,7 +149,7 @@ class OutputDirectory:
             if directory_id(self.path) == self.directory_id and (self.staging / MARKER_FILE).is_file():
                 return
         raise DirectoryLost(
-            "no longer belongs to this run: it was moved, removed or replaced with its checkpoints, or another run has "
+            "no longer belongs to this run: it, or .saving in it, was moved, removed or replaced, or another run has "
             "started in it; find the checkpoints (tune-adaptive status), then resume from where they are now "
             "(output_dir=..., resume_from_checkpoint=auto), or start over in another output_dir"
         )
@@ -260,7 +260,10 @@ def remove(folder: Path) -> None:
     """Rename a checkpoint before deleting it, so that a partly deleted one does not look like a checkpoint."""
     renamed = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(renamed)
-    shutil.rmtree(renamed)
+    if renamed.is_symlink():
+        renamed.unlink()
+    else:
+        shutil.rmtree(renamed)
 
 
 def clean(directory: Path) -> None:

@@ -46,6 +46,17 @@ def test_damaged_named_checkpoint_is_refused_with_an_alternative(tmp_path: Path)
         named(tmp_path, files("epoch_1"))
 
 
+@pytest.mark.parametrize("damaged", [("epoch_1",), ("epoch_0", "epoch_1")])
+def test_checkpoint_whose_files_do_not_match_its_manifest_is_refused(tmp_path: Path, damaged: tuple[str, ...]) -> None:
+    for epoch in range(2):
+        saved(tmp_path, f"epoch_{epoch}", epoch)
+    for name in damaged:
+        (tmp_path / name / "recipe_state.pt").write_bytes(b"longer state")
+    state = "checkpointer.recipe_checkpoint=epoch_1/recipe_state.pt"
+    with pytest.raises(ConfigError, match=r"is damaged: recipe_state\.pt has 12 bytes, not 5; resume_from.*=auto"):
+        named(tmp_path, files(damaged[0]), state)
+
+
 def stock(directory: Path, epoch: int, content: dict[str, bytes] = CONTENT) -> None:
     folder = directory / f"epoch_{epoch}"
     folder.mkdir(parents=True)
@@ -77,6 +88,14 @@ def test_order_of_samples_must_not_change_within_an_epoch(tmp_path: Path) -> Non
     assert named(tmp_path, files("step_6")).resumes
     with pytest.raises(ConfigError, match="cannot resume: shuffle is False, but was True"):
         named(tmp_path, files("step_6"), "shuffle=False")
+
+
+def test_only_the_data_may_change_between_epochs(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0")
+    assert named(tmp_path, files("epoch_0"), "shuffle=False", "dataset.source=b").resumes
+    for change in ("model.scale=2", "optimizer.lr=0.5", "batch_size=4"):
+        with pytest.raises(ConfigError, match=rf"cannot resume: {change.partition('=')[0]} is"):
+            named(tmp_path, files("epoch_0"), change)
 
 
 def test_missing_names_are_reported_with_existing_ones(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Messages about failed checkpoints tell users how to react."""
 
 import errno
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -50,7 +51,11 @@ def test_uncopyable_file_is_refused_before_training(tmp_path: Path, component: s
     (tmp_path / ".cache").symlink_to("gone")
     loading.check_copied_files(section)
     (tmp_path / "tokenizer.json").symlink_to("../blobs/1a2b")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json, but it cannot be read or is a broken link"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json, but it cannot be read, or is no file"):
+        loading.check_copied_files(section)
+    (tmp_path / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe, but it cannot be read, or is no file"):
         loading.check_copied_files(section)
 
 

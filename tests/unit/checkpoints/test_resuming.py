@@ -1,5 +1,6 @@
 """A run starts from its complete checkpoints only, and otherwise fails with a helpful error."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from tests.unit.checkpoints.checkpoint_files import complete, save
 from tests.unit.checkpoints.run_starts import ADAPTER, config, files_of, saved, start
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
+from torchtune_adaptive.checkpoints.resuming import decide
+from torchtune_adaptive.checkpoints.store import Position
+from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished
 
 
@@ -74,6 +78,22 @@ def test_finished_run_has_no_work_and_keeps_its_files(tmp_path: Path) -> None:
         start(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
     assert start(tmp_path, "epochs=4").resumes
+
+
+@pytest.mark.parametrize("steps_in_epoch", [0, 1])
+def test_fewer_epochs_than_were_trained_are_an_error(tmp_path: Path, steps_in_epoch: int) -> None:
+    position = Position(epochs=2, steps_in_epoch=steps_in_epoch, step=8 + steps_in_epoch)
+    save(tmp_path, "epoch_1", identity=identity_of(config(tmp_path), "full"), position=position)
+    with pytest.raises(ConfigError, match=r"epoch_1 .*is from a longer run than configured; set epochs above 2"):
+        start(tmp_path, "epochs=2")
+
+
+def test_values_of_the_config_that_json_changes_are_the_same_run(tmp_path: Path) -> None:
+    part = {"_component_": "d", "weights": {0: 1, 2: 2, 10: math.nan}}
+    cfg = config(tmp_path)
+    cfg.dataset, cfg.model.table = [part], {3: math.nan}
+    save(tmp_path, "epoch_0", identity=identity_of(cfg, "full"))
+    assert decide(read_full_settings(cfg), "full").resumes
 
 
 def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(

@@ -225,6 +225,14 @@ def test_pruning_keeps_the_checkpoint_that_the_newest_one_names_as_the_best(
     assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
 
 
+def test_linked_checkpoint_is_removed_without_its_files(tmp_path: Path) -> None:
+    moved = save(tmp_path / "other", "epoch_0")
+    (tmp_path / "epoch_0").symlink_to(moved)
+    store.remove(tmp_path / "epoch_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert complete(tmp_path / "other") == ["epoch_0"]
+
+
 def test_pruning_keeps_incomplete_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "epoch_9").mkdir()
     for serial in range(3):
