@@ -96,14 +96,14 @@ def file_names(value: object, key: str = "checkpointer") -> list[str]:
     raise ConfigError(f"{key}.checkpoint_files is {plain!r}: allowed is a list of names")
 
 
-def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys."""
-    another_recipe = configured.get("recipe") != saved.get("recipe")
+def difference(current: Mapping[str, object], saved: Mapping[str, object], ignored: tuple[str, ...] = ()) -> str | None:
+    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys, and
+    in any case those that begin with one of `ignored`."""
+    another_recipe = current.get("recipe") != saved.get("recipe")
     changed = []
-    for key in ["recipe"] if another_recipe else sorted(configured.keys() | saved.keys()):
-        now, before = configured.get(key), saved.get(key)
-        if now != before and repr(now) != repr(before):  # NaN differs from itself
-            now, before = (repr(values[key]) if key in values else "not set" for values in (configured, saved))
+    for key in ["recipe"] if another_recipe else sorted(current.keys() | saved.keys()):
+        now, before = (repr(values[key]) if key in values else "not set" for values in (current, saved))
+        if now != before and current.get(key) != saved.get(key) and not key.startswith(ignored):  # NaN differs from NaN
             changed.append(f"{key} is {now}, but was {before}")
     return ", and ".join(changed) or None
 

@@ -152,10 +152,8 @@ def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps:
 
 def _check_same_run(saved: Manifest, settings: Settings, recipe: str, *, data: bool = True) -> None:
     """Raise ConfigError if the config is that of another run. Compares the dataset and its order only if `data`."""
-    both = [identity_of(settings.config, recipe), saved.identity]
-    if not data:
-        both = [{key: each[key] for key in each if not key.startswith(DATA_KEYS)} for each in both]
-    if changed := difference(*both):
+    ignored = () if data else DATA_KEYS
+    if changed := difference(identity_of(settings.config, recipe), saved.identity, ignored):
         raise ConfigError(
             f"cannot resume: {changed} in the run whose checkpoints are in {settings.output_dir}; set it back, or "
             "start a new run with another output_dir"

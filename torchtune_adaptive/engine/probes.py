@@ -363,7 +363,6 @@ def find_max_batch_size(
     strategy: str = "linear",
     round_to: str = "power_of_two",
     max_rows: int | None = None,
-    samples_per_step: int | None = None,
     whole_step_rows: int | None = None,
     progress: OnProbe | None = None,
 ) -> SearchResult:
@@ -379,7 +378,6 @@ def find_max_batch_size(
         strategy: "linear" predicts from few probes; "binary" doubles and bisects; "decrease" halves from `max_rows`.
         round_to: "power_of_two" rounds the result down; "none" does not.
         max_rows: the most rows that are measured.
-        samples_per_step: if it equals `max_rows`, the `reason` of the result mentions it.
         whole_step_rows: the rows of a whole training step. If a microbatch can hold that many, each step is a single
             microbatch and needs no memory for accumulated gradients. The search then runs without them first, and
             with them if it finds fewer rows. Without this argument, gradients are in memory.
@@ -400,7 +398,6 @@ def find_max_batch_size(
             strategy=strategy,
             round_to=round_to,
             max_rows=max_rows,
-            samples_per_step=samples_per_step,
         )
         without_gradients = partial(prober.measure, accumulates=False)
         if not step.runner.trains:

@@ -365,14 +365,13 @@ def search(
     strategy: str = "linear",
     round_to: str = "power_of_two",
     max_rows: int | None = None,
-    samples_per_step: int | None = None,
     least_rows: int = 0,
 ) -> SearchResult:
     """Return the largest number of rows, rounded down, whose peak is within the budget on all ranks.
 
     `measure` is called with the same rows on every rank and returns the same Peak. If one row does not fit, the error
     that `no_fit_error` returns is raised. The strategy `decrease` starts at `max_rows`. The search ends early if the
-    measurements show that the result will be below `least_rows`. `samples_per_step` is only used for `reason`.
+    measurements show that the result will be below `least_rows`.
     """
     check_choice("strategy", strategy, STRATEGIES)
     candidates = candidate_rows(max_rows, round_to)
@@ -396,18 +395,16 @@ def search(
         lines=fit_lines(history.probes),
         unrounded_rows=unrounded_rows,
         rows=chosen,
-        reason=_reason(history, unrounded_rows, chosen, round_to, samples_per_step),
+        reason=_reason(history, unrounded_rows, chosen, round_to),
     )
 
 
-def _reason(history: History, unrounded_rows: float, rows: int, round_to: str, samples_per_step: int | None) -> str:
+def _reason(history: History, unrounded_rows: float, rows: int, round_to: str) -> str:
     if history.rejected and unrounded_rows == rows:
         return f"{history.too_many} did not fit"
     at_maximum = unrounded_rows >= history.max_rows or unrounded_rows == rows == history.candidates[-1]
     if at_maximum and not history.rejected:
         bound, highest = f"limited to {history.max_rows}", float(history.max_rows)
-        if history.max_rows == samples_per_step:
-            bound = f"all {samples_per_step} samples of a step"
     else:
         # Truncated, not rounded: "9 fit" would be wrong for 8.97.
         bound, highest = f"{floor(unrounded_rows * 10 + 1e-6) / 10:g} fit", unrounded_rows

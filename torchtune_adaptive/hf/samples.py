@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import get_worker_info
 
 from torchtune_adaptive.errors import ConfigError
 
@@ -50,14 +54,15 @@ class RawSample:
         """Return a copy in which every token has a label; with `few`, only the first two, with the same label."""
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
-        features, labels = dict(self.features), self.features.get("labels", 0)
-        tokens = len(features["input_ids"])
+        features, labels = dict(self.features), self.features.get("labels", ())
+        tokens, values = _tokens(features["input_ids"]), labels.tolist() if hasattr(labels, "tolist") else labels
         labelled = 2 if few else tokens
-        if hasattr(labels, "__len__") and len(labels) == tokens:
-            known = next((label for label in labels if label != IGNORED), 0)
-            filled = [known if few or label == IGNORED else label for label in labels]
+        if isinstance(values, list) and len(values) == tokens and all(isinstance(label, int) for label in values):
+            known = next((label for label in values if label != IGNORED), 0)
+            filled = [known if few or label == IGNORED else label for label in values]
             filled[labelled:] = [IGNORED] * (len(filled) - labelled)
-            features["labels"] = labels.new_tensor(filled) if isinstance(labels, Tensor) else filled
+            array = np.array(filled) if isinstance(labels, np.ndarray) else filled
+            features["labels"] = labels.new_tensor(filled) if isinstance(labels, Tensor) else array
         mask = [1] * min(labelled, tokens) + [0] * (tokens - labelled)
         masks = {name: mask for name in TARGET_MASKS if name in features}
         return replace(self, features={**features, **masks})
@@ -125,13 +130,11 @@ class CollatedBatch:
 
     def is_reproducible(self, collate: Callable[[list[Any]], Any]) -> bool:
         """Return True if collating the samples again gives the same batch. Waits for the device."""
-        first, second = (
-            {name: value for name, value in inputs.items() if value is not None}
-            for inputs in (self.inputs, CollatedBatch.of(self.samples, collate).inputs)
-        )
-        return first.keys() == second.keys() and all(
-            torch.equal(value.cpu(), second[name].cpu()) for name, value in first.items() if isinstance(value, Tensor)
-        )
+        both = self.inputs, CollatedBatch.of(self.samples, collate).inputs
+        first, second = ([each for each in tree_leaves({**inputs}) if each is not None] for inputs in both)
+        tensors = [pair for pair in zip(first, second, strict=False) if isinstance(pair[0], Tensor)]
+        same = (torch.equal(*(each.cpu().nan_to_num() for each in pair)) for pair in tensors)
+        return len(first) == len(second) and all(same)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,8 @@ class KeepSamples:
         inputs = self.collate(features)
         if isinstance(inputs, MutableMapping):
             inputs[SAMPLES_KEY] = CollatedBatch(samples, targets_of(inputs, len(samples)))
+            if get_worker_info() is not None:  # the queue of a worker would only print this error, and block
+                pickle.dumps(samples)
         return inputs
 
 
@@ -162,4 +167,4 @@ def targets_of(inputs: Mapping[str, Any], samples: int) -> tuple[int, int]:
 
 
 def _tokens(ids: Any) -> int:
-    return ids.shape[-1] if isinstance(ids, Tensor) else len(ids)
+    return ids.shape[-1] if hasattr(ids, "shape") else len(ids)

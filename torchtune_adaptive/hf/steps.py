@@ -88,7 +88,7 @@ class OptimizerSteps:
         self._check_collation(batches[0])
         needs_lengths = adaptive.use_maximum_batch_size or adaptive.token_budget is not None
         texts = [batches[0].inputs[name] for name in ("input_ids", "labels") if name in batches[0].inputs]
-        tokens = max((text.shape[-1] for text in texts if text.ndim == 2), default=0)
+        tokens = max((text.shape[-1] for text in texts if isinstance(text, Tensor) and text.ndim == 2), default=0)
         if needs_lengths and tokens > 1 == max(each.length for each in self._samples):
             raise ConfigError(
                 "a search or token budget needs the lengths of samples, but the samples have no input_ids before "
@@ -226,7 +226,8 @@ class OptimizerSteps:
         self._tolerance = tolerance_of(self.model, mixed_precision=trainer.accelerator.mixed_precision != "no")
         reduction = how_losses_add_up(on_ranks, shifts_labels=shifts_labels, tolerance=self._tolerance)
         if reduction is None:
-            raise ConfigError(f"{on_ranks[0]}: it is neither their sum nor their mean, {NOT_SPLIT}")
+            worst = max(on_ranks, key=lambda each: min(worst_error([each], kind, 0.0) for kind in Reduction))
+            raise ConfigError(f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}")
         self._reduction = reduction
         shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
         self._targets_index = int(shifts.get(reduction, shifts_labels))
@@ -326,7 +327,6 @@ class OptimizerSteps:
                 optimizers=[self.optimizer],
             ),
             memory=self.memory,
-            samples_per_step=len(samples),
             whole_step_rows=len(samples),
             max_rows=len(samples),
         )

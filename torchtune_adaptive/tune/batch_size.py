@@ -232,9 +232,9 @@ def search_rows(
     whole_step_rows: int | None = None,
 ) -> SearchResult:
     """Collective: search for the largest number of rows, up to `most_rows`, that every rank can run."""
-    settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
+    adaptive = trainer.run.settings.adaptive
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
-    search = partial(find_max_batch_size, step, memory=memory, samples_per_step=settings.samples_per_step, **options)
+    search = partial(find_max_batch_size, step, memory=memory, **options)
     kind, stage = trainer.data.kind, step.runner.stage
     result = _measure(partial(search, whole_step_rows=whole_step_rows), step, kind)
     found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason})"

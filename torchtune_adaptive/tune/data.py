@@ -110,11 +110,6 @@ class LongestSamples:
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
     """Collective: build the data of finetuning: each sample is one sequence."""
     dataset, packed = build_dataset(settings.config, tokenizer)
-    if not hasattr(loss_fn, "ignore_index"):
-        raise ConfigError(
-            f"loss._component_ is {settings.config.loss[components.COMPONENT]}, which has no ignore_index: use a loss "
-            "over tokens, for example torchtune.modules.loss.CEWithChunkedOutputLoss"
-        )
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
     return data_of(CheckedDataset(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)

@@ -32,27 +32,22 @@ from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.tune.checked_dataset import CheckedDataset, name_of
+from torchtune_adaptive.tune.checked_dataset import name_of
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.samples import INDEX, Cost, Sample, TokenKind, cost_of
+from torchtune_adaptive.tune.samples import Cost, Sample, TokenKind, cost_of
 
 READ_AHEAD = 2
 """The number of steps whose samples are in transit between ranks."""
 
 
-def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | FullestRank | None:
+def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | None:
     """Collective: build the dealer; None if every rank trains on the samples it reads."""
-    if limit is None or not limit.by_length:
+    if limit is None or not limit.by_length or not settings.adaptive.deal or world_size() == 1 or REHEARSAL.on:
         return None
-    exchanges = settings.adaptive.deal and world_size() > 1
-    if exchanges and (obstacle := obstacle_to_dealing(model, settings)):
+    if obstacle := obstacle_to_dealing(model, settings):
         log_rank_0(f"token budget · samples stay on the ranks that read them: {obstacle}")
-        exchanges = False
-    if REHEARSAL.on:
-        if world_size() == 1 or settings.shuffle:  # with shuffling, the samples of other ranks are unknown
-            return None
-        return FullestRank(data.dataset, cost_of(model) if exchanges else None)
-    return Dealer(data.kind, cost_of(model), THIS_RUN.stop_requested) if exchanges else None
+        return None
+    return Dealer(data.kind, cost_of(model), THIS_RUN.stop_requested)
 
 
 def obstacle_to_dealing(model: nn.Module, settings: Settings) -> str | None:
@@ -152,23 +147,3 @@ class Dealer:
         content = step.received.numpy().tobytes()
         bounds = pairwise([0, *accumulate(step.packet_bytes)])
         return [pickle.loads(content[start:end]) for start, end in bounds]
-
-
-class FullestRank:
-    """Stands in for `Dealer` in rehearsals, which run one rank: that rank gets the longest samples of each step."""
-
-    def __init__(self, dataset: CheckedDataset, cost: Cost | None) -> None:
-        """Distribute samples by the `cost` of their sequences; None: assume that ranks keep the samples they read."""
-        self._dataset, self._cost = dataset, cost
-
-    def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
-        """Yield the samples of the rank with the longest ones, for each step."""
-        ranks, lengths_of = range(dist.get_world_size()), self._dataset.kind.lengths_of
-        for samples in steps:
-            own = [sample[INDEX] - dist.get_rank() for sample in samples]
-            of_all_ranks = [self._dataset[index + rank] for rank in ranks for index in own]
-            rank_of: Sequence[int] = [rank for rank in ranks for _ in own]
-            if self._cost is not None:
-                rank_of = assign_to_ranks([sum(map(self._cost, lengths_of(each))) for each in of_all_ranks], len(ranks))
-            shares = [[each for each, of in zip(of_all_ranks, rank_of, strict=True) if of == rank] for rank in ranks]
-            yield max(shares, key=lambda share: sorted((max(lengths_of(each)) for each in share), reverse=True))

@@ -29,7 +29,7 @@ from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import Data, LongestSamples, StepLoader
-from torchtune_adaptive.tune.dealing import Dealer, FullestRank
+from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
 from torchtune_adaptive.tune.fingerprint import check_same_data
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, StepProfiler, record_epoch
@@ -81,7 +81,7 @@ class BatchSchedule:
     epochs: tuple[EpochSizes, ...]
     limits: Mapping[str, Limit] = field(default_factory=dict)
     """Limits that hold for the whole run, by stage. Other stages are limited to `microbatch_rows` of the epoch."""
-    dealer: Dealer | FullestRank | None = None
+    dealer: Dealer | None = None
     """Distributes the samples of each step over the ranks; None: each rank trains on the samples it reads."""
     looks_ahead: bool = False
     """If True, a step also gets the samples of the next step, whose microbatches can then be planned early."""

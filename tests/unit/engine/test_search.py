@@ -99,7 +99,7 @@ def test_every_strategy_returns_measured_rows_that_fit(
     device = Device(peaks, budget_for(peaks, headroom, rows=1), soft)
     for strategy in STRATEGIES:
         device.measured.clear()
-        result = device.search(strategy=strategy, round_to=round_to, max_rows=500, samples_per_step=96)
+        result = device.search(strategy=strategy, round_to=round_to, max_rows=500)
         assert device.fits(result.rows)
         assert result.unrounded_rows >= result.rows
         assert result.rows in device.measured
@@ -140,7 +140,7 @@ def test_linear_needs_five_probes_and_one_flush_if_the_cache_fills_the_device_fi
 
     peaks = affine(*lines)
     device = Device(peaks, budget_for(peaks, headroom), cached=cached)
-    result = device.search(round_to=round_to, samples_per_step=96)
+    result = device.search(round_to=round_to)
     flushes = sum(probe.peak.retries for probe in result.probes)
     assert len(result.probes) <= 5
     assert flushes + result.out_of_memory_count <= 1
@@ -154,7 +154,7 @@ def test_linear_needs_five_probes_and_one_flush_if_the_cache_fills_the_device_fi
 @settings(max_examples=20)
 def test_rows_above_the_bound_are_never_measured(strategy: str, round_to: str, max_rows: int) -> None:
     device = Device(affine((1000, 10)), 10**6 * MIB)
-    result = device.search(strategy=strategy, round_to=round_to, max_rows=max_rows, samples_per_step=24)
+    result = device.search(strategy=strategy, round_to=round_to, max_rows=max_rows)
     assert max(device.measured) <= max_rows
     assert result.rows == candidate_rows(max_rows, round_to)[-1]
 
@@ -265,8 +265,6 @@ def test_llama_8b_gets_31_rows_and_not_78() -> None:
         ({"round_to": "none"}, "8.9 fit"),
         ({}, "8.9 fit, rounded down to a power of two"),
         ({"max_rows": 4}, "limited to 4"),
-        ({"max_rows": 4, "samples_per_step": 8}, "limited to 4"),
-        ({"max_rows": 8, "samples_per_step": 8}, "all 8 samples of a step"),
         ({"max_rows": 7}, "limited to 7, rounded down to a power of two"),
         ({"max_rows": 7, "strategy": "binary"}, "limited to 7, rounded down to a power of two"),
         ({"strategy": "binary"}, "16 did not fit"),

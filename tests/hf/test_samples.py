@@ -1,0 +1,56 @@
+"""Samples before collation: their labels in the check of a loss, and how they reach a trainer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+
+from tests.hf.trainers import Counting, arguments, train
+from torchtune_adaptive.hf import AdaptiveArguments
+from torchtune_adaptive.hf.samples import CollatedBatch, KeepSamples, RawSample
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_labels_of_tokens_keep_their_type(kind: Any) -> None:
+    sample = RawSample({"input_ids": kind([5, 6, 7]), "labels": kind([-100, 6, 7])})
+    assert [*sample.with_targets().features["labels"]] == [6, 6, 7]
+    few = sample.with_targets(few=True).features["labels"]
+    assert [*few] == [6, 6, -100]
+    assert type(few) is type(sample.features["labels"])
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.5, 2.5], torch.rand(3), torch.rand(3, 2), [{"boxes": 1}] * 3, None])
+def test_other_labels_are_not_changed(labels: Any) -> None:
+    sample = RawSample({"input_ids": [5, 6, 7], "labels": labels})
+    assert sample.with_targets(few=True).features["labels"] is labels
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_batch_with_nested_tensors_and_nan_is_compared(random: bool) -> None:
+    def nested(features: list[Any]) -> Any:
+        noise = torch.rand(2) if random else torch.tensor([1.0, torch.nan])
+        return {"inputs": {"values": noise}, "labels": torch.zeros(len(features), dtype=torch.int64)}
+
+    keeps = KeepSamples(nested)
+    inputs = keeps([{"a": 1}, {"a": 2}])
+    batch: CollatedBatch = inputs.pop("adaptive_samples")
+    batch.inputs = inputs
+    assert batch.is_reproducible(keeps) is not random
+
+
+def test_samples_that_cannot_be_pickled_are_an_error_of_the_worker(tmp_path: Path) -> None:
+    data = [{**each, "decoder": threading.Lock()} for each in Counting(24)]
+    settings = arguments(tmp_path, dataloader_num_workers=1, remove_unused_columns=False)
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+        train(tmp_path, AdaptiveArguments(), train_dataset=data, arguments=settings)
