@@ -192,8 +192,8 @@ def glance(folder: Path = RESULTS) -> str:
     probes, slower = span(row["probes"] for row in ours), span((row["ratio"] for row in theirs), 1)
     budgets = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows_of("packing", folder) if row["ranks"] > 1]
     recovered = (
-        f"{lost} × the time of a step (a restart of the run: {again:.0f} ×); then, until the microbatch grows back, "
-        f"steps take {after} × as long"
+        f"{lost} × the time of a step (restarting the run takes {again:.0f} ×). Later steps, with the smaller "
+        f"microbatch, take {after} × as long until it grows back"
     )
     lines = (
         ("faults", "out-of-memory errors injected before single operations of a step", injected),
