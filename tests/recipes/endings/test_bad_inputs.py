@@ -83,7 +83,6 @@ QUESTION = ("device=cuda", "memory_limit=8GiB")
     [
         (["world_size=65537"], ["world_size is 65537", "from 1 to 65536"]),
         (["model=null"], ["model._component_ is null", "the dotted path"]),
-        (["lengths=600:500"], ["lengths is '600:500'", "at most the maximum"]),
         (["sequence_length=1000000000"], ["sequence_length is 1000000000", "16777216"]),
         (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
     ],
