@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ pytest.importorskip("accelerate")
 import torch
 from transformers import Trainer
 
-from tests.hf.trainers import Run, arguments, difference, tiny_llama, train
+from tests.hf.trainers import STEPS, Run, arguments, difference, tiny_llama, train
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import FP32_TOLERANCE, HALF_TOLERANCE, Reduction, TwoSamples, how_losses_add_up
@@ -166,6 +168,69 @@ def test_batch_normalization_is_refused_and_keeps_its_statistics(tmp_path: Path)
     with pytest.raises(ConfigError, match="batch normalization"):
         train(tmp_path, AdaptiveArguments(), model=model, arguments=arguments(tmp_path))
     assert not model.norm.running_mean.any()
+
+
+class WeightedClasses(Trainer):
+    """Its loss is the weighted mean of `CrossEntropyLoss(weight=...)`, where class 2 has another weight."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, -1, :3]
+        return torch.nn.functional.cross_entropy(logits, labels, weight=torch.tensor([1.0, 1.0, 9.0]))
+
+
+def test_weight_of_a_rare_class_is_found_by_the_check(tmp_path: Path) -> None:
+    def collate(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+
+    classes = [0, 1] * 5 + [0, 2]
+    dataset = [{"input_ids": [*range(n, n + 8)], "labels": each} for n, each in enumerate(classes, 1)]
+    changed: dict[str, Any] = {"train_dataset": dataset, "data_collator": collate, "base": WeightedClasses}
+    with pytest.raises(ConfigError, match="so a step cannot be split"):
+        train(tmp_path, AdaptiveArguments(), arguments=arguments(tmp_path), **changed)
+
+
+class OwnPadding(Trainer):
+    """Its loss ignores the label 0 instead of -100."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.model_accepts_loss_kwargs = False
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+def test_loss_with_its_own_label_for_ignored_tokens_trains_like_stock(tmp_path: Path) -> None:
+    def run(adaptive: AdaptiveArguments | None = None) -> Run:
+        dataset = [{"input_ids": row, "labels": row} for row in ([*range(n, n + 16)] for n in range(1, 73))]
+        return train(tmp_path, adaptive, base=OwnPadding, train_dataset=dataset, arguments=arguments(tmp_path))
+
+    stock = run()
+    assert difference(run(AdaptiveArguments()), stock) < 1e-6
+
+
+class NotANumber(Trainer):
+    """Its loss is NaN from a step on."""
+
+    begins_at = 1
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, **kwargs)
+        return loss * (math.nan if self.state.global_step + 1 >= self.begins_at else 1)
+
+
+class NotANumberFromStep3(NotANumber):
+    begins_at = 3
+
+
+def test_loss_that_is_nan_before_the_first_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the losses of the shortest samples are infinite or NaN"):
+        train(tmp_path, AdaptiveArguments(), base=NotANumber, arguments=arguments(tmp_path))
+
+
+def test_run_with_a_later_nan_continues_like_stock(tmp_path: Path) -> None:
+    run = train(tmp_path, AdaptiveArguments(), base=NotANumberFromStep3, arguments=arguments(tmp_path))
+    assert len(run.log) == STEPS
 
 
 def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:

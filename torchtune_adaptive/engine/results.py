@@ -25,7 +25,7 @@ class Totals(NamedTuple):
     """The loss summed over the target tokens: a detached scalar tensor."""
     target_tokens: int
     sums: Mapping[str, Tensor] = MappingProxyType({})
-    """Further sums by name, as detached scalar tensors. Every microbatch must return the same names."""
+    """Further sums by name, as detached scalar tensors. Every microbatch of every rank must return the same names."""
 
     @classmethod
     def of(cls, returned: object) -> Totals:
@@ -115,6 +115,8 @@ class AttemptReport(NamedTuple):
     """1 if the attempt left gradients. Only set if no attempt has succeeded yet, or if gradients must be averaged."""
     step: int = 0
     """The number of the step; 0 in a probe of a search."""
+    names: int = 0
+    """A checksum of the names in `Totals.sums`."""
 
     def to_row(self) -> list[float]:
         """Return the report as a row of numbers for `Agreement.gather`."""
@@ -180,7 +182,7 @@ class AttemptReports(tuple[AttemptReport, ...]):
         return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
 
     def check_positions(self) -> None:
-        """Raise UnrecoverableError if ranks ran different steps or issued different numbers of collectives."""
+        """Raise UnrecoverableError if ranks differ in their steps, collectives or names of sums."""
         if len({report.step for report in self}) > 1:
             raise UnrecoverableError(
                 f"the ranks are in different steps ({[report.step for report in self]}, by rank), so gradients of "
@@ -191,6 +193,10 @@ class AttemptReports(tuple[AttemptReport, ...]):
             raise UnrecoverableError(
                 f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they have "
                 "exchanged wrong data; use the same model and the same number of samples on all ranks"
+            )
+        if len({report.names for report in self if not report.failed}) > 1:
+            raise UnrecoverableError(
+                "Totals.sums has other names on some ranks, so the sums cannot be added over ranks"
             )
 
 

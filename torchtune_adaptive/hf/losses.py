@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from enum import Enum
@@ -65,7 +66,8 @@ class TwoSamples(NamedTuple):
             Reduction.MEAN_OF_NEXT_TOKENS: of_next,
         }
         largest = max(abs(self.both), scale) or 1.0
-        return {each: abs(loss - self.both) / largest for each, loss in expected.items()}
+        errors = {each: abs(loss - self.both) / largest for each, loss in expected.items()}
+        return {each: math.inf if math.isnan(error) else error for each, error in errors.items()}
 
 
 def how_losses_add_up(

@@ -51,13 +51,17 @@ class RawSample:
         return None if hasattr(label, "__len__") else label
 
     def with_targets(self, *, few: bool = False) -> RawSample:
-        """Return a copy in which every token has a label; with `few`, only the first two, with the same label."""
+        """Return a copy in which every token has a label; with `few`, only the first two, with the same label.
+
+        With `few`, labels that are all in the loss stay, since the loss may not know the label of ignored tokens.
+        """
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
         features, labels = dict(self.features), self.features.get("labels", ())
         tokens, values = _tokens(features["input_ids"]), labels.tolist() if hasattr(labels, "tolist") else labels
         labelled = 2 if few else tokens
-        if isinstance(values, list) and len(values) == tokens and all(isinstance(label, int) for label in values):
+        is_list = isinstance(values, list) and len(values) == tokens and all(isinstance(each, int) for each in values)
+        if is_list and (not few or IGNORED in values):
             known = next((label for label in values if label != IGNORED), 0)
             filled = [known if few or label == IGNORED else label for label in values]
             filled[labelled:] = [IGNORED] * (len(filled) - labelled)

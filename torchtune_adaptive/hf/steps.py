@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -44,8 +44,7 @@ from torchtune_adaptive.report.tables import search_table
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 CANDIDATES = 4
-"""The loss check compares two samples. It tries this many candidates for the first, and takes the one whose loss
-differs most from that of the second."""
+"""The loss check compares this many samples with another one: one of each class, then the shortest."""
 NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
     "samples, batch normalization or random numbers for each row"
@@ -224,6 +223,11 @@ class OptimizerSteps:
         trainer, on_ranks = self.trainer, self._try_two_samples()
         shifts_labels = getattr(trainer, "_loss_shifts_labels", True)
         self._tolerance = tolerance_of(self.model, mixed_precision=trainer.accelerator.mixed_precision != "no")
+        if not on_ranks:
+            raise ConfigError(
+                "the losses of the shortest samples are infinite or NaN, so it is unknown how losses add up; remove "
+                "samples without labels from the dataset"
+            )
         reduction = how_losses_add_up(on_ranks, shifts_labels=shifts_labels, tolerance=self._tolerance)
         if reduction is None:
             worst = max(on_ranks, key=lambda each: min(worst_error([each], kind, 0.0) for kind in Reduction))
@@ -237,20 +241,20 @@ class OptimizerSteps:
         current one, because with a current loss near 0, rounding alone would be a large relative error."""
 
     def _check_losses(self) -> None:
-        """Collective: raise a ConfigError if losses no longer add up as they did before the first step."""
+        """Collective: raise a ConfigError if losses do not add up as they did before the first step."""
         on_ranks = self._try_two_samples()
-        worst = max(on_ranks, key=lambda each: worst_error([each], self._reduction, self._scale))
-        if worst_error([worst], self._reduction, self._scale) > self._tolerance:
+        worst = max(on_ranks, key=lambda each: worst_error([each], self._reduction, self._scale), default=None)
+        if worst and worst_error([worst], self._reduction, self._scale) > self._tolerance:
             unchecked = self._steps_run // 2 - 1
             raise ConfigError(
-                f"in step {self.trainer.state.global_step + 1}, {worst}: it is no longer their "
-                f"{self._reduction.value}, {NOT_SPLIT}"
+                f"in step {self.trainer.state.global_step + 1}, {worst}: it is not their "
+                f"{self._reduction.value}, as before the first step, {NOT_SPLIT}"
                 + f"; the last {count_of(unchecked, 'step')} may differ from Trainer's"
                 * (unchecked > 0)
             )
 
     def _try_two_samples(self) -> list[TwoSamples]:
-        """Collective: return the losses of two samples on every rank, in one batch and in separate batches.
+        """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches.
 
         The model is in training mode, since some terms of a loss exist only there. If a forward pass draws random
         numbers on any rank, try again without dropout, and if this still happens, in evaluation mode.
@@ -262,14 +266,15 @@ class OptimizerSteps:
         for training, context in ((True, nullcontext()), (True, WithoutDropout()), (False, nullcontext())):
             with torch.compiler.set_stance("force_eager" if eager else "default"), context:
                 of_second, *of_firsts = (self._loss_of([each], training=training) for each in (second, *firsts))
-                index = max(range(len(of_firsts)), key=lambda each: abs(of_firsts[each].loss - of_second.loss))
-                of_first, both = of_firsts[index], self._loss_of([firsts[index], second], training=training)
-            targets = of_first.targets, of_second.targets
-            tried = TwoSamples(both.loss, of_first.loss, of_second.loss, targets, both.is_random)
-            on_ranks = from_all_ranks(tried)
+                of_both = [self._loss_of([first, second], training=training) for first in firsts]
+            tried = [
+                TwoSamples(both.loss, first.loss, of_second.loss, (first.targets, of_second.targets), both.is_random)
+                for first, both in zip(of_firsts, of_both, strict=True)
+            ]
+            on_ranks = [*chain(*from_all_ranks(tried))]
             if not any(each.is_random for each in on_ranks):
                 break
-        return on_ranks
+        return [each for each in on_ranks if math.isfinite(each.first + each.second)]
 
     def _candidates(self) -> tuple[list[RawSample], RawSample]:
         """Return candidates for the first of two samples, and the second sample.
@@ -282,7 +287,8 @@ class OptimizerSteps:
         if isinstance(one, GeneratedRow):  # set scores and lengths, because they may be equal in all rows
             return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
         others = sorted(shortest, key=lambda each: (each.label == one.label, each.length == one.length))
-        candidates = islice(cycle(shortest[:CANDIDATES]), CANDIDATES)
+        of_classes = {each.label: each for each in reversed(shortest)}
+        candidates = islice(cycle([*of_classes.values(), *shortest][:CANDIDATES]), CANDIDATES)
         return [each.with_targets(few=True) for each in candidates], others[0].with_targets()
 
     def _loss_of(self, samples: Sequence[RawSample], *, training: bool) -> BatchLoss:

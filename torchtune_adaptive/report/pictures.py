@@ -1,4 +1,4 @@
-"""Draws loss, speed, memory and limits of one or several runs by step. Needs matplotlib, which is optional."""
+"""Draws loss, speed, memory and limits of a run by step. Needs matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING
@@ -16,17 +16,13 @@ from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number, read_timeline
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "adaptive_report.png"
 
 # Okabe and Ito's palette, which people with color blindness can distinguish
-BLUE, GREEN, PINK, SKY, RED, ORANGE = "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#E69F00"
+BLUE, GREEN, PINK, SKY, RED = "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 INK = "#333333"
-RUN_COLORS = (BLUE, ORANGE, INK, PINK, SKY, GREEN)
 MARKS = {
     RECOVERY: ("v", RED, "out of memory: step repeated"),
     EXHAUSTED: ("X", RED, "out of memory with one row"),
@@ -49,7 +45,6 @@ class Curve(NamedTuple):
     """The steps, and the values at these steps."""
     color: str
     style: Mapping[str, Any] = {}
-    is_mark: bool = False
 
 
 def draw_run(directory: Path) -> None:
@@ -58,46 +53,30 @@ def draw_run(directory: Path) -> None:
         return
     try:
         if (run := read_timeline(directory)).steps:
-            draw({directory: run}, directory / REPORT_FILE)
+            draw(directory, run, directory / REPORT_FILE)
     except ImportError:
         logger.info("%s is not drawn: pip install matplotlib", REPORT_FILE)
     except Exception as error:  # noqa: BLE001
         logger.warning("%s is not drawn: %s", REPORT_FILE, reason(error))
 
 
-def draw(runs: Mapping[Path, Timeline], path: Path) -> None:
-    """Draw runs, each of which needs at least one step, and save the picture. Raises ImportError without matplotlib."""
+def draw(directory: Path, run: Timeline, path: Path) -> None:
+    """Draw a run of at least one step and save the picture. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained")  # pyplot would open windows and change global state
-    _draw(figure, runs)
-    image = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # shown as a box, for example in a Chinese name
-        figure.savefig(image, format="png", dpi=200)
-    replace_file(path, image.getvalue())
-
-
-def _draw(figure: Figure, runs: Mapping[Path, Timeline]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    single = len(runs) == 1
-    largest = max(max(run.series("budget_bytes")[1], default=0) for run in runs.values())
-    unit, per = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    headings = [_heading(directory, run) for directory, run in runs.items()]
-    curves = [[curve for curve in curves_of(run, unit, per) if curve.points[0]] for run in runs.values()]
-    titles = list(dict.fromkeys(curve.panel for drawn in curves for curve in drawn)) or [LOSS]
+    figure = Figure(layout="constrained")  # pyplot would open windows and change global state
+    figure.suptitle(_heading(directory, run), x=0.02, ha="left", fontsize=12)
+    unit, per = ("GiB", 2**30) if max(run.series("budget_bytes")[1], default=0) >= 2**30 else ("MiB", 2**20)
+    curves = [curve for curve in curves_of(run, unit, per) if curve.points[0]]
+    titles = list(dict.fromkeys(curve.panel for curve in curves)) or [LOSS]
     figure.set_size_inches(7.2, 1.7 + 1.4 * len(titles))
-    title = headings[0] if single else f"{len(runs)} runs (dots: validation loss, dashed: memory limit)"
-    figure.suptitle(title, x=0.02, ha="left", fontsize=12)
     panels = dict(zip(titles, figure.subplots(len(titles), sharex=True, squeeze=False)[:, 0], strict=True))
     legend: dict[str, Any] = {}
-    for drawn, heading, color in zip(curves, headings, RUN_COLORS, strict=False):
-        for curve in drawn:
-            own_style = single or curve.is_mark
-            style = {"color": curve.color if own_style else color, "lw": 1.2, "label": curve.label, **curve.style}
-            (line,) = panels[curve.panel].plot(*curve.points, **style)
-            legend.setdefault(curve.label if own_style else heading, line)
+    for curve in curves:
+        style = {"color": curve.color, "lw": 1.2, "label": curve.label, **curve.style}
+        (line,) = panels[curve.panel].plot(*curve.points, **style)
+        legend.setdefault(curve.label, line)
     for title, axes in panels.items():
         axes.set_title(title, loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
@@ -109,7 +88,12 @@ def _draw(figure: Figure, runs: Mapping[Path, Timeline]) -> None:
             axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower left", ncols=2 if single else 1, frameon=False)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower left", ncols=2, frameon=False)
+    image = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # shown as a box, for example in a Chinese name
+        figure.savefig(image, format="png", dpi=200)
+    replace_file(path, image.getvalue())
 
 
 def curves_of(run: Timeline, unit: str, per: int) -> Iterator[Curve]:
@@ -138,7 +122,7 @@ def curves_of(run: Timeline, unit: str, per: int) -> Iterator[Curve]:
             marked = [index for index, event in enumerate(changes) if event["kind"] == kind]
             points = [at[index] for index in marked], [before[index] for index in marked]
             style = {"ls": "", "marker": marker, "ms": 7, "zorder": 4, "clip_on": False}
-            yield Curve(panel, means, points, color, style, is_mark=True)
+            yield Curve(panel, means, points, color, style)
 
 
 def _heading(directory: Path, run: Timeline) -> str:

@@ -144,6 +144,23 @@ def test_ranks_in_different_steps_end_together():
     assert first.startswith("the ranks are in different steps ([2, 3], by rank), so gradients of different steps")
 
 
+def return_other_sums_on_rank_1(names: str) -> str:
+    def with_sums(samples):
+        return train(samples)._replace(sums=dict.fromkeys("a" if dist.get_rank() == 0 else names, torch.ones(())))
+
+    train = forward_backward_of(model := build(ModelConfig()))
+    with pytest.raises(UnrecoverableError) as raised:
+        runner_of(model, 2, with_sums).run(samples_of(dist.get_rank(), 2), step=1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("names", ["b", "ab"])
+def test_ranks_that_return_different_sums_end_together(names: str) -> None:
+    first, second = run_on_ranks(2, return_other_sums_on_rank_1, names)
+    assert first == second
+    assert "Totals.sums has other names on some ranks" in first
+
+
 def shard_what_a_runner_has() -> None:
     runner = runner_of(build(ModelConfig(sharded=False)), 2)
     fully_shard(runner.model)

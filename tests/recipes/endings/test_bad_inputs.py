@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import resource
 import sys
@@ -58,6 +59,7 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
     resource.setrlimit(limit, (mapped_bytes + MOST_BYTES,) * 2)
     sys.argv = [program, *arguments]
     if program == "plan":
+        multiprocessing.current_process().daemon = False  # a daemon may not start the processes of a rehearsal
         run_query(adaptive_plan.main, keys=[field.name for field in fields(PlanSettings)])
     else:
         run_recipe(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))
@@ -82,7 +84,6 @@ QUESTION = ("device=cuda", "memory_limit=8GiB")
     ("overrides", "parts"),
     [
         (["world_size=65537"], ["world_size is 65537", "from 1 to 65536"]),
-        (["model=null"], ["model._component_ is null", "the dotted path"]),
         (["sequence_length=1000000000"], ["sequence_length is 1000000000", "16777216"]),
         (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
     ],
@@ -141,6 +142,10 @@ def test_any_invalid_plan_setting_is_reported_with_its_key(key: str, value: Any)
         message = str(error)
     assert key in message
     assert "\n" not in message
+
+
+def test_null_model_of_a_plan_is_reported(tmp_path: Path) -> None:
+    assert_one_line_error(start("plan", [*CONFIG, *QUESTION, "model=null"], tmp_path), "model._component_ is null")
 
 
 def test_cost_of_a_plan_does_not_grow_with_ranks(tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ def test_second_signal_through_the_launcher_ends_all_ranks_immediately(tmp_path:
         run.when(lambda: "got signal" in run.output, 10)
         assert run.ranks() == []
     newest = re.findall(r"checkpoint (\S+) saved in", run.output)[-1]
-    again = f"SIGTERM again: ended immediately; last checkpoint: {newest}, and all training since then is lost"
+    again = (
+        f"SIGTERM, the second signal: ended immediately; last checkpoint: {newest}, and all training since then is lost"
+    )
     assert run.output.count(again) == 1, run.output
     assert last_time(tmp_path) == f"last time: {again}"

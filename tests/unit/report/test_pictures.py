@@ -13,7 +13,7 @@ from tests.unit.report.test_tables import GIB
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
 from torchtune_adaptive.report.journal import EPOCH, STEPS_FILE, VALIDATION, Event, Journal, read_timeline
-from torchtune_adaptive.report.pictures import BLUE, MARKS, ORANGE, REPORT_FILE, draw_run, summary
+from torchtune_adaptive.report.pictures import MARKS, REPORT_FILE, draw_run, summary
 
 STEPS = 30
 SECONDS = {10: 3.0, 15: 2.0}
@@ -213,24 +213,12 @@ def test_command_draws_an_unfinished_run_with_its_name_and_date(
     assert title.endswith(summary(read_timeline(run)))
 
 
-def test_command_compares_runs_in_one_picture(
-    tmp_path: Path, drawn: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    a_run(Path("a"))
-    started(Path("b")).step(1, {"loss": 2.0, "peak_bytes": 2 * GIB, "budget_bytes": 4 * GIB})
-    assert report(capsys, "a", "b") == (0, f"{REPORT_FILE}\n")
-    assert is_drawn(tmp_path / REPORT_FILE)
-    (figure,) = drawn
-    assert titles(figure) == [SPEED, MEMORY, "most rows in a microbatch", "loss"]
-    peaks = [line for line in figure.axes[1].lines if line.get_label() == "peak memory"]
-    assert [(line.get_color(), line.get_ydata()[-1]) for line in peaks] == [(BLUE, STEPS / 32), (ORANGE, 2.0)]
-    first, *marks, second = legend_of(figure)
-    assert (first[:2], second[:2]) == ("a,", "b,")
-    assert marks == [MARKS[RECOVERY][2], MARKS[GROWTH][2]]
-    assert report(capsys, "a", "b", "--output", "both.png") == (0, "both.png\n")
-    assert is_drawn(tmp_path / "both.png")
-    assert not list(tmp_path.glob("[ab]/*.png"))
+def test_picture_is_written_to_the_given_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "a")
+    path = tmp_path / "mine.png"
+    assert report(capsys, tmp_path / "a", "--output", path) == (0, f"{path}\n")
+    assert is_drawn(path)
+    assert not list(tmp_path.glob("a/*.png"))
 
 
 def test_a_run_that_cannot_be_drawn_is_one_error(
@@ -244,14 +232,11 @@ def test_a_run_that_cannot_be_drawn_is_one_error(
     steps.unlink()
     os.mkfifo(steps)
     assert report(capsys, tmp_path) == (1, f"error: {steps}: not a file; correct the path\n")
-    seven = [tmp_path / str(number) for number in range(7)]
-    for run in seven:
-        a_run(run)
-    assert report(capsys, *seven) == (1, "error: 7 runs are too many for one picture; compare at most 6\n")
+    a_run(run := tmp_path / "run")
     (tmp_path / "file").touch()
-    assert report(capsys, seven[0], "--output", tmp_path / "file" / "a.png")[0] == 1
+    assert report(capsys, run, "--output", tmp_path / "file" / "a.png")[0] == 1
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report(capsys, seven[0]) == (1, "error: a picture needs matplotlib: pip install matplotlib\n")
+    assert report(capsys, run) == (1, "error: a picture needs matplotlib: pip install matplotlib\n")
 
 
 def test_name_that_the_font_lacks_gives_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
