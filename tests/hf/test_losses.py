@@ -18,7 +18,15 @@ from transformers import Trainer
 from tests.hf.trainers import STEPS, Run, arguments, difference, tiny_llama, train
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf import AdaptiveArguments
-from torchtune_adaptive.hf.losses import FP32_TOLERANCE, HALF_TOLERANCE, Reduction, TwoSamples, how_losses_add_up
+from torchtune_adaptive.hf.losses import (
+    FP32_TOLERANCE,
+    HALF_TOLERANCE,
+    BatchLoss,
+    Counts,
+    Reduction,
+    TwoSamples,
+    how_losses_add_up,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -234,7 +242,8 @@ def test_run_with_a_later_nan_continues_like_stock(tmp_path: Path) -> None:
 
 
 def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
-    return TwoSamples(both, first, second, targets=((2, 1), (10, 9)), is_random=False)
+    one, other = BatchLoss(first, Counts(1, 2, 1)), BatchLoss(second, Counts(1, 10, 9))
+    return TwoSamples(BatchLoss(both, Counts.total([one.counts, other.counts])), one, other)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ _MOST_NAMES = 3
 
 
 def _describe(messages: int, operations: tuple[str, ...]) -> str:
-    """Name the operations, or count the messages if the operations are unknown: another thread or rank called them."""
+    """Name the operations. If they are unknown, since another thread or rank called them, count their messages."""
     if not operations:
         return f"{count_of(messages, 'message')} per microbatch"
     more = f" and {len(operations) - _MOST_NAMES} more" if len(operations) > _MOST_NAMES else ""
@@ -160,7 +160,7 @@ def _non_fsdp_error(description: str) -> RecoveryUnsupportedError:
 class CollectiveLedger:
     """Counts FSDP's collectives in each step, and issues the remaining ones after a failure.
 
-    `position` is the number of collectives that this rank has issued in this step. All ranks end a step at the same
+    `position` is the number of collectives that this rank has issued in this attempt. All ranks end it at the same
     position. The stages of a step share a ledger, which keeps one record per stage. A stage owns its model and all
     frozen models. Only these are prepared and reset for it, so gradients in the models of other stages remain.
     """
@@ -168,8 +168,9 @@ class CollectiveLedger:
     def __init__(self, *roots: object, counts: bool = True, exchanges_activations: bool = False) -> None:
         """Count the collectives of those models in `roots` that FSDP2 shards; whole models do not communicate.
 
-        If `counts` is False, recovery is off. The ledger then only makes FSDP all-reduce over replicas once per step,
-        and reshard after a forward without a backward. If ranks exchange activations, ghost passes replace records.
+        If `counts` is False, recovery is off. The ledger then does two things only: it lets FSDP all-reduce over
+        replicas in the last microbatch alone, and it reshards after a forward without a backward. If ranks exchange
+        activations, ghost passes replace records.
         """
         self.position = 0
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
@@ -256,7 +257,8 @@ class CollectiveLedger:
         is_last = self._number == self._microbatches - 1
         if self._record.varying_setting and is_last:
             fsdp.check_gradients_reduced(self._groups)
-        # In the last microbatch, FSDP all-reduces only parameters to which it adds a gradient.
+        # In the last microbatch, FSDP all-reduces the gradients of a parameter group only if this microbatch adds to
+        # them. Otherwise, the sums of earlier microbatches stay local.
         waiting = [name for root in self._replicated for name in fsdp.modules_awaiting_all_reduce(root)]
         if is_last and waiting:
             raise UnrecoverableError(
@@ -323,7 +325,7 @@ class CollectiveLedger:
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: run `call`, and count it as soon as peers can match it."""
-        if not self._counts:  # this ledger is closed, but a newer one may have wrapped its collectives
+        if not self._counts:  # closed, but other code has wrapped this object, so `close` could not remove it
             return call(async_op=async_op)
         self._current.append(collective)
         if self._to_skip > 0:
@@ -396,9 +398,7 @@ class CollectiveLedger:
         """Collective: complete the current microbatch and all later ones."""
         ghosts.check(passes[self._number], self._owned, self._stage)
         with ghosts.ghost_mode(self._owned) as ghost:
-            if self._replicated and self._number:
-                self._set_all_reduce(False)
-                ghost.run(passes[self._number])  # makes gradients, as in _record_by_filler
+            self._make_gradients(self._number, partial(ghost.run, passes[self._number]))
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
@@ -406,6 +406,13 @@ class CollectiveLedger:
                 ghosts.finish(ghost, passes[number])
                 for root in self._owned:
                     fsdp.end_pass_without_backward(root)
+
+    def _make_gradients(self, number: int, run: Callable[[], object]) -> None:
+        """Run a pass that issues no collective, so that this rank has gradients of earlier microbatches, as its peers
+        have. FSDP may all-reduce those separately."""
+        if self._replicated and number:
+            self._set_all_reduce(False)
+            run()
 
     def _set_all_reduce(self, wanted: bool) -> None:
         for root in self._replicated:
@@ -432,11 +439,7 @@ class CollectiveLedger:
     def _record_by_filler(self, number: int, issued: int, run_filler: Callable[[], object]) -> tuple[Collective, ...]:
         """Collective: complete a microbatch that has no record, by running the filler. Return its schedule. `issued` is
         the number of its collectives that this rank has already issued."""
-        if self._replicated and number:
-            # FSDP may all-reduce the gradients of earlier microbatches separately. Peers have such gradients, but this
-            # rank has dropped its own. It therefore creates some, in a pass that issues no collective.
-            self._set_all_reduce(False)
-            self._run_filler(sys.maxsize, run_filler)
+        self._make_gradients(number, partial(self._run_filler, sys.maxsize, run_filler))
         if number > self._number:
             self.begin_microbatch(number)
         self._current = []

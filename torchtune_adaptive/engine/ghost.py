@@ -70,7 +70,7 @@ _FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "bro
 _METHODS = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "broadcast")
 """Methods of a process group that communicate."""
 _RENAMED = {"all_gather_single", "all_to_all_single", "reduce_scatter_single"} & {*vars(dist.ProcessGroup)}
-"""Methods that torch.distributed calls since torch 2.15. Their operations keep the names above."""
+"""Methods of a group that torch.distributed calls since torch 2.15. They dispatch the operations of those above."""
 _SUPPORTED = {*_FUNCTIONAL, *(f"{name}_" for name in _METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
 """Collectives that a process group counts as one message."""
 _OF_ANY_SIZE = {"all_to_all_single", "alltoall_base_"}
@@ -386,7 +386,7 @@ class GhostMode(TorchDispatchMode):
         before = messages()[group.group_name]
         with explaining_failures("a collective of a repeated pass"), unset_fake_temporarily():
             result = call.run()
-            if integers is not None:  # first: if the wait runs out of memory, the next try needs them
+            if integers is not None:  # before the wait: if it runs out of memory, the next try needs these integers
                 self._log.append(Exchange(integers, result))
             _wait(result)
             if integers is not None and call.in_place:  # drop gloo's work: it holds references to fake tensors
@@ -430,7 +430,8 @@ class GhostMode(TorchDispatchMode):
         return logged
 
     def _restore_sent(self, call: _Call, logged: Exchange | None) -> None:
-        """Replace integers by those that were sent before: in the failed pass, or in a forward that is recomputed."""
+        """Replace integers by those that this rank has sent for the same collective in the failed pass or, if this call
+        recomputes a forward, in that forward."""
         before = logged.tensors if logged else self._sent.get(self._place, call.tensors)
         for mine, sent in zip(call.tensors, before, strict=True):
             mine.copy_(sent)

@@ -229,8 +229,8 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
-    """Return a limit that excludes the microbatch with the most rows, and every other one that has more than one row.
-    Returns None if there is no such limit."""
+    """Return a limit that excludes every microbatch with several rows or, if there is none, the first one; None if
+    there is no such limit. Other single rows may exceed it, because they run alone anyway."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

@@ -144,15 +144,16 @@ class EqualSteps:
 
     _instances = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         # a unique key, equal on all ranks, because they create their runners in the same order
         self._name = f"torchtune_adaptive/step/{EqualSteps._instances}"
         EqualSteps._instances += 1
         self._announced, self._announcements, self._unchecked = "", 0, False
+        self._enabled = enabled and world_size() > 1 and dist.get_backend() != "fake"  # fake groups have no peers
 
     def announce(self, sizes: str) -> None:
         """Announce the sizes of this rank's step, if they have changed. Call it before the first collective."""
-        if sizes != self._announced and world_size() > 1 and dist.get_backend() != "fake":  # fake groups have no peers
+        if self._enabled and sizes != self._announced:
             self._announced, self._announcements, self._unchecked = sizes, self._announcements + 1, True
             _store().set(self._key(rank()), sizes)
             _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge

@@ -228,9 +228,8 @@ class StepRunner(Generic[Sample]):
         self._context_for: ContextForPass = lambda _: nullcontext()
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
-        self._equal_steps = EqualSteps()
-        # announcements can be read only after a collective of all ranks
-        self._announces_steps = fsdp.gathers_from_all(model)
+        # it reads the numbers of its peers after the first microbatch, which needs a collective of all ranks there
+        self._equal_steps = EqualSteps(enabled=fsdp.gathers_from_all(model))
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
         self.measure_memory(None)
@@ -308,7 +307,7 @@ class StepRunner(Generic[Sample]):
         lengths, rng, recoveries = self.kind.lengths(samples), RngState.capture(), 0
         while True:
             plan = self._plan(lengths)
-            if self._announces_steps and not self.limit.by_length:
+            if not self.limit.by_length:
                 self._equal_steps.announce(f"{len(samples)} in {len(plan)}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
@@ -370,9 +369,8 @@ class StepRunner(Generic[Sample]):
         plan = plan_step(lengths, limit, padded=padded)
         if not limit.by_length:
             return plan
-        if self._announces_steps:
-            self._equal_steps.announce("by length")
-            self._equal_steps.check(waits=True)
+        self._equal_steps.announce("by length")
+        self._equal_steps.check(waits=True)
         needs = gather_reports(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan)))
         return spread(plan, lengths, limit, needs.upcoming_microbatches, padded=padded)
 
@@ -440,8 +438,8 @@ class StepRunner(Generic[Sample]):
 
     def _drain(self, microbatches: Sequence[Sequence[Sample]], sample: Sample) -> None:
         """Collective: issue the remaining collectives of this step, with almost no memory."""
-        # If the drain itself runs out of memory, the next try continues after the collectives that it has issued. The
-        # run ends if a try issues none.
+        # If the drain itself runs out of memory, try again from the position that it has reached. If two tries in a row
+        # end at the same position, the run ends.
         failed_at: int | None = None
         while True:
             try:

@@ -23,8 +23,8 @@ from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
-from torchtune_adaptive.hf.losses import Reduction, TwoSamples, how_losses_add_up, tolerance_of
-from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, targets_of
+from torchtune_adaptive.hf.losses import BatchLoss, Counts, Reduction, TwoSamples, how_losses_add_up, tolerance_of
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, counts_of
 from torchtune_adaptive.hf.steps import (
     average_metrics,
     enforced_memory_limit,
@@ -32,7 +32,6 @@ from torchtune_adaptive.hf.steps import (
     other_models,
     override_attributes,
     remember_random_state,
-    sums_of,
 )
 
 CANNOT_SPLIT = "out of memory in evaluation, and the batch cannot be split"
@@ -42,8 +41,7 @@ REMEDY = "lower per_device_eval_batch_size"
 class Piece(NamedTuple):
     """The results of `prediction_step` for some rows of a batch."""
 
-    rows: int
-    targets: tuple[int, int]
+    counts: Counts
     loss: Any
     outputs: tuple[Any, Any]
     """Logits and labels."""
@@ -142,13 +140,13 @@ class Evaluator:
         is_piece = len(rows) < len(self._samples)
         # a copy, because compute_loss may edit its inputs
         inputs = self._inputs_of(rows) if is_piece else recursively_apply(Tensor.clone, self._inputs)
-        targets = targets_of(inputs, len(rows)) if is_piece else (0, 0)
+        counts = counts_of(inputs, len(rows)) if is_piece else Counts(len(rows))
         isolated = only_fsdp_communicates(self.trainer, self._model)
         with isolated, override_attributes(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
             loss, logits, labels = self._prediction_step(inputs)
         if is_piece:
             logits, labels = recursively_apply(Tensor.cpu, (logits, labels))
-        self._pieces[tuple(rows)] = Piece(len(rows), targets, loss, (logits, labels))
+        self._pieces[tuple(rows)] = Piece(counts, loss, (logits, labels))
         return Totals(torch.zeros(()), 0)
 
     def _inputs_of(self, rows: Sequence[int]) -> Any:
@@ -177,10 +175,10 @@ class Evaluator:
         """Return the logits (index 0) or labels (index 1) of the whole batch, on the device."""
         for piece in pieces:
             for tensor in tree_leaves(piece.outputs[index]):
-                if isinstance(tensor, Tensor) and tensor.shape[:1] != (piece.rows,):
+                if isinstance(tensor, Tensor) and tensor.shape[:1] != (piece.counts.rows,):
                     raise ConfigError(
                         f"{CANNOT_SPLIT}: an output of shape {tuple(tensor.shape)} does not have a row for each of "
-                        f"{piece.rows} samples; set prediction_loss_only=True, or {REMEDY}"
+                        f"{piece.counts.rows} samples; set prediction_loss_only=True, or {REMEDY}"
                     )
         whole, *others = (piece.outputs[index] for piece in pieces)
         for other in others if whole is not None else ():
@@ -192,22 +190,22 @@ class Evaluator:
         if pieces[0].loss is None:
             return None
         reduction = self._reduction = self._reduction or self._find_reduction()
-        batch = len(self._samples), sums_of([piece.targets for piece in pieces])
-        weights = [reduction.weight((piece.rows, piece.targets), batch) for piece in pieces]
+        whole = Counts.total(piece.counts for piece in pieces)
+        weights = [reduction.weight(piece.counts, whole) for piece in pieces]
         # The mean loss of a piece without labels is NaN, even times 0, so leave it out.
         return sum(piece.loss * weight for piece, weight in zip(pieces, weights, strict=True) if weight)
 
     def _find_reduction(self) -> Reduction:
         """Collective: find out how losses add up, from two rows of the batch with different numbers of labels."""
-        targets = [targets_of(self._inputs_of([row]), 1) for row in range(len(self._samples))]
-        second = max(range(len(targets)), key=targets.__getitem__)
-        first = min(set(range(len(targets))) - {second}, key=lambda row: (not targets[row][1], targets[row]))
+        counts = [counts_of(self._inputs_of([row]), 1) for row in range(len(self._samples))]
+        second = max(range(len(counts)), key=counts.__getitem__)
+        first = min({*range(len(counts))} - {second}, key=lambda row: (not counts[row].next_tokens, counts[row]))
         assert self._runner is not None
         result, _ = self._runner.attempt([[first], [second], [first, second]])
         if result is None:
             raise RecoveryUnsupportedError(f"{CANNOT_SPLIT}: two rows must fit (to compare losses); {REMEDY}")
-        both, one, other = (float(self._pieces[rows].loss) for rows in ((first, second), (first,), (second,)))
-        tried = TwoSamples(both, one, other, targets=(targets[first], targets[second]), is_random=False)
+        pieces = (self._pieces[rows] for rows in ((first, second), (first,), (second,)))
+        tried = TwoSamples(*(BatchLoss(float(piece.loss), piece.counts) for piece in pieces))
         reduction = how_losses_add_up(
             from_all_ranks(tried),
             shifts_labels=getattr(self.trainer, "_loss_shifts_labels", True),

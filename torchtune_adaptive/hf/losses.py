@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -20,6 +20,26 @@ ROUNDING_ERROR = 1e-6
 """The largest rounding error relative to the loss in full precision."""
 
 
+class Counts(NamedTuple):
+    """The numbers by which the mean loss of a batch may be divided."""
+
+    rows: int = 0
+    labels: int = 0
+    """Labels that count in the loss."""
+    next_tokens: int = 0
+    """Labels without the first position of each row."""
+
+    @classmethod
+    def of_rows(cls, rows: int) -> Counts:
+        """Count the rows of a batch whose labels are not per token."""
+        return cls(rows, rows, rows)
+
+    @classmethod
+    def total(cls, counts: Iterable[Counts]) -> Counts:
+        """Add up the counts of microbatches."""
+        return cls(*map(sum, zip(*counts, strict=True)))
+
+
 class Reduction(Enum):
     """How the losses of microbatches are combined to the loss of a batch."""
 
@@ -28,45 +48,40 @@ class Reduction(Enum):
     MEAN_OF_LABELS = "mean over labels"
     MEAN_OF_NEXT_TOKENS = "mean over labels of next tokens"
 
-    def weight(self, part: tuple[int, tuple[int, int]], whole: tuple[int, tuple[int, int]]) -> float:
-        """Return the factor of a microbatch's loss, given (rows, targets) of the microbatch and of the whole batch."""
+    def weight(self, part: Counts, whole: Counts) -> float:
+        """Return the factor of a microbatch's loss, given the counts of the microbatch and of the whole batch."""
         if self is Reduction.SUM:
-            return float(part[0] > 0)
-        if self is Reduction.MEAN_OF_ROWS:
-            return part[0] / whole[0]
-        shifted = int(self is Reduction.MEAN_OF_NEXT_TOKENS)
-        return part[1][shifted] / max(1, whole[1][shifted])
+            return float(part.rows > 0)
+        name = {Reduction.MEAN_OF_ROWS: "rows", Reduction.MEAN_OF_LABELS: "labels"}.get(self, "next_tokens")
+        return float(getattr(part, name) / max(1, getattr(whole, name)))
+
+
+class BatchLoss(NamedTuple):
+    """The loss of a batch."""
+
+    loss: float
+    counts: Counts
+    is_random: bool = False
+    """True if the forward pass drew random numbers."""
 
 
 class TwoSamples(NamedTuple):
     """The losses of two samples on one rank: in one batch, and in separate batches."""
 
-    both: float
-    first: float
-    second: float
-    targets: tuple[tuple[int, int], tuple[int, int]]
-    """For each sample: the number of its labels, and the number without the first position."""
-    is_random: bool
-    """True if the forward pass drew random numbers, so that the losses cannot be compared."""
+    both: BatchLoss
+    first: BatchLoss
+    second: BatchLoss
 
     def __str__(self) -> str:
-        separate = f"{self.first:.4g} and {self.second:.4g} in separate batches"
-        return f"the loss of two samples is {self.both:.4g} in one batch, and {separate}"
+        separate = f"{self.first.loss:.4g} and {self.second.loss:.4g} in separate batches"
+        return f"the loss of two samples is {self.both.loss:.4g} in one batch, and {separate}"
 
     def errors(self, scale: float) -> dict[Reduction, float]:
         """Return the error of each reduction, relative to the loss of both samples or to `scale` if that is larger."""
-        of_labels, of_next = (
-            (self.first * one + self.second * other) / max(1, one + other)
-            for one, other in zip(*self.targets, strict=True)
-        )
-        expected = {
-            Reduction.SUM: self.first + self.second,
-            Reduction.MEAN_OF_ROWS: (self.first + self.second) / 2,
-            Reduction.MEAN_OF_LABELS: of_labels,
-            Reduction.MEAN_OF_NEXT_TOKENS: of_next,
-        }
-        largest = max(abs(self.both), scale) or 1.0
-        errors = {each: abs(loss - self.both) / largest for each, loss in expected.items()}
+        both, apart = self.both.loss, (self.first, self.second)
+        whole, largest = Counts.total(each.counts for each in apart), max(abs(both), scale) or 1.0
+        weighted = {each: sum(one.loss * each.weight(one.counts, whole) for one in apart) for each in Reduction}
+        errors = {each: abs(loss - both) / largest for each, loss in weighted.items()}
         return {each: math.inf if math.isnan(error) else error for each, error in errors.items()}
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.hf.losses import Counts
 
 SAMPLES_KEY = "adaptive_samples"
 """The key under which the batch of a data loader contains its CollatedBatch."""
@@ -110,8 +111,7 @@ class CollatedBatch:
     """
 
     samples: Sequence[RawSample]
-    targets: tuple[int, int]
-    """See `targets_of`."""
+    counts: Counts
     inputs: Any = None
 
     def to(self, *_: Any, **__: Any) -> CollatedBatch:
@@ -127,7 +127,7 @@ class CollatedBatch:
                 name: torch.cat([row[name] for row in features]) if value.dim() else value
                 for name, value in features[0].items()
             }
-            return CollatedBatch(samples, (len(samples),) * 2, rows)
+            return CollatedBatch(samples, Counts.of_rows(len(samples)), rows)
         inputs = collate(features)
         batch: CollatedBatch = inputs.pop(SAMPLES_KEY)
         return replace(batch, samples=samples, inputs=inputs)
@@ -152,22 +152,19 @@ class KeepSamples:
         samples = [RawSample(copy(each)) for each in features]  # copies, because some collators remove keys
         inputs = self.collate(features)
         if isinstance(inputs, MutableMapping):
-            inputs[SAMPLES_KEY] = CollatedBatch(samples, targets_of(inputs, len(samples)))
+            inputs[SAMPLES_KEY] = CollatedBatch(samples, counts_of(inputs, len(samples)))
             if get_worker_info() is not None:  # the queue of a worker would only print this error, and block
                 pickle.dumps(samples)
         return inputs
 
 
-def targets_of(inputs: Mapping[str, Any], samples: int) -> tuple[int, int]:
-    """Return two numbers of labels in the loss: of all positions, and without the first position of each row.
-
-    If labels are not per token, both are the number of samples. Waits for the device of the labels.
-    """
+def counts_of(inputs: Mapping[str, Any], samples: int) -> Counts:
+    """Count the labels in collated inputs. Waits for the device of the labels."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.dim() < 2:
-        return samples, samples
-    counts = labels != IGNORED
-    return int(counts.sum()), int(counts[..., 1:].sum())
+        return Counts.of_rows(samples)
+    in_loss = labels != IGNORED
+    return Counts(samples, int(in_loss.sum()), int(in_loss[..., 1:].sum()))
 
 
 def _tokens(ids: Any) -> int:

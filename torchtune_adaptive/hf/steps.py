@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, cycle, islice
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of, parse_size
 from torchtune_adaptive.hf.losses import (
+    BatchLoss,
+    Counts,
     Reduction,
     TwoSamples,
     WithoutDropout,
@@ -54,15 +56,6 @@ COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 
 RESTORED_TYPES = (bool, int, float, str, Tensor)
 """Types of attributes that are restored after a check of the loss."""
-
-
-class BatchLoss(NamedTuple):
-    """The loss of a batch."""
-
-    loss: float
-    targets: tuple[int, int]
-    is_random: bool
-    """True if the forward pass drew random numbers."""
 
 
 class OptimizerSteps:
@@ -178,7 +171,7 @@ class OptimizerSteps:
         # A microbatch that equals a batch of the data loader is not collated again.
         self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
         self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).with_targets())
-        self._targets_of_step = sums_of([batch.targets for batch in batches])
+        self._counts_of_step = Counts.total(batch.counts for batch in batches)
         self._num_items = num_items
         self._restore = remember_random_state(self.trainer, self._outside)
 
@@ -186,8 +179,8 @@ class OptimizerSteps:
         """Run one microbatch with Trainer's training_step."""
         # Each batch is used once, because compute_loss may edit it.
         batch = self._batches.pop(tuple(map(id, samples)), None) or self._collated(samples)
-        rows, targets = (0, (0, 0)) if samples[0] is self._filler else (len(samples), batch.targets)
-        weight = self._reduction.weight((rows, targets), (len(self._samples), self._targets_of_step))
+        counts = Counts() if samples[0] is self._filler else batch.counts
+        weight = self._reduction.weight(counts, self._counts_of_step)
         if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
             weight *= self._batches_per_step
         if not weight:  # without targets, a mean loss is NaN, and NaN * 0 is NaN, so run the filler instead
@@ -202,7 +195,7 @@ class OptimizerSteps:
             override_attributes(self.trainer.accelerator, backward=weighted_backward),
         ):
             loss = Trainer.training_step(self.trainer, self.model, batch.inputs, self._num_items)
-        return Totals(loss * weight, targets[self._targets_index])
+        return Totals(loss * weight, counts.next_tokens if self._shifts_labels else counts.labels)
 
     def _collated(self, samples: Sequence[RawSample]) -> CollatedBatch:
         return CollatedBatch.of(samples, self.trainer.keeps_samples)
@@ -224,19 +217,17 @@ class OptimizerSteps:
         shifts_labels = getattr(trainer, "_loss_shifts_labels", True)
         self._tolerance = tolerance_of(self.model, mixed_precision=trainer.accelerator.mixed_precision != "no")
         if not on_ranks:
-            raise ConfigError(
-                "the losses of the shortest samples are infinite or NaN, so it is unknown how losses add up; remove "
-                "samples without labels from the dataset"
-            )
+            raise ConfigError("the losses of the shortest samples are infinite or NaN: remove samples without labels")
         reduction = how_losses_add_up(on_ranks, shifts_labels=shifts_labels, tolerance=self._tolerance)
         if reduction is None:
             worst = max(on_ranks, key=lambda each: min(worst_error([each], kind, 0.0) for kind in Reduction))
             raise ConfigError(f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}")
         self._reduction = reduction
-        shifts = {Reduction.MEAN_OF_LABELS: False, Reduction.MEAN_OF_NEXT_TOKENS: True}
-        self._targets_index = int(shifts.get(reduction, shifts_labels))
-        """Index into `targets`: 0 if all labels count in the loss, 1 if the first label of each row does not."""
-        self._scale = max(abs(each.both) for each in on_ranks)
+        self._shifts_labels = reduction is Reduction.MEAN_OF_NEXT_TOKENS or (
+            shifts_labels and reduction is not Reduction.MEAN_OF_LABELS
+        )
+        """True if the first label of each row does not count in the loss."""
+        self._scale = max(abs(each.both.loss) for each in on_ranks)
         """The largest loss before the first step. Later checks divide errors by the larger one of this loss and the
         current one, because with a current loss near 0, rounding alone would be a large relative error."""
 
@@ -267,14 +258,11 @@ class OptimizerSteps:
             with torch.compiler.set_stance("force_eager" if eager else "default"), context:
                 of_second, *of_firsts = (self._loss_of([each], training=training) for each in (second, *firsts))
                 of_both = [self._loss_of([first, second], training=training) for first in firsts]
-            tried = [
-                TwoSamples(both.loss, first.loss, of_second.loss, (first.targets, of_second.targets), both.is_random)
-                for first, both in zip(of_firsts, of_both, strict=True)
-            ]
+            tried = [TwoSamples(both, first, of_second) for first, both in zip(of_firsts, of_both, strict=True)]
             on_ranks = [*chain(*from_all_ranks(tried))]
-            if not any(each.is_random for each in on_ranks):
+            if not any(each.both.is_random for each in on_ranks):
                 break
-        return [each for each in on_ranks if math.isfinite(each.first + each.second)]
+        return [each for each in on_ranks if math.isfinite(each.first.loss + each.second.loss)]
 
     def _candidates(self) -> tuple[list[RawSample], RawSample]:
         """Return candidates for the first of two samples, and the second sample.
@@ -288,7 +276,8 @@ class OptimizerSteps:
             return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
         others = sorted(shortest, key=lambda each: (each.label == one.label, each.length == one.length))
         of_classes = {each.label: each for each in reversed(shortest)}
-        candidates = islice(cycle([*of_classes.values(), *shortest][:CANDIDATES]), CANDIDATES)
+        others_of_classes = (each for each in shortest if each is not of_classes[each.label])
+        candidates = islice(cycle([*of_classes.values(), *others_of_classes][:CANDIDATES]), CANDIDATES)
         return [each.with_targets(few=True) for each in candidates], others[0].with_targets()
 
     def _loss_of(self, samples: Sequence[RawSample], *, training: bool) -> BatchLoss:
@@ -303,7 +292,7 @@ class OptimizerSteps:
                 loss = float(trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items))
             drawn = draw_numbers(device)
             restore()
-            return BatchLoss(loss, batch.targets, is_random=drawn != draw_numbers(device))
+            return BatchLoss(loss, batch.counts, is_random=drawn != draw_numbers(device))
         finally:
             restore_attributes()
             self.model.train()
@@ -359,9 +348,9 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
     """Suppress the gathers of metrics in TRL's trainers, because a rank that ran out of memory could not complete them.
 
     Within this context, a gather returns the value of this rank for all ranks; `average_metrics` averages the metrics
-    later. The losses of other trainers may depend on what they gather. The context also gathers the weight of a frozen
-    head before the pass: TRL reads it without calling the module, so FSDP's hooks would not gather it. Batches that are
-    `generated` are not prepared again.
+    later. The gathers of other trainers stay, because their losses may depend on them. The context also gathers the
+    weight of a frozen head before the pass: TRL reads it without calling the module, so FSDP's hooks would not gather
+    it. Batches that are `generated` are not prepared again.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
@@ -371,7 +360,7 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
             stack.enter_context(override_attributes(trainer, _prepare_inputs=lambda inputs: inputs))
         if world_size() > 1 and hasattr(trainer, "_metrics"):
             local: dict[str, Any] = {"gather": _repeat_for_ranks, "gather_for_metrics": _repeat_for_ranks}
-            local["reduce"] = lambda value, *_, **__: value  # TRL divides two sums: now those of this rank
+            local["reduce"] = lambda value, *_, **__: value  # TRL reduces and divides two sums
             stack.enter_context(override_attributes(trainer.accelerator, **local))
         if gathers_head:
             head.unshard()
@@ -459,11 +448,6 @@ def enforced_memory_limit(
     size = None if limit is None else parse_size(limit, "memory_limit")
     resident = [tensor for each in models for tensor in resident_tensors(each, optimizers)]
     return memory_within(size, trainer.args.device, resident)
-
-
-def sums_of(targets: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Add up the two numbers of targets; see `targets_of`."""
-    return sum(each[0] for each in targets), sum(each[1] for each in targets)
 
 
 def _unwrap_ddp(model: Any, accelerator: Any) -> Any:

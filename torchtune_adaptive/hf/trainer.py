@@ -28,6 +28,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupp
 from torchtune_adaptive.hf.arguments import REMEDIES_AS_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
+from torchtune_adaptive.hf.losses import Counts
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
 from torchtune_adaptive.hf.steps import OptimizerSteps, override_attributes
 
@@ -187,7 +188,7 @@ class AdaptiveMixin(Base):
             model.train()
             inputs = self._prepare_inputs(inputs)
             rows = GeneratedRow.all_of(inputs)
-            collected.append(CollatedBatch(rows, (len(rows),) * 2, inputs))
+            collected.append(CollatedBatch(rows, Counts.of_rows(len(rows)), inputs))
         else:
             raise ConfigError(
                 f"training_step got a {type(inputs).__name__} without its samples: AdaptiveMixin needs Trainer's "

@@ -54,7 +54,7 @@ class RunRecord:
     """The working directory of the command."""
     output_dir: str
     serial: int
-    """The serial of this run's first checkpoint. A finished checkpoint with a smaller serial is from an earlier run."""
+    """The number of this run's first checkpoint, counted over all runs in the output directory."""
     started_at: str
     ended: str | None = None
     """One of the four constants above; None while the run trains, or if it was killed."""

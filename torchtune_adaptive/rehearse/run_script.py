@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -46,7 +46,7 @@ from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush
 from torchtune_adaptive.rehearse.together import fork_ranks
 
 
-def main(folder: str, settings_json: str, *command: str) -> None:
+def main(folder: str, settings_json: str, *command: str) -> NoReturn:
     """Run the command, and end this process with its exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     settings = RankSettings(**json.loads(settings_json))
@@ -77,24 +77,24 @@ def main(folder: str, settings_json: str, *command: str) -> None:
     _run_recorded(recorder, command)
 
 
-def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) -> None:
+def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) -> NoReturn:
     """Run the command on the GPUs of this machine. Each rank of a launcher writes its own record."""
     end_with_parent()  # a launcher starts ranks in other process groups
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of `python -m`; `run` inserts the script's instead
-    start_ranks = torch.distributed.run.run
+    launch = torch.distributed.run.run
 
     def start_recorded_ranks(args: Namespace) -> None:
         script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
         args.module, args.training_script = True, __spec__.name
         args.training_script_args = [folder, json.dumps(settings._asdict()), *script]
-        start_ranks(args)
+        launch(args)
 
-    replace_everywhere(start_ranks, start_recorded_ranks)
+    replace_everywhere(launch, start_recorded_ranks)
     _run_recorded(StepRecorder(Path(folder) / os.environ.get("RANK", "alone"), settings), command)
 
 
-def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> None:
+def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> NoReturn:
     """Run the command while its steps are recorded, and end this process with its exit status."""
     status = 0
     try:
@@ -118,7 +118,7 @@ def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> None:
     _exit(status)
 
 
-def _exit(status: int) -> None:
+def _exit(status: int) -> NoReturn:
     """End the process like Python does, but skip C++ destructors, because some of them abort if no kernel has run."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -200,7 +200,9 @@ def total_steps(epochs: Sequence[EpochSizes]) -> int:
 
 
 def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
-    """Return the rows of a microbatch that holds a whole step; None if a step always has several microbatches."""
+    """Return the fewest rows with which a step is one microbatch; None if a step always has several microbatches.
+
+    With `accumulation: fixed`, a step has `gradient_accumulation_steps` microbatches of any size."""
     adaptive, rows = settings.adaptive, settings.samples_per_step
     grows = settings.config.get(KEY) is not None
     if grows or adaptive.accumulation == "fixed":
@@ -213,7 +215,7 @@ def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
 def log_schedule(
     epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
 ) -> None:
-    """Log the sizes before training starts and, on another number of ranks than before, those of the checkpoint."""
+    """Log the sizes before training. If the number of ranks has changed, log the checkpoint's samples per step too."""
     sizes, before = epochs[-1], progress.epochs_started
     per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"

@@ -116,7 +116,7 @@ def test_slightly_late_peer_has_the_same_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ranks, "_store", lambda: store)
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    steps = EqualSteps()
+    steps = EqualSteps(enabled=True)
     steps.announce("8 in 2")
     late = threading.Timer(0.2, store.set, (steps._key(1), "8 in 2"))
     late.start()
