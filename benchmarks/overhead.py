@@ -155,8 +155,8 @@ def _stock_epoch(recipe: Any) -> Moment:
 
 def time_of_our_epoch(recipe: Any) -> Moment:
     done = recipe.run.progress.epochs_run
-    epochs = tuple(replace(recipe.trainer.schedule.epochs[0], epoch=epoch) for epoch in range(done + 1))
-    recipe.trainer.schedule = replace(recipe.trainer.schedule, epochs=epochs)
+    epochs = tuple(replace(recipe.loop.schedule.epochs[0], epoch=epoch) for epoch in range(done + 1))
+    recipe.loop.schedule = replace(recipe.loop.schedule, epochs=epochs)
     return time_of_a_step(recipe)
 
 

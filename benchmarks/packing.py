@@ -41,7 +41,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
-MEMORY_WITHIN = "torchtune_adaptive.tune.trainer.memory_within"
+MEMORY_WITHIN = "torchtune_adaptive.tune.training_loop.memory_within"
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Contender:
         self.recipe.setup()
         self.recipe.run.checkpoints.save = lambda *_: None
         self._run, self.recipe.runner.run = self.recipe.runner.run, self._count
-        self._schedule = self.recipe.trainer.schedule
+        self._schedule = self.recipe.loop.schedule
         self.target_tokens = 0
 
     def _count(self, samples: Any, **options: Any) -> Any:
@@ -178,7 +178,7 @@ class Contender:
         self.target_tokens = 0
         dist.barrier()
         began, cpu_began = time.perf_counter(), time.process_time()
-        self.recipe.trainer.schedule = replace(
+        self.recipe.loop.schedule = replace(
             self._schedule, epochs=self._schedule.epochs[: self.recipe.run.progress.epochs_run + 1]
         )
         with nullcontext() if limited else self._steps_alone():
@@ -188,7 +188,7 @@ class Contender:
 
     @contextmanager
     def _steps_alone(self) -> Iterator[None]:
-        clean = "torchtune_adaptive.tune.trainer.free_setup_memory"
+        clean = "torchtune_adaptive.tune.training_loop.free_setup_memory"
         with mock.patch(MEMORY_WITHIN, return_value=nullcontext()), mock.patch(clean):
             yield
 
@@ -297,7 +297,7 @@ def balance_of(**runs: Any) -> dict[str, float]:
 
 
 def _balance(recipe: Any) -> float:
-    schedule, runner = recipe.trainer.schedule, recipe.runner
+    schedule, runner = recipe.loop.schedule, recipe.runner
     fullest = mean = 0.0
     for samples, _ in schedule.steps(recipe.data.loader, schedule.epochs[0], recipe.run.progress):
         lengths, padded = runner.kind.lengths(samples), runner.kind.padded

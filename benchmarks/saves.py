@@ -132,8 +132,8 @@ def have_optimizer_state(model: Any, optimizer: Any) -> None:
 
 
 def save_as_ours(ours: Any, epoch: int) -> None:
-    ours.run.progress = ours.run.progress.after_epoch(replace(ours.trainer.schedule.epochs[0], epoch=epoch))
-    ours.trainer.save()
+    ours.run.progress = ours.run.progress.after_epoch(replace(ours.loop.schedule.epochs[0], epoch=epoch))
+    ours.loop.save()
 
 
 def save_as_stock(recipe: str, stock: Any, epoch: int) -> None:

@@ -33,7 +33,7 @@ from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2
-MEMORY_WITHIN = "torchtune_adaptive.tune.trainer.memory_within"
+MEMORY_WITHIN = "torchtune_adaptive.tune.training_loop.memory_within"
 STAGES = (POLICY, REFERENCE)
 """The folder with the search record of each stage."""
 
@@ -162,7 +162,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     """Collective: epochs with two limits and with one, in turns, after one of each to warm up."""
     recipe = recipe_of(shape, folder, f"epochs={2 * pairs + 2}")
     recipe.run.checkpoints.save = lambda *_: None
-    schedule = recipe.trainer.schedule
+    schedule = recipe.loop.schedule
     single = replace(schedule, limits={POLICY: schedule.limits[POLICY]} if POLICY in schedule.limits else {})
     rounds = [(epoch(recipe, single), epoch(recipe, schedule)) for _ in range(pairs + 1)][1:]
     wall = compared([(own.wall_s, one.wall_s) for one, own in rounds])
@@ -178,7 +178,7 @@ def epoch(recipe: Any, schedule: Any) -> Cost:
     """Collective: train the next epoch with this schedule."""
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
-    recipe.trainer.schedule = replace(schedule, epochs=schedule.epochs[: recipe.run.progress.epochs_run + 1])
+    recipe.loop.schedule = replace(schedule, epochs=schedule.epochs[: recipe.run.progress.epochs_run + 1])
     with mock.patch(MEMORY_WITHIN, return_value=nullcontext()):
         recipe.train()
     everywhere: list[float] = [0.0] * dist.get_world_size()

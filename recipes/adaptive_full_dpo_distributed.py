@@ -21,7 +21,7 @@ from torchtune_adaptive.tune.preference import (
     build_validation_of_pairs,
     figures_of,
 )
-from torchtune_adaptive.tune.trainer import Run, Trainer
+from torchtune_adaptive.tune.training_loop import Run, TrainingLoop
 
 
 class AdaptiveFullDPODistributed:
@@ -45,26 +45,26 @@ class AdaptiveFullDPODistributed:
         passes = Passes(self.model, reference, loss_fn, self.data, settings, devices.device)
         self.stages = build_stages(passes, run.journal.event)
         validation = build_validation_of_pairs(passes, self.stages, tokenizer, devices.mesh)
-        self.trainer = Trainer(
+        self.loop = TrainingLoop(
             run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn, validation=validation
         )
-        set_batch_sizes(self.trainer)
+        set_batch_sizes(self.loop)
 
     def train(self) -> None:
         """Collective: run the remaining steps and save checkpoints."""
         policy = self.stages[POLICY]
-        with self.trainer.training() as steps:
+        with self.loop.training() as steps:
             for step in steps:
                 pairs = [dict(pair) for pair in step.samples]  # copies, in which the reference stage stores its results
                 results = self.stages.run(pairs, step=step.number, upcoming=step.upcoming)
                 count = results[POLICY].sums[PAIRS]
                 with policy.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(count)
-                self.trainer.finish_step(results[POLICY], grad_norm, samples=float(count), more=figures_of(results))
+                self.loop.finish_step(results[POLICY], grad_norm, samples=float(count), more=figures_of(results))
 
     def cleanup(self) -> None:
         """Collective: finish saves and leave the process group."""
-        self.trainer.close()
+        self.loop.close()
 
 
 if __name__ == "__main__":

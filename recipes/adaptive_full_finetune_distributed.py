@@ -15,7 +15,7 @@ from torchtune_adaptive.tune.data import build_data
 from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner, build_validation
 from torchtune_adaptive.tune.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.trainer import Run, Trainer
+from torchtune_adaptive.tune.training_loop import Run, TrainingLoop
 
 
 class AdaptiveFullFinetuneDistributed:
@@ -38,23 +38,23 @@ class AdaptiveFullFinetuneDistributed:
         self.runner = build_step_runner(self.model, loss_fn, self.data, settings, devices, run.journal.event)
         validation = build_validation(self.runner, loss_fn, self.data, tokenizer, settings, devices)
         stages = Stages({"": self.runner})
-        self.trainer = Trainer(
+        self.loop = TrainingLoop(
             run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn, validation=validation
         )
-        set_batch_sizes(self.trainer)
+        set_batch_sizes(self.loop)
 
     def train(self) -> None:
         """Collective: run the remaining steps and save checkpoints."""
-        with self.trainer.training() as steps:
+        with self.loop.training() as steps:
             for step in steps:
                 result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
                 with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(result.target_tokens)
-                self.trainer.finish_step(result, grad_norm)
+                self.loop.finish_step(result, grad_norm)
 
     def cleanup(self) -> None:
         """Collective: finish saves and leave the process group."""
-        self.trainer.close()
+        self.loop.close()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torchtune_adaptive.rl.settings import GRPO_KEYS, GRPOSettings, read_grpo_se
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import Run
+from torchtune_adaptive.tune.training_loop import Run
 
 
 class AdaptiveGRPOFullFinetuneDistributed:
@@ -51,12 +51,12 @@ class AdaptiveGRPOFullFinetuneDistributed:
         generate = Generate(policy, tokenizer, settings, grpo, devices, run.progress.seed)
         stages = grpo_stages(policy, generate, settings, grpo, devices)
         self.iterations = Iterations(run, policy, optimization, tokenizer, stages, grpo)
-        self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
+        self.loop, self.stages = self.iterations.loop, self.iterations.stages
         self.signal = EqualRewardsWatch()
 
     def train(self) -> None:
         """Collective: run the remaining steps and save checkpoints."""
-        with self.trainer.training("iterations") as steps:
+        with self.loop.training("iterations") as steps:
             for step in steps:
                 self.iterations.finish(step.number, self.iterate(step.samples, step.number))
         self.signal.warn()
@@ -74,7 +74,7 @@ class AdaptiveGRPOFullFinetuneDistributed:
 
     def cleanup(self) -> None:
         """Collective: finish saves and leave the process group."""
-        self.trainer.close()
+        self.loop.close()
 
 
 if __name__ == "__main__":

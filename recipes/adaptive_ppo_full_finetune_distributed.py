@@ -25,7 +25,7 @@ from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_set
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, cause_of_stages
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import Run
+from torchtune_adaptive.tune.training_loop import Run
 
 
 class AdaptivePPOFullFinetuneDistributed:
@@ -46,11 +46,11 @@ class AdaptivePPOFullFinetuneDistributed:
         generate = Generate(self.models.policy, tokenizer, settings, ppo, devices, run.progress.seed)
         stages = ppo_stages(self.models, generate, ppo, devices.device)
         self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo, TRAINED_FILES)
-        self.trainer, self.stages = self.iterations.trainer, self.iterations.stages
+        self.loop, self.stages = self.iterations.loop, self.iterations.stages
 
     def train(self) -> None:
         """Collective: run the remaining steps and save checkpoints."""
-        with self.trainer.training("iterations") as steps:
+        with self.loop.training("iterations") as steps:
             for step in steps:
                 self.iterations.finish(step.number, self.iterate(step.samples, step.number))
 
@@ -69,7 +69,7 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def cleanup(self) -> None:
         """Collective: finish saves and leave the process group."""
-        self.trainer.close()
+        self.loop.close()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torchtune_adaptive.tune.finetuning import build_recovery
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import Run, Trainer
+from torchtune_adaptive.tune.training_loop import Run, TrainingLoop
 
 
 class Distillation:
@@ -48,8 +48,8 @@ class Distillation:
             limit=RowLimit(settings.batch_size),
             recovery=build_recovery(settings, run.journal.event, self.model, self.teacher),
         )
-        self.trainer = Trainer(run, self.model, self.data, self.optimization, Stages({"": self.runner}))
-        set_batch_sizes(self.trainer)
+        self.loop = TrainingLoop(run, self.model, self.data, self.optimization, Stages({"": self.runner}))
+        set_batch_sizes(self.loop)
 
     def distill(self, samples: Sequence[Sample]) -> Totals:
         """One microbatch. The loss is a sum, so that a token counts the same however the step is split."""
@@ -64,15 +64,15 @@ class Distillation:
         return Totals(loss.detach(), int(learned.sum()))
 
     def train(self) -> None:
-        with self.trainer.training() as steps:
+        with self.loop.training() as steps:
             for step in steps:
                 result = self.runner.run(step.samples, step=step.number)
                 with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
                     grad_norm = self.optimization.update(result.target_tokens)
-                self.trainer.finish_step(result, grad_norm)
+                self.loop.finish_step(result, grad_norm)
 
     def cleanup(self) -> None:
-        self.trainer.close()
+        self.loop.close()
 
 
 if __name__ == "__main__":

@@ -120,14 +120,14 @@ class Bench:
             else:
                 self.recipe = load_ours(kind)(demo_config(kind, Path(folder), *rows, *overrides))
         self.recipe.setup()
-        trainer = self.recipe.trainer
+        loop = self.recipe.loop
         if kind == PPO:  # answers are not computed, so they have the maximum length
             self.samples = [worst_rollout(torch.ones(NEW, dtype=torch.long), NEW)] * ROWS
         else:
-            schedule = trainer.schedule
-            trainer.stages.use_limits(schedule.limits_of(trainer.stages, schedule.epochs[0]))
-            self.samples, _ = next(schedule.steps(trainer.data.loader, schedule.epochs[0], self.recipe.run.progress))
-        self.stages = trainer.stages
+            schedule = loop.schedule
+            loop.stages.use_limits(schedule.limits_of(loop.stages, schedule.epochs[0]))
+            self.samples, _ = next(schedule.steps(loop.data.loader, schedule.epochs[0], self.recipe.run.progress))
+        self.stages = loop.stages
         self._limits = self.stages.state_dict()
         self.number = 0
 
@@ -137,7 +137,7 @@ class Bench:
         for stage, state in self._limits.items():
             self.stages[stage].load_state_dict(state)
         results = self.stages.run([deepcopy(sample) for sample in self.samples], step=self.number)
-        self.recipe.trainer.model.zero_grad()
+        self.recipe.loop.model.zero_grad()
         return {stage: result.recoveries for stage, result in results.items()}
 
     def operations(self, stage: str) -> list[str]:

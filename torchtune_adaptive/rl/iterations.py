@@ -22,7 +22,7 @@ from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import BatchSchedule, Run, Trainer, restore_limits
+from torchtune_adaptive.tune.training_loop import BatchSchedule, Run, TrainingLoop, restore_limits
 
 
 class Iterations:
@@ -43,7 +43,7 @@ class Iterations:
         self.data = build_prompts(settings, tokenizer, run.devices.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.rewards = Rewards(settings.config, tokenizer, self.stages.generate.sampling.stop_tokens)
-        self.trainer = Trainer(run, model, self.data, optimization, self.stages.runners, weights=weights)
+        self.loop = TrainingLoop(run, model, self.data, optimization, self.stages.runners, weights=weights)
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began, self._cause = 0, 0.0, NO_CAUSE
@@ -56,10 +56,10 @@ class Iterations:
         epochs = self._size_epochs(total)
         run.progress = replace(progress, total_epochs=len(epochs), ranks=run.devices.ranks)
         run.journal.start(progress.step)
-        with self.trainer.memory_of_this_rank() as memory:
-            limits = LimitFinder(self.trainer, self.stages, rl).find(memory)
+        with self.loop.memory_of_this_rank() as memory:
+            limits = LimitFinder(self.loop, self.stages, rl).find(memory)
         self.stages.runners.use_limits(limits)
-        self.trainer.schedule = BatchSchedule(epochs=epochs, limits=limits)
+        self.loop.schedule = BatchSchedule(epochs=epochs, limits=limits)
         self.optimization.start_schedule(
             total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
         )
@@ -132,4 +132,4 @@ class Iterations:
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
         tokens, stopping = int(recorded["target_tokens"]), self.stages.stop_requested
         cause, self._cause = self._cause, NO_CAUSE
-        self.trainer.advance(means["loss"], tokens, means["grad_norm"], stop_requested=stopping, cause=cause)
+        self.loop.advance(means["loss"], tokens, means["grad_norm"], stop_requested=stopping, cause=cause)

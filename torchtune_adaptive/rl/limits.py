@@ -39,7 +39,7 @@ from torchtune_adaptive.tune.batch_size import (
     worst_sample,
 )
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
-from torchtune_adaptive.tune.trainer import Trainer
+from torchtune_adaptive.tune.training_loop import TrainingLoop
 
 Result = TypeVar("Result", SearchResult, Profile)
 Limits = Mapping[str, Limit]
@@ -48,9 +48,9 @@ Limits = Mapping[str, Limit]
 class LimitFinder:
     """Finds the limit of each stage, with all models and optimizers in memory."""
 
-    def __init__(self, trainer: Trainer, stages: RolloutStages, rl: RolloutSettings) -> None:
-        self._trainer, self._stages, self._new_tokens = trainer, stages, rl.max_generated_tokens
-        self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
+    def __init__(self, loop: TrainingLoop, stages: RolloutStages, rl: RolloutSettings) -> None:
+        self._loop, self._stages, self._new_tokens = loop, stages, rl.max_generated_tokens
+        self._settings, self._data, self._optimization = loop.run.settings, loop.data, loop.optimization
         self._most_tokens = most = max_seq_len_of(stage.model for stage in stages.by_name.values())
         if most is not None and most <= self._new_tokens:
             raise ConfigError(
@@ -114,7 +114,7 @@ class LimitFinder:
 
     def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
         """Collective: measure a stage. If not even one row of generation fits, gather parameters by layer instead."""
-        measure = partial(measure, self._trainer, memory=memory, most_rows=self._stages.by_name[stage].samples)
+        measure = partial(measure, self._loop, memory=memory, most_rows=self._stages.by_name[stage].samples)
         try:
             return measure(self._worst_step(memory, stage))
         except OneRowDoesNotFitError:

@@ -39,7 +39,7 @@ from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE_LOG_PROBS
 from torchtune_adaptive.tune.samples import INDEX, Sample, TokenKind
-from torchtune_adaptive.tune.trainer import BatchSchedule, Trainer, restore_limits
+from torchtune_adaptive.tune.training_loop import BatchSchedule, TrainingLoop, restore_limits
 
 SEARCH_SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 LONGEST_SAMPLE = 2**20
@@ -47,14 +47,14 @@ LONGEST_SAMPLE = 2**20
 Result = TypeVar("Result", SearchResult, Profile)
 
 
-def set_batch_sizes(trainer: Trainer) -> None:
+def set_batch_sizes(loop: TrainingLoop) -> None:
     """Collective: run the searches of the config, size all epochs, and set limits and schedules for the next step."""
-    run, loader, stages = trainer.run, trainer.data.loader, trainer.stages
+    run, loader, stages = loop.run, loop.data.loader, loop.stages
     settings, ranks, training = run.settings, run.devices.ranks, stages.training.stage
     progress = run.progress
     run.journal.start(progress.step)
-    with trainer.memory_of_this_rank() as memory:
-        rows_that_fit = _search_training_stage(trainer, memory, schedule.whole_step_rows(settings, progress))
+    with loop.memory_of_this_rank() as memory:
+        rows_that_fit = _search_training_stage(loop, memory, schedule.whole_step_rows(settings, progress))
         increase = schedule.build_increase_function(settings.config)
         with nullcontext() if memory is None else memory.unlimited():
             sized = schedule.size_run(
@@ -69,58 +69,58 @@ def set_batch_sizes(trainer: Trainer) -> None:
             # The user's increase function may read a clock or draw random numbers: use what it returned on rank 0.
             sized = from_rank_0(sized)
         most_samples = max(sizes.samples_per_step for sizes in sized.epochs)
-        limits = _measure_limits(trainer, memory, rows_that_fit, most_samples)
+        limits = _measure_limits(loop, memory, rows_that_fit, most_samples)
         limit = limits.get(training)
-        dealer = dealer_of(trainer.model, settings, trainer.data, limit)
+        dealer = dealer_of(loop.model, settings, loop.data, limit)
         schedule.log_schedule(sized.epochs, settings, progress, ranks, limit)
         for stage in stages:
             if stage in limits and stage != training:
                 log_rank_0(f"{stage}: at most {limits[stage]} a microbatch")
-    trainer.schedule = BatchSchedule(
+    loop.schedule = BatchSchedule(
         epochs=sized.epochs, limits=limits, dealer=dealer, looks_ahead=limit is not None and limit.by_length
     )
-    trainer.optimization.start_schedule(
+    loop.optimization.start_schedule(
         total_steps=schedule.total_steps(sized.epochs), steps_done=sized.progress.step, lr_factor=sized.lr_factor
     )
     run.progress = sized.progress
-    stages.use_limits(trainer.schedule.limits_of(stages, sized.epochs[run.progress.epochs_run]))
+    stages.use_limits(loop.schedule.limits_of(stages, sized.epochs[run.progress.epochs_run]))
     if run.progress.limit is not None:
         restore_limits(stages, run.progress.limit)
-        if (validation := trainer.validation) is not None:
+        if (validation := loop.validation) is not None:
             validation.use_limits_of(stages)
             restore_limits(validation.stages, run.progress.limit)
 
 
-def _search_training_stage(trainer: Trainer, memory: MemorySource | None, whole_step_rows: int | None) -> int | None:
+def _search_training_stage(loop: TrainingLoop, memory: MemorySource | None, whole_step_rows: int | None) -> int | None:
     """Collective: search for the largest number of rows of the stage that trains; None if no search is configured."""
-    settings, adaptive, data = trainer.run.settings, trainer.run.settings.adaptive, trainer.data
+    settings, adaptive, data = loop.run.settings, loop.run.settings.adaptive, loop.data
     grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
     if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
         return None
     if memory is None:
         log_rank_0(f"batch search · {SEARCH_SKIPPED}")
         return None
-    step = _worst_step(trainer, trainer.stages.training.stage)
+    step = _worst_step(loop, loop.stages.training.stage)
     most_rows = min(data.loader.samples_per_rank, adaptive.max_batch_size or sys.maxsize)
-    return search_rows(trainer, step, memory, most_rows=most_rows, whole_step_rows=whole_step_rows).rows
+    return search_rows(loop, step, memory, most_rows=most_rows, whole_step_rows=whole_step_rows).rows
 
 
 def _measure_limits(
-    trainer: Trainer, memory: MemorySource | None, rows_that_fit: int | None, most_samples: int
+    loop: TrainingLoop, memory: MemorySource | None, rows_that_fit: int | None, most_samples: int
 ) -> dict[str, Limit]:
     """Collective: return the limits that hold for the whole run, by stage, for steps of up to `most_samples` samples.
 
     Under a token budget, all stages have such a limit. If `rows_that_fit` comes from a search, the stages that do not
     train have one. Otherwise, the result is empty.
     """
-    data, stages, adaptive = trainer.data, trainer.stages, trainer.run.settings.adaptive
+    data, stages, adaptive = loop.data, loop.stages, loop.run.settings.adaptive
     *stages_without_backward, _ = stages
     limits: dict[str, Limit] = {}
     if memory is not None and rows_that_fit is not None:
         most_rows = min(most_samples, adaptive.max_batch_size or sys.maxsize)
         for stage in stages_without_backward:
-            step = _worst_step(trainer, stage)
-            limits[stage] = RowLimit(search_rows(trainer, step, memory, most_rows=most_rows).rows)
+            step = _worst_step(loop, stage)
+            limits[stage] = RowLimit(search_rows(loop, step, memory, most_rows=most_rows).rows)
     if adaptive.token_budget is None:
         return limits
     if isinstance(adaptive.token_budget, int):
@@ -129,15 +129,15 @@ def _measure_limits(
         log_rank_0(f"token budget · {SEARCH_SKIPPED}, or the budget to a number")
     else:
         for stage in reversed(stages):
-            step = _worst_step(trainer, stage)
+            step = _worst_step(loop, stage)
             if data.packed:
-                limits[stage] = RowLimit(search_rows(trainer, step, memory, most_rows=most_samples).rows)
+                limits[stage] = RowLimit(search_rows(loop, step, memory, most_rows=most_samples).rows)
             else:
-                limits[stage] = profile_lengths(trainer, step, memory, most_rows=most_samples).limit
+                limits[stage] = profile_lengths(loop, step, memory, most_rows=most_samples).limit
     if data.packed:
         return {stage: _rows_of_packs(limit, data.kind.length_of(data.dataset[0])) for stage, limit in limits.items()}
     if limits:
-        check_lengths(trainer.run.settings, data, min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()))
+        check_lengths(loop.run.settings, data, min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()))
     return limits
 
 
@@ -202,20 +202,20 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
     return data.kind.uniform(token, data.kind.length_at(known))
 
 
-def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
+def _worst_step(loop: TrainingLoop, stage: str) -> TrainingStep[Sample]:
     """Collective: return the worst-case step that the probes of this stage run."""
-    runner, last = trainer.stages[stage], trainer.stages.training
-    sample = worst_sample(trainer.data, trainer.run.settings.adaptive.sequence_length)
+    runner, last = loop.stages[stage], loop.stages.training
+    sample = worst_sample(loop.data, loop.run.settings.adaptive.sequence_length)
     if last.stage == POLICY:
         sample = {**sample, REFERENCE_LOG_PROBS: torch.zeros(2)}
     training = TrainingStep(
         runner=last,
         sample=sample,
-        update=lambda result: trainer.optimization.update(result.target_tokens),
-        optimizers=trainer.optimization.optimizers,
-        boundaries=phase_boundaries(last.model, trainer.loss_fn),
-        cut=trainer.data.kind.cut,
-        shortest=trainer.data.kind.length_at(2),
+        update=lambda result: loop.optimization.update(result.target_tokens),
+        optimizers=loop.optimization.optimizers,
+        boundaries=phase_boundaries(last.model, loop.loss_fn),
+        cut=loop.data.kind.cut,
+        shortest=loop.data.kind.length_at(2),
     )
     if runner is last:
         return training
@@ -224,7 +224,7 @@ def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
 
 
 def search_rows(
-    trainer: Trainer,
+    loop: TrainingLoop,
     step: TrainingStep[Any],
     memory: MemorySource,
     *,
@@ -232,15 +232,15 @@ def search_rows(
     whole_step_rows: int | None = None,
 ) -> SearchResult:
     """Collective: search for the largest number of rows, up to `most_rows`, that every rank can run."""
-    adaptive = trainer.run.settings.adaptive
+    adaptive = loop.run.settings.adaptive
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
     search = partial(find_max_batch_size, step, memory=memory, **options)
-    kind, stage = trainer.data.kind, step.runner.stage
+    kind, stage = loop.data.kind, step.runner.stage
     result = _measure(partial(search, whole_step_rows=whole_step_rows), step, kind)
     found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason})"
     reason = f"batch search{' · ' * bool(stage)}{stage}: {found}"
     figures = {"unit": "rows", "after": result.rows, "peak_bytes": peak_of(result)}
-    _record(trainer, stage, result, search_table(result, step.length, stage, kind.noun), reason, figures)
+    _record(loop, stage, result, search_table(result, step.length, stage, kind.noun), reason, figures)
     return result
 
 
@@ -249,26 +249,26 @@ def peak_of(result: SearchResult) -> int | None:
     return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
-def profile_lengths(trainer: Trainer, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int) -> Profile:
+def profile_lengths(loop: TrainingLoop, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int) -> Profile:
     """Collective: measure how memory depends on rows and length, for microbatches of up to `most_rows` rows."""
-    kind, stage = trainer.data.kind, step.runner.stage
+    kind, stage = loop.data.kind, step.runner.stage
     result = _measure(partial(profile_memory, step, memory=memory, most_rows=most_rows), step, kind)
     found = f"up to {result.constant_tokens} tokens fit at any length; at some lengths, more are predicted to fit"
     reason = f"token budget{' · ' * bool(stage)}{stage}: {found}"
     figures = {"unit": "bytes", "after": result.limit_bytes}
-    _record(trainer, stage, result, profile_table(result, stage, kind.length_suffix), reason, figures)
+    _record(loop, stage, result, profile_table(result, stage, kind.length_suffix), reason, figures)
     return result
 
 
 def _record(
-    trainer: Trainer, stage: str, result: SearchResult | Profile, table: str, reason: str, figures: dict[str, Any]
+    loop: TrainingLoop, stage: str, result: SearchResult | Profile, table: str, reason: str, figures: dict[str, Any]
 ) -> None:
     """Log the table of a search, and record its result in the journal."""
     log_rank_0(table)
     values = asdict(result)
     REHEARSAL.record("search", {"stage": stage, "result": values})
     figures |= {"stage": stage or None, "reason": reason, "budget_bytes": result.budget_bytes, "result": values}
-    trainer.run.journal.event(Event(kind=SEARCH, step=trainer.run.progress.step, **figures))
+    loop.run.journal.event(Event(kind=SEARCH, step=loop.run.progress.step, **figures))
 
 
 def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: TokenKind) -> Result:

@@ -156,13 +156,13 @@ class RecipeBench:
         self.recipe, self._fresh = make(case.kind, overrides, case.layer_by_layer)
         self.stages = self.recipe.stages
         self.runners = runners_of(self.recipe)
-        dataset = self.recipe.trainer.data.dataset
+        dataset = self.recipe.loop.data.dataset
         count = 1 if case.kind.endswith("_grpo") else SAMPLES
         self.samples = [dataset[at * case.world_size + dist.get_rank()] for at in range(count)]
         self._weights = [weight.clone() for weight in self._shards()]
 
     def _shards(self) -> list[Tensor]:
-        return [_local(each.detach()) for each in self.recipe.trainer.model.parameters()]
+        return [_local(each.detach()) for each in self.recipe.loop.model.parameters()]
 
     def _allow(self, rows: int) -> None:
         """Reset the limits; the failing stage gets `rows` rows."""
@@ -179,7 +179,7 @@ class RecipeBench:
         if self.case.kind not in ON_PAIRS:
             figures = self.recipe.iterate(self.samples, STEP)
             return Stepped([shard.clone() for shard in self._shards()], figures, torch.get_rng_state())
-        pairs, model = [dict(pair) for pair in self.samples], self.recipe.trainer.model
+        pairs, model = [dict(pair) for pair in self.samples], self.recipe.loop.model
         results = self.stages.run(pairs, step=STEP)
         gradients = [_local(each.grad).clone() for each in model.parameters() if each.grad is not None]
         model.zero_grad()
@@ -202,7 +202,7 @@ class RecipeBench:
     def new_runner(self) -> StepRunner[Any]:
         """Collective: return the runner of the stage under test, with new models for a failure in the first pass."""
         if self.case.first_pass:
-            self.recipe.trainer.stages.training.close()
+            self.recipe.loop.stages.training.close()
             self._build()
         runner: StepRunner[Any] = self.runners[self.case.stage]
         return runner

@@ -86,7 +86,7 @@ def ours(folder: Path, loss: Loss) -> tuple[list[Update], list[Rollout]]:
         del section["sizes"]
     recipe = load_ours("full_grpo")(cfg)
     recipe.setup()
-    iterations, policy, gradients = recipe.iterations, recipe.trainer.model, []
+    iterations, policy, gradients = recipe.iterations, recipe.loop.model, []
 
     def note(*_: object) -> None:
         gradients.append(in_hf({name: each.grad.clone() for name, each in policy.named_parameters()}))

@@ -96,7 +96,7 @@ def numbered_pairs(tokenizer: Any, *, samples: int, seed: int) -> NumberedPairs:
 
 def stages_of(recipe: Any) -> dict[str, Any]:
     """Return the runners of a step by stage, in order."""
-    return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.trainer.stages)
+    return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.loop.stages)
 
 
 def number_of(sample: Any) -> int:

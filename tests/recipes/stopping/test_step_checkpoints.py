@@ -177,8 +177,8 @@ def base_weights_while_saving(folder: Path) -> list[str]:
         if parameter.requires_grad:
             torch.nn.init.constant_(parameter, 0.5)
     trained = {name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad}
-    recipe.run.progress = recipe.run.progress.after_epoch(recipe.trainer.schedule.epochs[0])
-    recipe.trainer.save()
+    recipe.run.progress = recipe.run.progress.after_epoch(recipe.loop.schedule.epochs[0])
+    recipe.loop.save()
     after = dict(recipe.model.named_parameters())
     changed = [name for name in before if name not in trained and not _same(before[name], after[name])]
     dist.barrier()

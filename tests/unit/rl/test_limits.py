@@ -17,22 +17,22 @@ from torchtune_adaptive.tune.samples import TEXT
 UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len": 20}, {"max_seq_len": 99}))
 
 
-def finder_of(trainer: Any, models: Mapping[str, Any], new: int) -> LimitFinder:
+def finder_of(loop: Any, models: Mapping[str, Any], new: int) -> LimitFinder:
     stages: Any = SimpleNamespace(
         by_name={name: SimpleNamespace(model=model) for name, model in models.items()},
         runners=SimpleNamespace(limits={"generate": RowLimit(1)}),
     )
     rl: Any = SimpleNamespace(max_generated_tokens=new)
-    return LimitFinder(trainer, stages, rl)
+    return LimitFinder(loop, stages, rl)
 
 
 def test_answers_leave_space_for_a_prompt_in_every_model() -> None:
-    trainer: Any = SimpleNamespace(run=SimpleNamespace(settings=None), data=None, optimization=None)
+    loop: Any = SimpleNamespace(run=SimpleNamespace(settings=None), data=None, optimization=None)
     models = {"generate": LONG, "values": SHORT}
     with pytest.raises(ConfigError, match=r"max_generated_tokens is 20, .* 20 tokens .* set it to 19 or less"):
-        finder_of(trainer, models, 20)
-    finder_of(trainer, models, 19)
-    finder_of(trainer, {"generate": UNKNOWN}, 20)
+        finder_of(loop, models, 20)
+    finder_of(loop, models, 19)
+    finder_of(loop, {"generate": UNKNOWN}, 20)
 
 
 @pytest.mark.parametrize("cut_at", [None, 16, 8])
@@ -41,12 +41,12 @@ def test_prompt_without_space_for_an_answer_is_named_before_training_with_row_li
 ) -> None:
     settings, _ = read_ppo_settings(config(PPO_DEMO, "use_maximum_batch_size=False"))
     dataset = CheckedDataset([{"tokens": [1] * length, "labels": [1] * length} for length in (8, 3, 9)])
-    trainer: Any = SimpleNamespace(
+    loop: Any = SimpleNamespace(
         run=SimpleNamespace(settings=settings),
         data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=cut_at),
         optimization=None,
     )
-    finder, dataset.truncate_at = finder_of(trainer, {"generate": LONG, "values": SHORT}, 12), cut_at
+    finder, dataset.truncate_at = finder_of(loop, {"generate": LONG, "values": SHORT}, 12), cut_at
     monkeypatch.setattr(CheckedDataset, "longest", lambda self: Longest(2, len(self[2]["tokens"])))
     if cut_at == 8:
         finder.find(memory=None)

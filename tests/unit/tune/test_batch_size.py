@@ -33,9 +33,9 @@ def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings
 
 def searched(measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
     """Return the event of a search of 4096 tokens that finds the result of `measure`."""
-    step, trainer = mock.Mock(length=4096, sample={}), mock.Mock()
+    step, loop = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
-    run, trainer.data.kind = trainer.run, KIND
+    run, loop.data.kind = loop.run, KIND
     run.progress.step = 0
     run.settings = settings(**adaptive)
     with (
@@ -43,7 +43,7 @@ def searched(measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
         mock.patch.object(batch_size, "profile_memory", measure),
     ):
         search: Any = batch_size.profile_lengths if adaptive.get("token_budget") else batch_size.search_rows
-        search(trainer, step, mock.MagicMock(), most_rows=64)
+        search(loop, step, mock.MagicMock(), most_rows=64)
     (event,) = run.journal.event.call_args.args
     assert isinstance(event, Event)
     return event

@@ -12,7 +12,7 @@ import torch
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import AUTO
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune import fingerprint, trainer
+from torchtune_adaptive.tune import fingerprint, training_loop
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.fingerprint import COMPARED, Fingerprint, check_same_data, fingerprint_of
@@ -119,13 +119,13 @@ def saved_by(samples: CheckedDataset, found: Fingerprint | None, steps_in_epoch:
 def resume(
     mode: object, steps_in_epoch: int, before: CheckedDataset, now: CheckedDataset, max_seq_len: int = 8
 ) -> Progress:
-    """Return the progress with which a trainer of any recipe begins."""
+    """Return the progress with which the loop of any recipe begins."""
     run = mock.Mock(progress=saved_by(before, fingerprint_of(before, 8), steps_in_epoch))
     run.settings.resume_from_checkpoint = mode
     nothing: Any = mock.Mock()
     data = Data(now, False, nothing, nothing, max_seq_len, fingerprint_of(now, max_seq_len))
-    with mock.patch.object(trainer, "StepProfiler"):
-        trainer.Trainer(run, nothing, data, nothing, nothing)
+    with mock.patch.object(training_loop, "StepProfiler"):
+        training_loop.TrainingLoop(run, nothing, data, nothing, nothing)
     progress: Progress = run.progress
     return progress
 

@@ -114,7 +114,7 @@ class Step(NamedTuple):
     """Samples of the next step on this rank, if the schedule looks ahead."""
 
 
-class Trainer:
+class TrainingLoop:
     """Runs the epochs of `schedule`, and logs and saves between steps."""
 
     schedule: BatchSchedule
