@@ -105,7 +105,7 @@ $(VENV)/framework-%/ready: pyproject.toml
 
 # torch's own CUDA code over a null device; needs a CUDA build of torch and a C compiler, no GPU
 test-null: $(READY)
-	$(BIN)/python -m pytest tests/null tests/rehearse tests/forecast
+	$(BIN)/python -m pytest tests/null tests/rehearse tests/rehearse_recipe
 
 # rehearsals of scripts that use other libraries, in an environment of 7 GB without torchtune; writes the table of
 # docs/rehearsing.md. Twelve minutes on two idle cores, five of them for installation
@@ -118,9 +118,9 @@ $(VENV)/foreign/ready: pyproject.toml constraints.txt
 		diffusers timm torchvision torch_geometric sentence-transformers $(SHOW)
 	touch $@
 
-# compares forecasts with published figures, in about five minutes; `make test-all` checks only one of them
+# compares rehearsals with published figures, in about five minutes; `make test-all` checks only one of them
 published: $(READY)
-	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/forecast/test_published.py
+	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/rehearse_recipe/test_published.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

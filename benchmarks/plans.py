@@ -17,8 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.results import RESULTS, Result, Row, save
 from torchtune_adaptive.config.registry import config_files, our_configs
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
-from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
+from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
+from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
 NAME = "plans"
 RANKS, CARDS = (8, 1, 64), ("h100", "a100-40", "4090")
@@ -51,18 +52,23 @@ def _answer(name: str, ranks: int, card: str) -> dict[str, Any]:
     assert isinstance(cfg, DictConfig)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     try:
-        found = rehearse_recipe(PlanRequest(cfg, PlanSettings(world_size=ranks, memory_limit=card), name))
+        found = rehearse_recipe(PlanRequest(cfg, PlanSettings(), name), (), GPUS[card], ranks)
     except AdaptiveError as error:
         return {"refused": str(error).splitlines()[0]}
+    if not found.fits and found.out_of_memory is None:
+        return {"refused": found.message or found.verdict()}
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    stages = {stage: search.get("rows") for stage, search in found.searches.items()}
+    searches = {each["stage"]: each["result"] for each in found.searches}
+    stages = {stage: search.get("rows") for stage, search in searches.items()}
     probes = {
         stage: " ".join(f"{each['rows']}{'!' * each['peak']['retries']}" for each in search["probes"])
-        for stage, search in found.searches.items()
+        for stage, search in searches.items()
     }
+    names = "allocated_bytes", "reserved_bytes", "flushes"
+    maxima = {name: max((step[name] for step in found.steps), default=0) for name in names}
     return {
-        "rows": (stages if len(stages) > 1 else found.rows) if found.fits else 0,
-        **(found.maxima if found.fits else {"does not fit": found.why_not}),
+        "rows": (stages if len(stages) > 1 else next(iter(stages.values()))) if found.fits else 0,
+        **(maxima if found.fits else {"does not fit": found.verdict()}),
         "probes": probes,
         "seconds": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1),
         "wall": round(time.perf_counter() - began, 1),

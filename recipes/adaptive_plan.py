@@ -1,26 +1,29 @@
-"""Predict the memory and speed of a run without a GPU, weights or data, by running its recipe on a simulated GPU.
+"""Rehearse a recipe without a GPU, weights or data, to predict its memory and speed.
 
     tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
 
 Accepts the configs of torchtune and of this package for finetuning, preference training, PPO and GRPO, unchanged.
 """
 
+import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.forecast import output
-from torchtune_adaptive.forecast.alternatives import try_alternatives
-from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
-from torchtune_adaptive.forecast.request import PLAN_KEYS, read_request
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_query
-from torchtune_adaptive.rehearse.sweep import in_parallel
+from torchtune_adaptive.rehearse.remedies import that_fit
+from torchtune_adaptive.rehearse.sweep import as_table, compare, ranking_of
+from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
+from torchtune_adaptive.rehearse_recipe.request import PLAN_KEYS, read_request
+from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
-NOTHING_FITS = "no other setting fits, not even on 8 times the ranks: lower sequence_length, or use a larger GPU"
+ENOUGH = 2
+"""Stop after this many changes with which the config fits."""
 
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
@@ -32,22 +35,30 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
             f"world_size={started}"
         )
     request = read_request(cfg, name_of(path), overrides)
-    variants, as_table, advise = [*request.variants()], request.plan.format == "table", request.plan.advise
-    by_variant = dict(in_parallel(rehearse_recipe, {at: (variant,) for at, variant in enumerate(variants)}))
-    forecasts = [by_variant[at] for at in range(len(variants))]
-    if as_table:
-        print(output.as_text(forecasts[0]) if len(variants) == 1 else output.table(forecasts), flush=True)
-    fits = any(forecast.fits for forecast in forecasts)
-    to_improve = variants if advise or (advise is None and not fits) else []
-    alternatives = output.best_first([fitting for variant in to_improve for fitting in try_alternatives(variant)])
-    if as_table and to_improve:
-        print(output.table(alternatives) if alternatives else NOTHING_FITS, flush=True)
-    if not as_table:
-        print(output.as_json([*forecasts, *alternatives]))
+    plan, run = request.plan, partial(rehearse_recipe, request)
+    rows = compare(run, (), request.gpus, request.ranks, plan.price or {})
+    if all(row.fits is None for row in rows):
+        raise AdaptiveError(rows[0].found.message or rows[0].found.verdict())
+    as_text, fits = plan.format == "table", any(row.fits for row in rows)
+    if as_text:
+        print(request.heading, rows[0].found.as_text() if len(rows) == 1 else as_table(rows), sep="\n", flush=True)
+    if not fits and plan.advise:
+        largest = max(rows, key=lambda row: row.ranks * row.gpu.memory)
+        fitting = that_fit(run, (), largest.gpu, changes_to_try(request, largest.ranks), ENOUGH)
+        rows += fitting
+        if as_text and fitting:
+            print("", as_table(fitting), sep="\n", flush=True)
+    best = min((row for row in rows if row.fits), key=ranking_of(rows), default=None)
+    if not as_text:
+        commands = ({"command": training_command(request, row) if row.fits else None} for row in rows)
+        print(json.dumps([row.as_dict() | command for row, command in zip(rows, commands, strict=True)], indent=2))
+    elif best is not None:
+        print(f"\ntrain with: {training_command(request, best)}")
     if not fits:
-        others_fit = any(each.fits for each in alternatives)
-        remedy = "the settings above fit" if others_fit else "advise=True tries every other setting"
-        raise AdaptiveError(f"the config does not fit; {remedy}")
+        remedy = (
+            "no change of it fits: lower sequence_length, or use a larger GPU" if plan.advise else "set advise=True"
+        )
+        raise AdaptiveError(f"the config does not fit; {remedy if best is None else 'the settings above fit'}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings, declared_settings
-from torchtune_adaptive.forecast.request import PlanSettings
+from torchtune_adaptive.rehearse_recipe.request import PlanSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -31,9 +31,9 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, plain_tensors, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.forecast.request import recipe_of
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.null_cuda.build import LIBRARY
+from torchtune_adaptive.rehearse_recipe.request import recipe_of
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
 from torchtune_adaptive.tune.distributed import Devices, free_setup_memory, mesh_of

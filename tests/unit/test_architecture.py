@@ -52,8 +52,8 @@ ROOMS: dict[str, set[str]] = {
     "rl": {"tune", "config", "lifecycle", "checkpoints", "engine", "report"},
     # a training script on the engine, for any training
     "rehearse": {"null_cuda"},
-    "forecast": {"rehearse", "null_cuda", "config", "lifecycle", "tune", "rl"},
-    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "forecast", "tune", "rl", "report"},
+    "rehearse_recipe": {"rehearse", "null_cuda", "config", "lifecycle", "tune", "rl"},
+    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "rehearse_recipe", "tune", "rl", "report"},
     "demo": set(),
     "hf": {"engine", "report"},
     # an independent package, apart from its location
@@ -78,7 +78,7 @@ WITHOUT_TORCH = {
     "lifecycle.run_state",
     "lifecycle.signals",
 }
-TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}
+TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "rehearse_recipe"}
 ABOUT_A_RUN = {"hf.arguments", "rehearse.remedies"}
 """Arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}

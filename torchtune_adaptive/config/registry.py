@@ -84,7 +84,7 @@ def _rl(kind: str) -> tuple[str, str]:
 PPO = Recipe("adaptive_ppo_full_finetune_distributed", "ppo_full_finetune_single_device", "full_ppo", *_rl("ppo"))
 GRPO = Recipe("adaptive_grpo_full_finetune_distributed", "grpo_full_finetune_distributed", "full_grpo", *_rl("grpo"))
 GRPO_LORA = Recipe("adaptive_grpo_lora_finetune_distributed", "", "lora_grpo", *_rl("grpo_lora"))
-PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.forecast.request:PLAN_KEYS")
+PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.rehearse_recipe.request:PLAN_KEYS")
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)
 }

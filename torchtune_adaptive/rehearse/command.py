@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.remedies import try_remedies
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse
+from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
 STEPS = 10
@@ -123,7 +122,7 @@ def _run(options: argparse.Namespace, command: list[str], card: Gpu, settings: R
         shown = Comparison(rehearse(command, local_gpu(found.gpu), settings), found)
     remedies = None
     if options.advise and found.out_of_memory and not on_gpus:
-        remedies = try_remedies(partial(_quietly, settings), command, card, found.ranks)
+        remedies = try_remedies(partial(rehearse_quietly, settings), command, card, found.ranks)
     if options.format == "json":
         tried = {} if remedies is None else {"remedies": [row.as_dict() for row in remedies]}
         print(json.dumps(shown.as_dict() | tried, indent=2))
@@ -135,14 +134,16 @@ def _run(options: argparse.Namespace, command: list[str], card: Gpu, settings: R
 
 
 def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:
-    rows: list[SweepRow] = compare(partial(_quietly, settings), command, cards, options.ranks, dict(options.price))
+    rows: list[SweepRow] = compare(
+        partial(rehearse_quietly, settings), command, cards, options.ranks, dict(options.price)
+    )
     print(json.dumps([row.as_dict() for row in rows], indent=2) if options.format == "json" else as_table(rows))
     return min(_status(row.fits) for row in rows)
 
 
 def _search(options: argparse.Namespace, command: list[str], card: Gpu, settings: RankSettings) -> int:
     report = partial(print, file=sys.stderr, flush=True)
-    value, found = largest(partial(_quietly, settings), command, card, settings.ranks, report)
+    value, found = largest(partial(rehearse_quietly, settings), command, card, settings.ranks, report)
     if options.format == "json":
         print(json.dumps({"largest": value, **found.as_dict()}, indent=2))
     else:
@@ -153,15 +154,6 @@ def _search(options: argparse.Namespace, command: list[str], card: Gpu, settings
 
 def _status(fits: bool | None) -> int:
     return {True: 0, False: 1, None: FAILED}[fits]
-
-
-def _quietly(settings: RankSettings, command: list[str], card: Gpu, ranks: int | None) -> RehearsalResult:
-    """Rehearse without the script's output, which several scripts would mix."""
-    with open(os.devnull, "w") as nowhere:
-        found = rehearse(command, card, settings._replace(ranks=ranks), output=nowhere)
-    if found.interrupted:
-        raise KeyboardInterrupt
-    return found
 
 
 def _counts(text: str, least: int = 1) -> list[int]:

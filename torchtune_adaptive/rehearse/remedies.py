@@ -1,14 +1,14 @@
 """Find settings with which a run fits: rehearse changes of its arguments in parallel, and return those that fit.
 
-This module has the arguments of transformers' Trainer and of torchtitan. `forecast.alternatives` has config keys.
+This module has the arguments of transformers' Trainer and of torchtitan. `rehearse_recipe` has config keys.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, ranking_of, row_of
@@ -43,77 +43,60 @@ TRAINERS = (
 """transformers' TrainingArguments, and torchtitan."""
 MORE_RANKS = 2, 4, 8
 """The multiples of the number of ranks that are tried."""
+Words = tuple[str, ...]
+"""Arguments that are added to a command. The last value of an argument has effect."""
 
 
-def that_fit(attempt: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], enough: int = 0) -> list[Any]:
-    """Try the cases in parallel, in this order, and return those that fit. Stop after `enough` of them (0: never)."""
-    fitting: list[Any] = []
-    with closing(in_parallel(attempt, cases)) as results:
-        for _, row in results:
-            if row is not None and row.fits:
+def that_fit(
+    rehearse: Rehearse, command: Sequence[str], card: Gpu, cases: Sequence[tuple[Words, int]], enough: int = 0
+) -> list[SweepRow]:
+    """Rehearse the command with more arguments, or on other numbers of ranks. Return what fits, the fastest first.
+
+    The cases run in parallel, in this order, until `enough` of them fit (0: all run). A case without an answer, for
+    example because the script rejects an argument, is left out.
+    """
+    fitting: list[SweepRow] = []
+    attempts = {(words, ranks): ([*command, *words], card, ranks) for words, ranks in cases}
+    with closing(in_parallel(rehearse, attempts)) as results:
+        for (words, _), found in results:
+            row = row_of(found, card, found.usable_bytes, {}, " ".join(words))
+            if row.fits:
                 fitting.append(row)
             if enough and len(fitting) >= enough:
                 break
-    return fitting
+    return sorted(fitting, key=ranking_of(fitting))
 
 
-def argument_changes(command: Sequence[str]) -> list[Mapping[str, str]]:
+def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[SweepRow]:
+    """Return the changes of a trainer's arguments with which the command fits, the fastest first.
+
+    More ranks are tried only if there are several already, because a script for one process may not shard its model.
+    """
+    more: list[tuple[Words, int]] = [((), times * ranks) for times in MORE_RANKS if ranks > 1]
+    return that_fit(rehearse, command, card, [*((words, ranks) for words in argument_changes(command)), *more])
+
+
+def argument_changes(command: Sequence[str]) -> list[Words]:
     """Return single changes of a trainer's arguments: smaller batches with the same samples per step, then others."""
     given = _arguments(command)
     trainer = next((each for each in TRAINERS if any(re.match(each.recognized_by, name) for name in given)), None)
     if trainer is None:
         return []
-    found: list[Mapping[str, str]] = []
+    found: list[Words] = []
     batch, accumulated = given.get(trainer.batch_size, ""), given.get(trainer.accumulation, "1")
     for parts in (2, 4, 8) if batch.isdecimal() and accumulated.isdecimal() else ():
         if int(batch) % parts == 0:
-            kept = {trainer.accumulation: str(int(accumulated) * parts)} if trainer.accumulation else {}
-            found.append({trainer.batch_size: str(int(batch) // parts), **kept})
-    return found + [{name: value} for name, value in trainer.others if given.get(name) != value]
-
-
-def with_changes(command: Sequence[str], changed: Mapping[str, str]) -> list[str]:
-    """Return the command with these arguments, which replace those that it has."""
-    kept: list[str] = []
-    is_value = False
-    for word in command:
-        if not (is_value and not word.startswith("--")) and _name(word) not in changed:
-            kept.append(word)
-        is_value = _name(word) in changed and "=" not in word
-    return [*kept, *(word for pair in changed.items() for word in pair)]
-
-
-def _name(word: str) -> str:
-    """Return the name of an argument: --batch_size for --batch-size=4; empty for a word that is not an argument."""
-    return "--" + word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
+            kept = (trainer.accumulation, str(int(accumulated) * parts)) if trainer.accumulation else ()
+            found.append((trainer.batch_size, str(int(batch) // parts), *kept))
+    return found + [(name, value) for name, value in trainer.others if given.get(name) != value]
 
 
 def _arguments(command: Sequence[str]) -> dict[str, str]:
-    """Return the arguments of a command and their values; the value of a flag is "True"."""
+    """Return the arguments of a command and their values: --batch_size for --batch-size=4; "True" for a flag."""
     values = [*command[1:], "--"]
     return {
-        _name(word): word.partition("=")[2] or ("True" if value.startswith("--") else value)
+        "--" + word[2:].partition("=")[0].replace("-", "_"): word.partition("=")[2]
+        or ("True" if value.startswith("--") else value)
         for word, value in zip(command, values, strict=True)
         if word.startswith("--")
     }
-
-
-def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[SweepRow]:
-    """Return the changes with which the command fits, the fastest first. Changes that the script rejects are left out.
-
-    More ranks are tried only if there are several already, because a script for one process may not shard its model.
-    """
-    cases = {
-        " ".join(f"{name} {value}" for name, value in changed.items()): (with_changes(command, changed), card, ranks)
-        for changed in argument_changes(command)
-    }
-    if ranks > 1:
-        cases |= {f"--ranks {times * ranks}": (list(command), card, times * ranks) for times in MORE_RANKS}
-    attempts = {label: (rehearse, label, *case) for label, case in cases.items()}
-    rows = that_fit(_attempt, attempts)
-    return sorted(rows, key=ranking_of(rows))
-
-
-def _attempt(rehearse: Rehearse, label: str, command: Sequence[str], card: Gpu, ranks: int) -> SweepRow:
-    found = rehearse(command, card, ranks)
-    return row_of(found, card, found.usable_bytes, {}, label)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, seconds_text, time_lines
 
@@ -144,6 +144,12 @@ class RehearsalResult:
         return [each for each in self.errors if each is not self.out_of_memory and not each["in_search"]]
 
     @property
+    def rows(self) -> str:
+        """The rows of a microbatch that a recipe's search has found; "" without a search, and with several."""
+        found = [each["result"].get("rows") for each in self.searches]
+        return count_of(found[0], "row") if len(found) == 1 and found[0] else ""
+
+    @property
     def fits(self) -> bool:
         """True if the script ended with success, used a GPU, and could take a second step if it took only one."""
         used = any(each["reserved_bytes"] for each in self.all_peaks)
@@ -168,8 +174,8 @@ class RehearsalResult:
 
     @property
     def run_peaks(self) -> dict[str, int]:
-        """The peaks of the whole run, including those at out-of-memory errors."""
-        every = *self.all_peaks, *self.errors
+        """The peaks of the whole run, including those at out-of-memory errors, but not those of a search."""
+        every = *self.all_peaks, *(each for each in self.errors if not each["in_search"] or each is self.unresolved_oom)
         return {name: max((each[name] for each in every), default=0) for name in ("allocated_bytes", "reserved_bytes")}
 
     @property
@@ -183,6 +189,8 @@ class RehearsalResult:
         places = ", ".join(self._places(what) for what in _GUESSED if self._places(what))
         guessed = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
         if (error := self.out_of_memory) is not None:
+            if error["in_search"] and self.message:
+                return f"does not fit: {self.message}"
             allocated = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
             if (limit := int(error["allowed_bytes"])) < self.usable_bytes:  # the script has limited itself
                 allocated = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(limit)}"
@@ -205,7 +213,7 @@ class RehearsalResult:
             ended = f"signal {-self.status} ({signal.strsignal(-self.status)}) ended the script"
             return f"no answer: {ended} in step {len(self.steps) + 1}{why}"
         if self.status:
-            why = self.end.get("error") or f"exit status {self.status}"
+            why = self.message or self.end.get("error") or f"exit status {self.status}"
             if why.startswith("exit status") and self.last_error:
                 why = self.last_error
             if str(why).startswith("CannotRehearse: "):
@@ -290,8 +298,10 @@ class RehearsalResult:
         return {"gpu": self.gpu.name, "step": self.traced["step"], **time.as_dict(), **work.totals(self.ranks)}
 
     def as_text(self) -> str:
-        """Return the verdict, the steps, and what holds the memory after an out-of-memory error."""
+        """Return the verdict, the searches, the steps, and what holds the memory after an out-of-memory error."""
         lines = [self.verdict()]
+        for search in self.searches:
+            lines += ["", *_search_lines(search["stage"], search["result"])]
         if self.steps:
             shown = self._shown()
             times = [f"{seconds_text(each['seconds']):>10}" if each["seconds"] else "" for each in shown]
@@ -340,7 +350,7 @@ class RehearsalResult:
                 *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             ]
         if self.end.get("stopped"):
-            lines.append(f"stopped after {count_of(len(self.steps), 'step')}: --steps 0 runs the script to its end")
+            lines.append(f"stopped after {count_of(len(self.steps), 'step')}")
         return "\n".join([*lines, *self.end.get("notes", ())])
 
     def _places(self, what: str) -> str:
@@ -367,11 +377,30 @@ class RehearsalResult:
             "fits": self.answer,
             "verdict": self.verdict(),
             **{name: getattr(self, name) for name in same},
+            "searches": self.searches,
             "steps": self.timed_steps,
             "time": self._time_as_dict(),
             "after_last_step": self.end,
             "script_status": self.status,
         }
+
+
+def _search_lines(stage: str, result: dict[str, Any]) -> list[str]:
+    """Return a table of the microbatch sizes that a search has measured."""
+    by_length = "points" in result
+    cells: list[tuple[object, ...]] = []
+    for probe in result["points" if by_length else "probes"]:
+        peak, remark = probe["peak"], ""
+        if not peak["fits"]:
+            remark = "out of memory"
+        elif probe["rows"] == result.get("rows"):
+            remark = f"<- chosen ({result['reason']})"
+        elif peak["retries"]:
+            remark = "fits only by flushing the cache (slow)"
+        allocated = format_bytes(max(peak["phase_bytes"].values())) if peak["fits"] else ""
+        cells.append((probe["rows"], *[probe["length"]] * by_length, allocated, remark))
+    heading = ("rows", *["tokens of a row"] * by_length, "allocated", "")
+    return [f"search{f' for {stage}' * bool(stage)}:", in_columns([heading, *cells])]
 
 
 def _gib(size: int) -> str:

@@ -149,9 +149,8 @@ def end_with_parent() -> None:
 
 
 def rehearse(
-    command: Sequence[str], gpu: Gpu, settings: RankSettings, *, output: IO[str] | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> RehearsalResult:  # fmt: skip
+    command: Sequence[str], gpu: Gpu, settings: RankSettings, output: IO[str] | None = None
+) -> RehearsalResult:
     """Run a command as one rank of many on null devices, and return the result.
 
     If the rank cannot run without the others, as in a pipeline, rehearse all of them together. The output of the
@@ -163,13 +162,22 @@ def rehearse(
     memory = settings.memory_of_rank(likely)
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of torch's execution trace
-    environ = script_environment({**quiet, **os.environ, **device, **(variables or {})})
+    environ = script_environment({**quiet, **os.environ, **device})
     with tempfile.TemporaryDirectory() as folder:
         ending = execute(folder, settings, command, environ, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
         print("rehearse: the ranks of a pipeline differ, so all of them are rehearsed", file=sys.stderr)
-        return rehearse(command, gpu, settings._replace(together=[]), output=output, variables=variables)
+        return rehearse(command, gpu, settings._replace(together=[]), output)
+    return found
+
+
+def rehearse_quietly(settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None) -> RehearsalResult:
+    """Rehearse without the script's output, which several scripts would mix. Raise KeyboardInterrupt after Ctrl-C."""
+    with open(os.devnull, "w") as nowhere:
+        found = rehearse(command, gpu, settings._replace(ranks=ranks), nowhere)
+    if found.interrupted:
+        raise KeyboardInterrupt
     return found
 
 

@@ -70,6 +70,7 @@ class SweepRow(NamedTuple):
             "reserved_bytes": self.reserved_bytes, "usable_bytes": self.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "cost_per_million_tokens": self.cost, "with": self.label,
+            "searches": self.found.searches,
         }  # fmt: skip
 
 
@@ -79,20 +80,20 @@ def compare(
 ) -> list[SweepRow]:  # fmt: skip
     """Return a row for each GPU and number of ranks, with as few rehearsals as possible."""
     largest = max(cards, key=lambda card: card.memory)
-    rows: dict[tuple[str, int | None], SweepRow] = {}
+    rows: dict[tuple[Gpu, int | None], SweepRow] = {}
     first = {(largest.name, each): (command, largest, each) for each in ranks}
     again = {}
     for (_, each), found in in_parallel(rehearse, first):
         for card in cards:
             row = row_of(found, card, found.usable_bytes - largest.memory + card.memory, prices)
-            too_large = max(step["allocated_bytes"] for step in found.all_peaks) > row.usable_bytes
+            too_large = max((step["allocated_bytes"] for step in found.all_peaks), default=0) > row.usable_bytes
             if card is largest or ((row.fits or too_large) and not found.end.get("reads_memory")):
-                rows[card.name, each] = row
+                rows[card, each] = row
             else:
-                again[card.name, each] = (command, card, each)
-    for (name, each), found in in_parallel(rehearse, again):
-        rows[name, each] = row_of(found, again[name, each][1], found.usable_bytes, prices)
-    return [rows[card.name, each] for each in ranks for card in cards]
+                again[card, each] = (command, card, each)
+    for (card, each), found in in_parallel(rehearse, again):
+        rows[card, each] = row_of(found, card, found.usable_bytes, prices)
+    return [rows[card, each] for each in ranks for card in cards]
 
 
 def row_of(
@@ -127,12 +128,13 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     ]
     for row in rows:
         time, rate = row.time, row.tokens_per_second
+        remark = f"{row.found.rows} {row.label}".strip()
         memory = f"{'' if row.fits else '> '}{row.reserved_bytes / GIB:.1f} of {row.usable_bytes / GIB:.1f}"
         lines.append(
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
             + (f" {'' if row.cost is None else f'{row.cost:.3f}':>15}" if by_cost else "")
-            + f"  {row.label}" * bool(row.label)
+            + f"  {remark}" * bool(remark)
             + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
         )
     lines = [line.rstrip() for line in lines]

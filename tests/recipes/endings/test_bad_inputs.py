@@ -22,8 +22,8 @@ from tests.recipes.running import load_ours
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.request import PlanSettings, read_request
 from torchtune_adaptive.lifecycle.entry_point import run_query, run_recipe
+from torchtune_adaptive.rehearse_recipe.request import PlanSettings, read_request
 
 MOST_BYTES = 2 * 2**30
 """Allowed in addition to the memory mapped at the start."""
@@ -152,5 +152,5 @@ def test_cost_of_a_plan_does_not_grow_with_ranks(tmp_path: Path) -> None:
     """It takes at most a minute and 2 GiB."""
     status, output = start("plan", [*CONFIG, *QUESTION, "world_size=64"], tmp_path, timeout_s=60)
     assert status == 0, output
-    assert "64 ranks" in output
+    assert "rank 0 of 64" in output
     assert "train with: tune run --nnodes 8" in output

@@ -12,7 +12,7 @@ from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, on_gpu
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe, config_files
 from torchtune_adaptive.errors import BETWEEN_ERRORS, ConfigError
-from torchtune_adaptive.forecast.request import PlanSettings, recipe_of
+from torchtune_adaptive.rehearse_recipe.request import PlanSettings, recipe_of
 
 
 @pytest.mark.parametrize(

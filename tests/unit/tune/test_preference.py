@@ -16,7 +16,7 @@ from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.request import recipe_of
+from torchtune_adaptive.rehearse_recipe.request import recipe_of
 from torchtune_adaptive.tune import preference
 from torchtune_adaptive.tune.preference import (
     PAIRS,

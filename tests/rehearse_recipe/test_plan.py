@@ -6,21 +6,25 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import adaptive_plan
 import pytest
 
-from tests.forecast.two_ranks import errors_and_flushes, plan_request, rehearsed, trained
 from tests.null.processes import skip_without_null_device
+from tests.rehearse_recipe.two_ranks import errors_and_flushes, plan_request, rehearsed, trained
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.forecast import alternatives
-from torchtune_adaptive.forecast.output import training_command
-from torchtune_adaptive.forecast.rehearse_recipe import Forecast
-from torchtune_adaptive.forecast.request import PlanRequest, read_request
+from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse.remedies import that_fit
 from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.sweep import row_of
+from torchtune_adaptive.rehearse_recipe import changes as changes_module
+from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
+from torchtune_adaptive.rehearse_recipe.request import PlanRequest, read_request
+from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
 GIB = 2**30
 SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -50,15 +54,17 @@ def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(tmp_path: 
     question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512", "use_maximum_batch_size=False",
                 "gradient_accumulation_steps=1")  # fmt: skip
     (chosen,) = answer(*question, cwd=tmp_path)
-    assert chosen["rows"] > 8
-    assert [size["rows"] for size in chosen["sizes"] if size["chosen"]] == [chosen["rows"]]
-    assert chosen["allocated_bytes"] < chosen["reserved_bytes"] <= chosen["usable_bytes"] == 3 * GIB
-    assert f"batch_size={chosen['rows']}" in chosen["command"]
-    (row,) = answer(*question, f"batch_size={chosen['rows']}", cwd=tmp_path)
-    assert (row["rows"], row["fits"], row["sizes"]) == (chosen["rows"], True, [])
+    (search,) = chosen["searches"]
+    rows = search["result"]["rows"]
+    assert rows > 8
+    assert chosen["reserved_bytes"] <= chosen["usable_bytes"] == 3 * GIB
+    assert chosen["command"].endswith("use_maximum_batch_size=True adaptive.memory_limit=null")
+    (row,) = answer(*question, f"batch_size={rows}", cwd=tmp_path)
+    assert (row["fits"], row["searches"]) == (True, [])
+    assert f"batch_size={rows}" in row["command"]
     # the run starts with an empty cache
     assert row["reserved_bytes"] == pytest.approx(chosen["reserved_bytes"], rel=0.03)
-    assert row["tokens_per_second"] == pytest.approx(2 * 512 * row["rows"] / row["seconds"])
+    assert row["tokens_per_second"] == pytest.approx(2 * 512 * rows / row["seconds"])
 
 
 def test_numbers_of_ranks_and_gpus_give_one_table_whose_cheapest_row_has_the_command(tmp_path: Path) -> None:
@@ -66,12 +72,12 @@ def test_numbers_of_ranks_and_gpus_give_one_table_whose_cheapest_row_has_the_com
     prices = ("price.h100=2.4", "price.l4=0.1")
     ended = run_plan(*DEMO, "world_size=[2,4]", "memory_limit=l4,h100", *sizes, *prices, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    _, *lines = ended.stdout.splitlines()
+    _, _, *lines = ended.stdout.splitlines()
     rows = [line.split() for line in lines[:4]]
     assert [row[:3] for row in rows] == [[card, ranks, "yes"] for ranks in "24" for card in ("l4", "h100")]
     assert float(rows[1][3]) > float(rows[3][3]), "more ranks need less"
     costs = [float(row[9]) for row in rows]
-    (cheapest,) = (at for at, line in enumerate(lines[:4]) if line.endswith("4 rows of 512 tokens  <- cheapest"))
+    (cheapest,) = (at for at, line in enumerate(lines[:4]) if line.endswith("<- cheapest"))
     assert costs[cheapest] == min(costs) < max(costs)
     assert lines[-1].startswith(f"train with: tune run --nproc_per_node {rows[cheapest][1]} ")
 
@@ -79,8 +85,8 @@ def test_numbers_of_ranks_and_gpus_give_one_table_whose_cheapest_row_has_the_com
 def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = [alternatives.EVERY_SECOND_LAYER, ("enable_activation_checkpointing=True",), ("compile=True",)]
-    monkeypatch.setattr(alternatives, "changes_that_save_memory", lambda *_: changes)
+    changes = [changes_module.EVERY_SECOND_LAYER, ("enable_activation_checkpointing=True",), ("compile=True",)]
+    monkeypatch.setattr(changes_module, "changes_that_save_memory", lambda *_: changes)
     path, sizes = locate("adaptive/demo/full"), ("memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096")
     words = [*DEMO[1:], "model.num_layers=8", *sizes, "batch_size=1", "use_maximum_batch_size=False"]
     with pytest.raises(AdaptiveError, match="the config does not fit; the settings above fit"):
@@ -103,7 +109,7 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(
 )
 def test_every_recipe_has_a_prediction_by_stage(config: str, stages: set[str], tmp_path: Path) -> None:
     (found,) = answer(f"adaptive/demo/{config}", "device=cuda", "memory_limit=4GiB", "world_size=2", cwd=tmp_path)
-    assert stages <= {size["stage"] for size in found["sizes"] if size["chosen"]}
+    assert stages <= {search["stage"] for search in found["searches"] if search["result"]["rows"]}
     assert (found["seconds"] is None) == (config == "ppo"), "in PPO's rehearsed steps, answers end at once"
 
 
@@ -121,51 +127,70 @@ def test_config_that_the_recipe_refuses_is_refused(words: tuple[str, ...], expec
 
 @pytest.mark.parametrize("config", ["llama3_2/8B_to_1B_KD_lora_distributed", "llama3/8B_qat_full"])
 def test_config_of_an_unknown_recipe_is_refused(config: str) -> None:
-    with pytest.raises(ConfigError, match="so the forecast would be wrong"):
+    with pytest.raises(ConfigError, match="so the rehearsal would be wrong"):
         read_request(read_config(locate(config), ["memory_limit=h100"]), config, ())
 
 
-def test_smaller_batches_are_tried_before_other_settings(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def nothing_fits(candidate: PlanRequest) -> Forecast:
-        raise AdaptiveError(f"{candidate.batch_size} rows do not fit")
-
-    monkeypatch.setattr(alternatives, "rehearse_recipe", nothing_fits)
-    words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
-    cfg = read_config(locate("adaptive/demo/full"), words)
-    assert list(alternatives.try_alternatives(read_request(cfg, "", words))) == []
-    printed = capfd.readouterr().err
-    assert printed.startswith("use_maximum_batch_size=True: None rows do not fit\n")
-    assert printed.count("64 rows do not fit") > 10
+def demo_request(*words: str) -> PlanRequest:
+    words = ("device=cuda", "use_maximum_batch_size=False", *words)
+    return read_request(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
 
 
-def test_no_other_setting_is_tried_if_fewer_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits(candidate: PlanRequest) -> Forecast:
-        rehearsal = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0,
-                              steps=[{"allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}],
-                              searches=[{"stage": "", "result": {"rows": 8}}])  # fmt: skip
-        return Forecast(candidate, rehearsal)
+def test_changes_are_tried_alone_then_combined_then_more_ranks() -> None:
+    *changes, two, four, eight = changes_to_try(demo_request("batch_size=64", "optimizer.fused=True"), 2)
+    assert [two, four, eight] == [((), 4), ((), 8), ((), 16)]
+    names = [" ".join(words) for words, ranks in changes if ranks == 2]
+    assert names[:2] == ["use_maximum_batch_size=True", "compile=True"]
+    assert "optimizer._component_=torchao.optim.AdamW8bit ~optimizer.fused" in names
+    last_single, combined = (
+        names.index("fsdp_cpu_offload=True"),
+        names.index("use_maximum_batch_size=True compile=True"),
+    )
+    assert last_single < combined
+    assert all("ac_mode" not in name for name in names[combined:]), "excludes checkpointing of all layers"
 
-    monkeypatch.setattr(alternatives, "rehearse_recipe", fits)
-    words = ["device=cuda", "memory_limit=8GiB", "batch_size=64", "use_maximum_batch_size=False"]
-    asked = read_request(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
-    (tried,) = alternatives.try_alternatives(asked)
-    # the same samples per step
-    assert " batch_size=64 use_maximum_batch_size=True " in training_command(tried)
+
+def test_changes_without_effect_are_not_tried() -> None:
+    words = ("compile=True", "enable_activation_checkpointing=True", "optimizer=torchao.optim.AdamW8bit")
+    changes = changes_to_try(demo_request(*words, "~optimizer.fused"), 1)
+    assert {words for words, _ in changes} == {
+        ("enable_activation_checkpointing=True", "enable_activation_offloading=True"),
+        (),
+    }
+
+
+def test_training_command_has_the_changes_of_a_row_and_no_keys_of_this_command() -> None:
+    request = demo_request("batch_size=64", "optimizer.fused=True", "price.h100=2", "world_size=2", "memory_limit=h100")
+    found = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=16, status=0)
+    label = "use_maximum_batch_size=True ~optimizer.fused"
+    command = training_command(request, row_of(found, GPUS["h100"], GIB, {}, label))
+    assert command == (
+        "tune run --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400 "
+        "adaptive_full_finetune_distributed --config adaptive/demo/full device=cuda use_maximum_batch_size=True "
+        "batch_size=64 '~optimizer.fused' adaptive.memory_limit=null"
+    )
 
 
 def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
+    peak = {"phase_bytes": {"forward": GIB, "backward": 2 * GIB}, "fits": True, "retries": 0}
+    probes = [{"rows": 8, "length": 0, "peak": peak}, {"rows": 16, "length": 0, "peak": {**peak, "fits": False}}]
+    error = {"step": 1, "in_search": True, "allocated_bytes": GIB, "reserved_bytes": GIB}
     lines = [
-        {"kind": "search", "stage": "", "result": {"rows": 8}},
+        {"kind": "search", "stage": "", "result": {"rows": 8, "reason": "a power of two", "probes": probes}},
+        {"kind": "out_of_memory", **error},
         {"kind": "message", "text": "no room: lower adaptive.memory_limit"},
     ]
     record.write_text("\n".join(map(json.dumps, lines)))
-    rehearsal = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
-    forecast = Forecast(plan_request(2).with_overrides(("use_maximum_batch_size=True",)), rehearsal)
-    assert forecast.searches == {"": {"rows": 8}}
-    assert forecast.verdict == "does not fit: no room: lower adaptive.memory_limit"
+    found = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
+    assert found.verdict() == "does not fit: no room: lower adaptive.memory_limit"
+    assert found.rows == "8 rows"
+    fits = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0, searches=found.searches)
+    table = [line.split() for line in fits.as_text().splitlines()[2:6]]
+    assert table[2:] == [
+        ["8", "2.0", "GiB", "<-", "chosen", "(a", "power", "of", "two)"],
+        ["16", "out", "of", "memory"],
+    ]
 
 
 def test_signal_ends_all_rehearsals() -> None:
@@ -174,8 +199,9 @@ def test_signal_ends_all_rehearsals() -> None:
 
     soon = threading.Timer(2, end_this)
     soon.start()
+    request = plan_request()
     with pytest.raises(KeyboardInterrupt):
-        list(alternatives.try_alternatives(plan_request(12)))
+        that_fit(partial(rehearse_recipe, request), (), request.gpus[0], changes_to_try(request, 2))
     soon.join()
 
 
@@ -187,7 +213,7 @@ def test_several_processes_are_refused_with_the_option_for_ranks(monkeypatch: py
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
-    found, ranks = rehearsed(plan_request(12), alike=True), trained(plan_request(12), alike=True)
+    found, ranks = rehearsed(12, alike=True), trained(12, alike=True)
     assert len(ranks) == 2
     for rank in ranks:
         assert errors_and_flushes(found) == errors_and_flushes(rank)

@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.null.processes import skip_without_null_device
 from tests.recipes.running import STOCK
-from torchtune_adaptive.forecast.rehearse_recipe import rehearse_recipe
-from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
+from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
+from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08
@@ -50,7 +51,8 @@ def test_line_of_torchtunes_readme(line: str) -> None:
     sizes = (f"batch_size={ROWS}", "gradient_accumulation_steps=1", "clip_grad_norm=null")
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*sizes, *overrides]))
     assert isinstance(cfg, DictConfig)
-    found = rehearse_recipe(PlanRequest(cfg, PlanSettings(memory_limit="a100", sequence_length=TOKENS), name, sizes))
-    measured = found.maxima["allocated_bytes"] / 2**30
+    request = PlanRequest(cfg, PlanSettings(sequence_length=TOKENS), name, sizes)
+    found = rehearse_recipe(request, (), GPUS["a100"], 1)
+    measured = max(step["allocated_bytes"] for step in found.steps) / 2**30
     print(f"{line}: {measured:.2f} GiB")
     assert measured == pytest.approx(gib, rel=TOLERANCE)

@@ -1,6 +1,6 @@
 """Compare a rehearsal over time with a run: two processes on null devices, which agree over gloo.
 
-python -m tests.forecast.two_ranks     200 steps; writes benchmarks/results/over_time.json
+python -m tests.rehearse_recipe.two_ranks     200 steps; writes benchmarks/results/over_time.json
 
 NCCL transfers no data on a null device, but the agreement is real: an out-of-memory error on one rank makes the other
 repeat its step.
@@ -21,11 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
 from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.forecast.rehearse_recipe import rehearsed_config
-from torchtune_adaptive.forecast.request import PlanRequest, PlanSettings
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, rehearse
+from torchtune_adaptive.rehearse.start import RankSettings, overhead_of, rehearse
+from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
+from torchtune_adaptive.rehearse_recipe.start import rehearsed_config
 
 RANKS = 2
 SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -37,17 +37,17 @@ DRAWN = 4099
 """A prime, so that each pass through the lengths groups them into different steps."""
 
 
-def plan_request(steps: int) -> PlanRequest:
+def plan_request() -> PlanRequest:
     """Return the settings: rows of the maximum length, until `training` changes them."""
     given = (*SIZES, *RUN, "batch_size=16")
     cfg = OmegaConf.merge(OmegaConf.load(locate("adaptive/demo/full")), OmegaConf.from_dotlist([*given]))
     assert isinstance(cfg, DictConfig)
-    settings = PlanSettings(world_size=RANKS, memory_limit="4500MiB", sequence_length=LONGEST, steps=steps)
+    settings = PlanSettings(world_size=RANKS, memory_limit="4500MiB", sequence_length=LONGEST)
     return PlanRequest(cfg, settings, "adaptive/demo/full", given)
 
 
 @contextmanager
-def training(request: PlanRequest, *, alike: bool) -> Iterator[Path]:
+def training(*, alike: bool) -> Iterator[Path]:
     """Yield a folder with a config whose samples vary in length, and which recovers from out-of-memory errors.
 
     With `alike`, both ranks have samples of the same lengths, so that neither waits for the other's recovery.
@@ -55,27 +55,28 @@ def training(request: PlanRequest, *, alike: bool) -> Iterator[Path]:
     drawn, spread = random.Random(0), math.log(LONGEST / MEDIAN) / 3.09
     lengths = [max(1, min(LONGEST, round(MEDIAN * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(DRAWN)]
     with tempfile.TemporaryDirectory() as name:
-        cfg = rehearsed_config(request, Path(name))
+        cfg = rehearsed_config(plan_request(), RANKS, Path(name))
         cfg.dataset.lengths = [length for length in lengths for _ in range(RANKS if alike else 1)]
         cfg.adaptive.recover_from_oom = True
         OmegaConf.save(cfg, Path(name, "config.yaml"))
         yield Path(name)
 
 
-def rehearsed(request: PlanRequest, *, alike: bool) -> RehearsalResult:
+def rehearsed(steps: int, *, alike: bool) -> RehearsalResult:
     """Rehearse one of the two ranks."""
-    settings = RankSettings(ranks=RANKS, overhead_bytes=request.overhead_bytes, steps=request.plan.steps)
-    with training(request, alike=alike) as folder, Path(os.devnull).open("w") as nowhere:
+    request, settings = plan_request(), RankSettings(ranks=RANKS, steps=steps)
+    with training(alike=alike) as folder, Path(os.devnull).open("w") as nowhere:
         command = ["-m", request.recipe.name, "--config", str(folder / "config.yaml")]
-        return rehearse(command, request.gpu, settings, output=nowhere, variables={"OMP_NUM_THREADS": "1"})
+        return rehearse(command, request.gpus[0], settings, nowhere)
 
 
-def trained(request: PlanRequest, *, alike: bool) -> list[RehearsalResult]:
+def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:
     """Run the config on two ranks that record their steps."""
-    usable_bytes = request.gpu.memory - request.overhead_bytes
-    with training(request, alike=alike) as folder:
+    request, overhead_bytes = plan_request(), overhead_of(RANKS)
+    usable_bytes = request.gpus[0].memory - overhead_bytes
+    with training(alike=alike) as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-        rank = ["-m", "tests.forecast.one_rank", str(folder), str(request.plan.steps + 1), request.recipe.name]
+        rank = ["-m", "tests.rehearse_recipe.one_rank", str(folder), str(steps + 1), request.recipe.name]
         subprocess.run(
             [*launcher, *rank, "--config", str(folder / "config.yaml")],
             env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},
@@ -83,9 +84,9 @@ def trained(request: PlanRequest, *, alike: bool) -> list[RehearsalResult]:
             timeout=3600,
             stdout=subprocess.DEVNULL,
         )
-        about = {"usable_bytes": usable_bytes, "overhead_bytes": request.overhead_bytes, "ranks": RANKS, "status": 0}
+        about = {"usable_bytes": usable_bytes, "overhead_bytes": overhead_bytes, "ranks": RANKS, "status": 0}
         ranks = [RehearsalResult.read(folder / f"rank{rank}.jsonl", rank=rank, **about) for rank in range(RANKS)]
-        return [replace(rank, steps=rank.steps[: request.plan.steps]) for rank in ranks]
+        return [replace(rank, steps=rank.steps[:steps]) for rank in ranks]
 
 
 def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
@@ -96,10 +97,9 @@ def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
 def main(steps: int = 200) -> None:
     rows = []
     for alike in True, False:
-        asked = plan_request(steps)
         found = {
-            "rehearsed": rehearsed(asked, alike=alike),
-            **{f"rank {each.rank}": each for each in trained(asked, alike=alike)},
+            "rehearsed": rehearsed(steps, alike=alike),
+            **{f"rank {each.rank}": each for each in trained(steps, alike=alike)},
         }
         by_step = {name: errors_and_flushes(each) for name, each in found.items()}
         row = {
@@ -115,7 +115,8 @@ def main(steps: int = 200) -> None:
         }
         rows.append(row)
         print(row, flush=True)
-    save("over_time", rows, "a rehearsal and a run on two ranks that agree over gloo: tests/forecast/two_ranks.py")
+    note = "a rehearsal and a run on two ranks that agree over gloo: python -m tests.rehearse_recipe.two_ranks"
+    save("over_time", rows, note)
 
 
 if __name__ == "__main__":
