@@ -58,7 +58,7 @@ def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(tmp_path: 
     rows = search["result"]["rows"]
     assert rows > 8
     assert chosen["reserved_bytes"] <= chosen["usable_bytes"] == 3 * GIB
-    assert chosen["command"].endswith("use_maximum_batch_size=True adaptive.memory_limit=null")
+    assert " use_maximum_batch_size=True " in chosen["command"]
     (row,) = answer(*question, f"batch_size={rows}", cwd=tmp_path)
     assert (row["fits"], row["searches"]) == (True, [])
     assert f"batch_size={rows}" in row["command"]
