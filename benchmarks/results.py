@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "torchtune", "torchao", "accelerate", "pytorch-lightning")
+PACKAGES = (
+    "torch",
+    "torchtune",
+    "torchao",
+    "accelerate",
+    "pytorch-lightning",
+    "transformers",
+    "online-dynamic-batching",
+)
 
 Row: TypeAlias = Mapping[str, Any]
 
