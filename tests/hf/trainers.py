@@ -153,18 +153,19 @@ def difference(run: Run, stock: Run, *names: str, least: float = 1e-12) -> float
     ]
     columns = max(abs(ours - theirs) / max(abs(theirs), least) for ours, theirs in pairs)
     weights = max(
-        ((run.weights[name] - theirs).abs().max() / theirs.abs().max()).item() for name, theirs in stock.weights.items()
+        ((run.weights[name] - theirs).abs().max() / theirs.abs().max().clamp(min=least)).item()
+        for name, theirs in stock.weights.items()
     )
     return max(columns, weights)
 
 
-def use_fsdp2() -> None:
+def use_fsdp2(*layers: str) -> None:
     """Use FSDP2 like `accelerate launch` with `fsdp_version: 2`, also on a CPU, where accelerate would use DDP."""
     os.environ.update(
         ACCELERATE_USE_FSDP="true",
         FSDP_VERSION="2",
         FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
-        FSDP_TRANSFORMER_CLS_TO_WRAP="LlamaDecoderLayer",
+        FSDP_TRANSFORMER_CLS_TO_WRAP=",".join(layers or ["LlamaDecoderLayer"]),
         FSDP_CPU_RAM_EFFICIENT_LOADING="false",
         FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
         FSDP_RESHARD_AFTER_FORWARD="true",

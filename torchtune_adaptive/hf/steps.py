@@ -54,9 +54,6 @@ NOT_SPLIT = (
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
-RESTORED_TYPES = (bool, int, float, str, Tensor)
-"""Types of attributes that are restored after a check of the loss."""
-
 
 class OptimizerSteps:
     """Runs the optimizer steps of a Trainer."""
@@ -398,15 +395,15 @@ def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Ca
 
 
 def remember_attributes(*owners: Any) -> Callable[[], None]:
-    """Return a function that restores buffers, and those attributes that are numbers, strings or tensors.
+    """Return a function that restores buffers, and attributes that are or were numbers, strings or tensors.
 
     A loss may count its calls, or keep an average in an attribute. A check of the loss must not change these.
     """
 
-    def read(owner: Any) -> dict[str, Any]:
-        return {name: value for name, value in vars(owner).items() if isinstance(value, RESTORED_TYPES)}
+    def restored(attributes: dict[str, Any]) -> set[str]:
+        return {name for name, value in attributes.items() if isinstance(value, int | float | str | Tensor)}
 
-    before = [(owner, read(owner), dict(vars(owner).get("_buffers", {}))) for owner in owners]
+    before = [(owner, dict(vars(owner)), dict(vars(owner).get("_buffers", {}))) for owner in owners]
     values = (value for _, *kinds in before for kind in kinds for value in kind.values())
     tensors = {value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)}
     contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
@@ -414,11 +411,12 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
     @torch.no_grad()
     def restore() -> None:
         for owner, attributes, buffers in before:
-            for name in read(owner).keys() - attributes.keys():
-                del vars(owner)[name]
-            vars(owner).update(attributes)
-            if buffers:
-                owner._buffers.update(buffers)
+            for name in restored(vars(owner)) | restored(attributes):
+                if name in attributes:
+                    vars(owner)[name] = attributes[name]
+                elif vars(owner)[name] is not True:  # otherwise a flag, for example that hooks are installed
+                    del vars(owner)[name]
+            vars(owner).get("_buffers", {}).update(buffers)
         for tensor, content in contents:
             if not torch.equal(tensor, content):  # for example the statistics of a batch normalization
                 tensor.copy_(content)
