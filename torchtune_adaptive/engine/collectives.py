@@ -301,7 +301,8 @@ class CollectiveLedger:
         description = _describe(messages, self._record.non_fsdp_operations)
         return (
             f"microbatches communicate outside FSDP ({description}), and a rank that is out of memory cannot take part "
-            "(communicate after the step, for example in the update)"
+            "(communicate after the step, for example in the update; if ranks exchange activations, pass "
+            "exchanges_activations=True to Recovery)"
         )
 
     def listening(self) -> AbstractContextManager[object]:

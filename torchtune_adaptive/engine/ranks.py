@@ -256,7 +256,8 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
                 raise UnrecoverableError(
                     f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: "
                     "replicas get equal gradients, so they stay different; load the same weights on all ranks, or "
-                    "call torchtune_adaptive.synchronize_replicas(model.parameters()) before the first step"
+                    "call torchtune_adaptive.synchronize_replicas(model.parameters()) before the first step. If each "
+                    "rank holds another part of the model, such as experts, make these parameters DTensors"
                 )
 
 

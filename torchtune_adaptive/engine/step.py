@@ -347,7 +347,7 @@ class StepRunner(Generic[Sample]):
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got 0")
         if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
-            raise ValueError("the model was sharded after its StepRunner was created: call fully_shard first")
+            raise ValueError("the model was sharded after its StepRunner was created: shard it first")
         if _has_gradients(self.model):
             raise ValueError(
                 "parameters have gradients from before this step, which would be added to those of the step; "

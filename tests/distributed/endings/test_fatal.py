@@ -164,7 +164,7 @@ def test_ranks_that_return_different_sums_end_together(names: str) -> None:
 def shard_what_a_runner_has() -> None:
     runner = runner_of(build(ModelConfig(sharded=False)), 2)
     fully_shard(runner.model)
-    with pytest.raises(ValueError, match="was sharded after its StepRunner was created: call fully_shard first"):
+    with pytest.raises(ValueError, match="was sharded after its StepRunner was created: shard it first"):
         runner.run(samples_of(dist.get_rank(), 2), step=0)
 
 
