@@ -19,7 +19,7 @@ from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
-from torchtune_adaptive.lifecycle.console import INTERRUPTED, printing
+from torchtune_adaptive.lifecycle.console import printing
 from torchtune_adaptive.rehearse import command as rehearse
 
 _COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
@@ -127,8 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except OSError as error:
         problem = printable(f"{error.filename or 'stdout'}: {error.strerror}; correct the path")
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
     print(f"error: {problem}", file=sys.stderr)
     sys.exit(options.failed)
 

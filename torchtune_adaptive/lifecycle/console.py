@@ -85,10 +85,12 @@ def progress_bar(
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Exit without a traceback if the body prints to a pipe that was closed, for example by `| head`."""
+    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`."""
     try:
         yield
         print(end="", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit would fail again
         sys.exit(CLOSED_PIPE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -18,6 +18,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.lifecycle import entry_point, run_state
+from torchtune_adaptive.lifecycle.console import INTERRUPTED
 from torchtune_adaptive.lifecycle.torchrun import first_to_report
 
 
@@ -156,6 +157,19 @@ def test_only_rank_0_runs_a_query(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit):
         entry_point.run_query(query, [])
     assert "AssertionError: asked" in capsys.readouterr().err
+
+
+def test_interrupted_query_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def query(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
+    with pytest.raises(SystemExit) as left:
+        entry_point.run_query(query, [])
+    assert left.value.code == INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "ended"), [(None, 1), (0, 1), (3, 3)])
