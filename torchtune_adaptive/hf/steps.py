@@ -41,6 +41,7 @@ from torchtune_adaptive.hf.losses import (
     worst_error,
 )
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, RawSample
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.tables import search_table
 
 STATE = "adaptive"
@@ -125,7 +126,8 @@ class OptimizerSteps:
         """Collective: compute the gradients of a step and return its loss."""
         self._begin(batches, num_items)
         self._steps_run += 1
-        if self._steps_run > 1 and self._steps_run.bit_count() == 1:  # 2, 4, 8, ...
+        # In a rehearsal, losses are 0, and the work of these checks would count as training.
+        if self._steps_run > 1 and self._steps_run.bit_count() == 1 and not REHEARSAL.on:  # 2, 4, 8, ...
             self._check_collation(batches[0])
             self._check_losses()
         if isinstance(self._wrapped, DistributedDataParallel) and self._wrapped.will_sync_module_buffers():

@@ -62,7 +62,8 @@ class CheckedDataset(Dataset[Sample]):
         except (Exception, SystemExit) as error:
             raise SampleError(
                 f"sample {index} of the dataset cannot be read on rank {rank()} ({in_a_line(error)}): fix it or remove "
-                "it or, if the dataset's columns have other names, set dataset.column_map; "
+                "it or, if the dataset's columns have other names, set the key that names them, such as "
+                "dataset.column_map or dataset.conversation_column; "
                 "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
             ) from error
 
