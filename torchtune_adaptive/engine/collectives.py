@@ -178,7 +178,8 @@ class CollectiveLedger:
         several = counts and world_size() > 1
         exchanges = exchanges_activations or any(map(fsdp.exchanges_activations, modules))
         self._ghosts = GhostPasses(modules) if several and exchanges else None
-        self._counts = several and self._ghosts is None
+        self.uses_ghost_passes = self._ghosts is not None
+        self._counts = several and not self.uses_ghost_passes
         self._groups_of = {root: fsdp.groups_of(root) if self._counts else [] for root in self._roots}
         self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
         self._records: dict[str, CollectiveRecord] = {}  # by stage

@@ -138,8 +138,9 @@ class EqualSteps:
     """Checks that all ranks run the same number of samples and microbatches, without a collective.
 
     If the numbers differ, ranks wait for each other in different collectives until the group's timeout. Therefore a
-    rank writes its numbers to the group's store when they change, before the first collective of the step. After that
-    collective, it reads those of its peers. Steps without a change cost nothing.
+    rank writes its numbers to the group's store when they change, before the first collective of the step. It reads
+    those of its peers before the first collective of the run, and in later steps after the first one, because a peer
+    may have announced nothing. Steps without a change cost nothing.
     """
 
     _instances = 0
@@ -152,11 +153,16 @@ class EqualSteps:
         self._enabled = enabled and world_size() > 1 and dist.get_backend() != "fake"  # fake groups have no peers
 
     def announce(self, sizes: str) -> None:
-        """Announce the sizes of this rank's step, if they have changed. Call it before the first collective."""
+        """Announce the sizes of this rank's step, if they have changed. Call it before the first collective.
+
+        The first call raises as `check` does.
+        """
         if self._enabled and sizes != self._announced:
             self._announced, self._announcements, self._unchecked = sizes, self._announcements + 1, True
             _store().set(self._key(rank()), sizes)
             _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge
+            if self._announcements == 1:
+                self.check(waits=True)
 
     def check(self, *, waits: bool = False) -> None:
         """Raise UnrecoverableError if this rank has announced a step, and a peer did not announce the same one. Call it
@@ -166,9 +172,9 @@ class EqualSteps:
         self._unchecked = False
         if torch.cuda.is_initialized():  # the collective may still be queued
             torch.cuda.synchronize()
-        until_s = time.monotonic() + LATE_S
+        until_s = time.monotonic() + (_store().timeout.total_seconds() if waits else LATE_S)
         while set(steps := self._steps()) != {self._announced}:
-            if time.monotonic() > until_s and not (waits and set(steps) <= {self._announced, UNCHANGED}):
+            if time.monotonic() > until_s or (waits and not set(steps) <= {self._announced, UNCHANGED}):
                 raise UnrecoverableError(
                     f"the ranks have different numbers of samples or microbatches in one step ({', '.join(steps)}, by "
                     "rank), so they would wait for each other in different collectives: pass the same number and the "

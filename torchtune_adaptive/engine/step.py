@@ -229,7 +229,7 @@ class StepRunner(Generic[Sample]):
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         # it reads the numbers of its peers after the first microbatch, which needs a collective of all ranks there
-        self._equal_steps = EqualSteps(enabled=fsdp.gathers_from_all(model))
+        self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or fsdp.gathers_from_all(model))
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
         self.measure_memory(None)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.distributed.faults.meshes import MeshCase, parts_of, tensor_parallel
 from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.engine.fsdp import why_recovery_is_off
@@ -142,6 +143,26 @@ def test_ranks_in_different_steps_end_together():
     first, second = run_on_ranks(2, skip_a_step_alone)
     assert first == second
     assert first.startswith("the ranks are in different steps ([2, 3], by rank), so gradients of different steps")
+
+
+def run_tensor_parallel_ranks_that_differ(samples: tuple[int, int], limits: tuple[int, int]) -> str:
+    rank = dist.get_rank()
+    [model], train = parts_of(MeshCase("tensor parallel", tensor_parallel))
+    with pytest.raises(UnrecoverableError) as raised:
+        runner_of(model, limits[rank], train).run([torch.ones(8, dtype=torch.int64)] * samples[rank], step=1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("samples", "limits", "steps"), [((8, 7), (8, 8), "8 in 1, 7 in 1"), ((8, 8), (8, 4), "8 in 1, 8 in 2")]
+)
+def test_tensor_parallel_ranks_with_other_numbers_end_together(
+    samples: tuple[int, int], limits: tuple[int, int], steps: str
+) -> None:
+    """This is checked before the first collective, because collectives of different sizes crash gloo."""
+    first, second = run_on_ranks(2, run_tensor_parallel_ranks_that_differ, samples, limits)
+    assert first == second
+    assert f"({steps}, by rank)" in first
 
 
 def return_other_sums_on_rank_1(names: str) -> str:

@@ -117,11 +117,12 @@ def test_slightly_late_peer_has_the_same_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     steps = EqualSteps(enabled=True)
-    steps.announce("8 in 2")
-    late = threading.Timer(0.2, store.set, (steps._key(1), "8 in 2"))
-    late.start()
-    steps.check()
-    late.join()
+    for number, step in enumerate(("8 in 2", "6 in 2"), start=1):
+        late = threading.Timer(0.2, store.set, (f"{steps._name}/{number}/1", step))
+        late.start()
+        steps.announce(step)
+        steps.check()
+        late.join()
     steps.announce("4 in 2")
     store.set(steps._key(1), "4 in 1")
     with pytest.raises(UnrecoverableError, match=r"\(4 in 2, 4 in 1, by rank\)"):
