@@ -244,7 +244,8 @@ class DeviceValues:
             if source is Source.DEVICE:
                 copied.fill_(is_mask)
             if is_mask or original.dtype is not torch.bool:  # assume that a single boolean is a check for NaN
-                self._on_guess(MASK if is_mask else INTEGER, _caller())
+                if (reader := _outside(_caller())).f_code.co_name not in _NOT_SIZES:
+                    self._on_guess(MASK if is_mask else INTEGER, reader)
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
         if not _is_plain(tensor) or (tensor.is_floating_point() and tensor.numel() != 1):
@@ -271,12 +272,11 @@ class DeviceValues:
         return 0 if source is Source.DEVICE else self._cpu(tensor).item()
 
     def _may_become_size(self, frame: FrameType) -> bool:
-        while frame.f_code.co_filename == __file__ and frame.f_back:
-            frame = frame.f_back
+        frame = _outside(frame)
         place = tuple((each.f_code, each.f_lasti) for each in (frame, frame.f_back) if each)
         if place not in self._reads:
             read = _may_become_size(frame, ("item", "int", "float"))
-            self._reads[place] = read and frame.f_code.co_name not in _DIVIDE
+            self._reads[place] = read and frame.f_code.co_name not in _NOT_SIZES
         return self._reads[place]
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -335,6 +335,13 @@ def _caller() -> FrameType:
     return called.f_back or sys._current_frames()[threading.main_thread().ident or 0]
 
 
+def _outside(frame: FrameType) -> FrameType:
+    """Return the innermost frame that is not in this module."""
+    while frame.f_code.co_filename == __file__ and frame.f_back:
+        frame = frame.f_back
+    return frame
+
+
 def _is_in_assert(frame: FrameType) -> bool:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert")
 
@@ -358,8 +365,8 @@ _NOT_SIZES = {
 """Functions whose arguments do not become sizes."""
 _PASS_ON = {"int", "max", "min", "abs", "round", "sum"}
 """Functions whose result may become a size if their argument may."""
-_DIVIDE = {"fused_linear_cross_entropy_forward"}
-"""Functions of libraries (Liger) that read a number of labels only to divide by it."""
+_NOT_SIZES = {"fused_linear_cross_entropy_forward", "nested_numpify"}
+"""Functions of libraries that read values, but not as sizes: Liger divides by them, Trainer computes metrics."""
 _Variable = tuple[str, str]
 """The kind of a variable (name, attribute or key), and its name."""
 

@@ -129,7 +129,8 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     for row in rows:
         time, rate = row.time, row.tokens_per_second
         remark = f"{row.found.rows} {row.label}".strip()
-        memory = f"{'' if row.fits else '> '}{row.reserved_bytes / GIB:.1f} of {row.usable_bytes / GIB:.1f}"
+        needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.usable_bytes)
+        memory = f"{'' if row.fits else '> '}{needed_bytes / GIB:.1f} of {row.usable_bytes / GIB:.1f}"
         lines.append(
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
