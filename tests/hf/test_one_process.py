@@ -422,7 +422,8 @@ def no_room(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("fails", "message"),
     [
-        ("prediction_step", r"in evaluation .*set prediction_loss_only=True\): no room; raise memory_limit"),
+        ("prediction_step", r"in evaluation \(lower .*set prediction_loss_only=True\): no room; raise memory_limit"),
+        ("gather_function", r"in evaluation while results are gathered, which cannot be split \(lower .*\): no room"),
         ("compute_loss", "in code that cannot be repeated: no room; lower per_device_train_batch_size"),
         (
             "create_optimizer",
@@ -435,7 +436,8 @@ def test_unrecoverable_out_of_memory_error_names_the_place_and_remedies(folder: 
         trainer.optimizer = Full(trainer.model.parameters())
         return trainer.optimizer
 
-    failing = type("Failing", (Trainer,), {fails: full_optimizer if fails == "create_optimizer" else no_room})
+    failures = {"create_optimizer": full_optimizer, "gather_function": property(lambda _: no_room, lambda *_: None)}
+    failing = type("Failing", (Trainer,), {fails: failures.get(fails, no_room)})
     options = arguments(folder, eval_strategy="steps", eval_steps=2)
     without = AdaptiveArguments(recover_from_oom=fails != "prediction_step")
     with pytest.raises(RecoveryUnsupportedError, match=message):
@@ -632,6 +634,7 @@ def test_command_line_accepts_all_arguments() -> None:
         {"regrow_after": -1},
     ],
 )
-def test_invalid_arguments_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_invalid_arguments_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    name = list(wrong)[-1]
+    with pytest.raises(ConfigError, match=rf"^{name}\b"):
         AdaptiveArguments(**wrong)

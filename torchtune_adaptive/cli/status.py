@@ -66,6 +66,8 @@ def condition_of(directory: Path) -> tuple[Condition, list[str]]:
         return condition, lines
     if run is not None and run.ended in (run_state.SIGNALLED, run_state.STOPPED):
         lines.append(f"last time: {run.message}")
+    elif run is not None and run.ended is None and condition is Condition.CAN_CONTINUE:
+        lines.append("last time: killed or crashed; later steps are not saved")
     if newest is None and found:
         lines.append("start over with another output_dir, or remove this one")
     elif condition is not Condition.FINISHED:

@@ -31,10 +31,13 @@ class AdaptiveArguments:
     )
 
     def __post_init__(self) -> None:
-        kinds = {"recover_from_oom": bool, "use_maximum_batch_size": bool, "regrow_after": int}
-        if any(type(getattr(self, name)) is not kind for name, kind in kinds.items()) or self.regrow_after < 0:
-            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in kinds)
-            raise ConfigError(f"{given}: allowed are True or False, and a number of steps or 0 (never)")
+        for name in ("recover_from_oom", "use_maximum_batch_size"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is invalid; allowed: True or False")
+        if type(self.regrow_after) is not int or self.regrow_after < 0:
+            raise ConfigError(
+                f"regrow_after: {self.regrow_after!r} is invalid; allowed: a number of steps, or 0: never"
+            )
         if isinstance(self.token_budget, str) and self.token_budget.isdecimal():
             self.token_budget = int(self.token_budget)
         number = type(self.token_budget) is int and self.token_budget > 0

@@ -112,7 +112,10 @@ class AdaptiveMixin(Base):
         own_methods = {frame.f_code.co_name for frame in frames if frame.f_locals.get("self") is self}
         remedies = [Remedy.LESS_STATE, Remedy.MORE_RANKS]
         if "evaluation_loop" in own_methods:
-            where, remedies = "in evaluation (lower per_device_eval_batch_size or set prediction_loss_only=True)", []
+            gathers = "prediction_step" not in functions or "_preprocess_piece" in functions
+            place = " while results are gathered, which cannot be split" * gathers
+            remedy = "lower per_device_eval_batch_size or set prediction_loss_only=True"
+            where, remedies = f"in evaluation{place} ({remedy})", []
         elif any(isinstance(frame.f_locals.get("self"), Optimizer) for frame in frames):
             where = "in the optimizer, whose state does not depend on the batch"
         elif "_forward_backward" in functions and not self.adaptive.recover_from_oom:

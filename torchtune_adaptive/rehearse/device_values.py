@@ -243,9 +243,9 @@ class DeviceValues:
             is_mask = original.dtype is torch.bool and original.numel() > 1
             if source is Source.DEVICE:
                 copied.fill_(is_mask)
-            if is_mask or original.dtype is not torch.bool:  # assume that a single boolean is a check for NaN
-                if (reader := _outside(_caller())).f_code.co_name not in _NOT_SIZES:
-                    self._on_guess(MASK if is_mask else INTEGER, reader)
+            reader, is_check = _outside(_caller()), original.dtype is torch.bool and not is_mask  # a check for NaN
+            if not is_check and reader.f_code.co_name not in _NOT_SIZES:
+                self._on_guess(MASK if is_mask else INTEGER, reader)
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
         if not _is_plain(tensor) or (tensor.is_floating_point() and tensor.numel() != 1):

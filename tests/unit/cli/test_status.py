@@ -44,7 +44,8 @@ def test_killed_run_can_resume_from_its_newest_checkpoint(run_folder: Path, stat
     save(run_folder, "step_4", serial=1)
     code, report = status(run_folder)
     assert code == CAN_CONTINUE
-    first, newest, command = report.splitlines()
+    first, newest, last_time, command = report.splitlines()
+    assert last_time == "last time: killed or crashed; later steps are not saved"
     assert first == "can continue: step 4"
     assert newest.startswith(f"newest complete checkpoint: {run_folder / 'step_4'} (step 4, 20")
     assert command == f"resume with: cd {Path.cwd()} && {COMMAND}"
