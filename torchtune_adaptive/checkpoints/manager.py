@@ -77,7 +77,7 @@ class CheckpointManager:
         named = start.files if settings.resume_from_checkpoint is True else None
         self._never_pruned = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
-        # Only rank 0 needs it, to write the manifest. It reads files that the demo's checkpointer creates in `build`.
+        # Rank 0 writes it into the manifest. Computed after `build`, in which the demo creates files that it reads.
         self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
         self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
         self._stop_requested = False
@@ -138,7 +138,7 @@ class CheckpointManager:
         if not all(finite):  # otherwise pruning could replace all good checkpoints by bad ones
             raise NotLearningError(
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
-                f"run with a lower optimizer.lr or a clip_grad_norm{', from its weights' * bool(self.last)}"
+                f"run{' from there' * bool(self.last)}, with a lower optimizer.lr or a clip_grad_norm"
             )
         with fatal_on_oom(partial(out_of_memory_in, name)):
             optimizer_state = gather_optimizer_state(model, optimizer, self._device)

@@ -1,7 +1,7 @@
 """Finds out where a run starts. Rank 0 looks at the output directory and decides for all ranks.
 
 resume_from_checkpoint: False    a fresh start, in an output directory without checkpoints
-                        auto     from the newest intact checkpoint of this run, or fresh if there is none
+                        auto     from the newest intact checkpoint of this run, or fresh if it has none at all
                         True     as in torchtune, from the files that the config names
 """
 
@@ -59,7 +59,7 @@ class Start:
 
 @log_if_slow("looked for a checkpoint and verified its files")
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
-    """Collective: return where the run starts, or raise RunFinished or the same error on every rank."""
+    """Collective: return where the run starts. Raise RunFinished or another error on all ranks or on none."""
     decision: Start | Exception | None = None
     lock: IO[bytes] | None = None
     if dist.get_rank() == 0:
@@ -191,7 +191,7 @@ def named_files(
     """Return the files that the config names for `resume_from_checkpoint: True`, and their manifest if there is one.
 
     If a named file is in a checkpoint with a manifest, all files are read from that checkpoint. torchtune's own recipes
-    save weights and recipe state in different folders, and the recipe state may be left out if it has its default path.
+    save weights and recipe state in different folders. The config need not name a recipe state at its default path.
     """
     directory, section = Path(settings.output_dir).absolute(), settings.config.checkpointer
     state = directory / str(name) if (name := section.get("recipe_checkpoint")) else None

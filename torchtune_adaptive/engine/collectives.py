@@ -2,8 +2,8 @@
 
 If a rank stops in the middle of a step, its peers wait in a collective until they time out. The ledger therefore counts
 FSDP2's collectives and records those of the first microbatch. After a failure, it issues the remaining ones: gathers
-with the parameters of this rank, others with zeros. It cannot do this for communication outside FSDP2, which it only
-detects.
+with the parameters of this rank, others with zeros. If ranks exchange activations, ghost passes (`engine/ghost.py`) do
+this instead. Any other communication outside FSDP2 is detected, but cannot be completed.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def _non_fsdp_error(description: str) -> RecoveryUnsupportedError:
 class CollectiveLedger:
     """Counts FSDP's collectives in each step, and issues the remaining ones after a failure.
 
-    `position` is the number of collectives that this rank has issued in this attempt. All ranks end it at the same
-    position. The stages of a step share a ledger, which keeps one record per stage. A stage owns its model and all
-    frozen models. Only these are prepared and reset for it, so gradients in the models of other stages remain.
+    `position` is the number of collectives that this rank has issued in this attempt. All ranks end an attempt at
+    the same position. The stages of a step share a ledger, which keeps one record per stage. A stage owns its model and
+    all frozen models. Only these are prepared and reset for it, so gradients in the models of other stages remain.
     """
 
     def __init__(self, *roots: object, counts: bool = True, exchanges_activations: bool = False) -> None:
@@ -293,7 +293,7 @@ class CollectiveLedger:
 
     @property
     def non_fsdp_messages(self) -> int:
-        """The most messages of a microbatch outside FSDP; 0 until a Listener has looked for their operations."""
+        """The most messages that a microbatch sent outside FSDP; 0 until a Listener has looked for their operations."""
         return self._record.non_fsdp_messages if self._record.searched_operations else 0
 
     def refuse_recovery(self, messages: int) -> str:
@@ -307,8 +307,8 @@ class CollectiveLedger:
         )
 
     def listening(self) -> AbstractContextManager[object]:
-        """Return a context for a microbatch. Once, after messages outside FSDP were counted, it finds their operations.
-        A Listener makes compiled code run eagerly, so all other microbatches run without one."""
+        """Return a context for a microbatch. In the first one after messages outside FSDP were counted, it finds their
+        operations with a Listener, which makes compiled code run eagerly. All other microbatches run without one."""
         if not self._record.non_fsdp_messages or self._record.searched_operations:
             return nullcontext()
         self._record.searched_operations = True
@@ -411,7 +411,7 @@ class CollectiveLedger:
 
     def _make_gradients(self, number: int, run: Callable[[], object]) -> None:
         """Run a pass that issues no collective, so that this rank has gradients of earlier microbatches, as its peers
-        have. FSDP may all-reduce those separately."""
+        have. FSDP may issue additional all-reduces for such gradients."""
         if self._replicated and number:
             self._set_all_reduce(False)
             run()

@@ -70,7 +70,7 @@ _FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "bro
 _METHODS = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "broadcast")
 """Methods of a process group that communicate."""
 _RENAMED = {"all_gather_single", "all_to_all_single", "reduce_scatter_single"} & {*vars(dist.ProcessGroup)}
-"""Methods of a group that torch.distributed calls since torch 2.15. They dispatch the operations of those above."""
+"""Methods that torch.distributed calls since torch 2.15. They dispatch the same operations as those in `_METHODS`."""
 _SUPPORTED = {*_FUNCTIONAL, *(f"{name}_" for name in _METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
 """Collectives that a process group counts as one message."""
 _OF_ANY_SIZE = {"all_to_all_single", "alltoall_base_"}
@@ -430,8 +430,8 @@ class GhostMode(TorchDispatchMode):
         return logged
 
     def _restore_sent(self, call: _Call, logged: Exchange | None) -> None:
-        """Replace integers by those that this rank has sent for the same collective in the failed pass or, if this call
-        recomputes a forward, in that forward."""
+        """Replace integers by those that this rank has sent for this collective before: in the failed pass or, if a
+        forward is recomputed, in the original forward."""
         before = logged.tensors if logged else self._sent.get(self._place, call.tensors)
         for mine, sent in zip(call.tensors, before, strict=True):
             mine.copy_(sent)

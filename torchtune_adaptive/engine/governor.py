@@ -120,7 +120,7 @@ class Governor:
         if not self._retried_single_row and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._retried_single_row = True
             wait_text = self._step_down(self._size)  # keeps the current size, unless on probation
-            reaction = f"a single row failed and is tried once more, in microbatches of at most {self.limit}"
+            reaction = f"a single row failed, which may be temporary: microbatch at most {self.limit}"
         elif after is None:
             event += f": a microbatch of 1 row of {longest} tokens does not fit and cannot be made smaller"
             return self._make_change(EXHAUSTED, step, event, before, failed)
@@ -133,7 +133,7 @@ class Governor:
 
     def completed(self, step: int, flushed_cache: Mapping[int, MicrobatchSize]) -> Change | None:
         """Record a completed step, and lower or raise the limit if that is due; return None if it is not.
-        `flushed_cache` maps each rank whose allocator flushed its cache in this step to its largest microbatch."""
+        `flushed_cache` contains the ranks whose allocator flushed its cache, each with its largest microbatch."""
         thrashing = bool(flushed_cache) and self._flushed_last_step
         self._flushed_last_step = bool(flushed_cache)
         self._quiet_steps = 0 if flushed_cache else self._quiet_steps + 1
@@ -229,8 +229,8 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
-    """Return a limit that excludes every microbatch with several rows or, if there is none, the first one; None if
-    there is no such limit. Other single rows may exceed it, because they run alone anyway."""
+    """Return a limit that excludes every microbatch with several rows, or None if there is none. If all are single
+    rows, it excludes only the first: the others may exceed the limit, because they run alone under any limit."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

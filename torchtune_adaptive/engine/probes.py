@@ -4,9 +4,9 @@ Such a step is called a probe. It runs two microbatches and the update. The firs
 length, which leaves gradients in memory. The second one has copies of the longest sample. If a training step is a
 single microbatch, the probe omits the first one. One collective combines the peaks of all ranks into a `Peak`.
 
-The phase with the highest peak changes with the number of rows. The peak of each phase is therefore linear in the rows,
-but that of the whole step is not. Hooks divide the forward at the outputs of modules, and the backward at the gradients
-of these outputs. They read and reset the peak on the host.
+The peak of each phase is nearly linear in the rows. The peak of the step is not, because another phase may have the
+highest peak if there are more rows. Hooks divide the forward at the outputs of modules, and the backward at the
+gradients of these outputs. They read and reset the peak on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,8 +66,8 @@ def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
 
 
 class PhaseMeter:
-    """Context manager that measures the peak of each phase of the step inside, over all its microbatches. `boundaries`
-    are modules in the order of the forward. A phase ends at the output of each."""
+    """Context manager around a step. It measures the peak of each phase, over all microbatches. `boundaries` are
+    modules in the order of the forward. The output of each ends a phase."""
 
     def __init__(self, memory: MemorySource, model: nn.Module, boundaries: Mapping[str, nn.Module]) -> None:
         self.peaks: dict[str, int] = {}
@@ -174,9 +174,9 @@ class ProbeReport(NamedTuple):
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """Combine the peaks of all ranks into one, relative to the budget of the rank with the least free memory.
 
-    Ranks have different peaks and different budgets. The largest share of free memory that any rank needs is converted
-    to bytes of the rank with the least free memory. The result is within the budget of that rank if and only if every
-    rank is within its own budget. Like the peak of each rank, it is a maximum of affine functions of the rows.
+    Ranks have different peaks and different budgets. Each rank needs a share of its free memory. The largest share is
+    converted to bytes of the rank with the least free memory. The result is within the budget of that rank if and only
+    if every rank is within its own budget. Like the peak of each rank, it is a maximum of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 
@@ -226,8 +226,8 @@ class Prober:
                 _, failed = self._run(other, [other.smallest], limited=False)
             if failed:
                 raise UnrecoverableError(
-                    f"rank {failed[0]} ran out of memory in a microbatch of one short sample, in a stage before the "
-                    "one that is measured",
+                    f"rank {failed[0]} ran out of memory in a microbatch of one short sample, in a stage other than "
+                    "the one that is measured",
                     *ONE_ROW_REMEDIES,
                 )
         self._probe(1, [self._step.smallest])
@@ -320,7 +320,7 @@ class Prober:
 
 @contextmanager
 def _explaining_errors(rows: int) -> Iterator[None]:
-    """Replace an out-of-memory error in a part of a probe that cannot be repeated; add the rows to other errors."""
+    """Replace an out-of-memory error in a part of a probe that cannot be repeated; note the rows in other errors."""
     try:
         yield
     except Exception as error:

@@ -117,10 +117,10 @@ def fit_line(points: Mapping[int, int]) -> Surface:
     """Fit a line to the measured bytes of two or more numbers of rows.
 
     The line passes through the point with the most rows. Its slope is the steepest between that point and any other.
-    The rows that it predicts are an upper bound: the peak is a maximum over many moments, each affine in the rows. So
-    beyond that point, memory grows at least as steeply as the line. The measurement of one row is ignored if there are
-    two larger ones, because kernels may treat a single row differently. If the fixed part would be negative, the line
-    through the origin is returned.
+    The rows that it predicts are an upper bound. Reason: a peak is a maximum of affine functions of the rows, one for
+    each moment of the phase. Beyond that point, memory therefore grows at least as steeply as the line. The measurement
+    of one row is ignored if there are two larger ones, because kernels may treat a single row differently. If the fixed
+    part would be negative, the line through the origin is returned.
     """
     most = max(points)
     others = [rows for rows in points if 1 < rows < most] or [rows for rows in points if rows < most]
@@ -295,7 +295,7 @@ def _trusted_rows_of_phase(points: Mapping[int, int], history: History) -> float
     Because a peak is a maximum of affine functions, k times the rows need at most k times the non-resident bytes. This
     bound is always trusted. A line through two points is also trusted up to `trusted_jump` times the larger number of
     rows. A line through more points is trusted everywhere, unless the largest point is above the line through the
-    others. (If it is below, a single row was a special case, which `fit_line` ignores from now on.)
+    others. (If it is below, a single row was a special case. With three points, `fit_line` ignores it.)
     """
     most = max(points)
     resident_bytes = history.resident_bytes

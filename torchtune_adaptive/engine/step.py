@@ -228,7 +228,7 @@ class StepRunner(Generic[Sample]):
         self._context_for: ContextForPass = lambda _: nullcontext()
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
-        # it reads the numbers of its peers after the first microbatch, which needs a collective of all ranks there
+        # enabled only if the collectives of a microbatch connect all ranks: all peers have then written their numbers
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or fsdp.gathers_from_all(model))
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
@@ -289,7 +289,7 @@ class StepRunner(Generic[Sample]):
         self.recovery.close()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
-        """Collective: run forward and backward over all samples; repeat both under smaller limits while any rank fails.
+        """Collective: run forward and backward over all samples; repeat both until no rank runs out of memory.
 
         Gradients must be None when it begins. When it returns, they are complete and not scaled. `step` must be equal
         on all ranks. Pass a new number in each call, so that ranks that run different steps are detected. `upcoming`

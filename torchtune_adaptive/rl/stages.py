@@ -42,7 +42,7 @@ class RolloutStage:
 
     run_microbatch: Generate | Score | TrainPolicy | TrainValue
     samples: int
-    """The rollouts that a rank runs in this stage: those of an iteration or, if the stage trains, of one update."""
+    """Number of rollouts that a rank runs in this stage: of an iteration or, if the stage trains, of one update."""
     rows: int
     """Configured rows per microbatch."""
     trains: str | None = None
@@ -145,7 +145,7 @@ class RolloutStages:
         return tokens / max(1e-9, sum(self.seconds[stage] for stage in during))
 
     def figures_of_run(self, seconds: float) -> dict[str, float]:
-        """Return the figures of an iteration of this duration that go only into the journal."""
+        """Return the figures that go only into the journal. `seconds` is the duration of the iteration."""
         tokens = sum(result.target_tokens for result in self.results[GENERATE])
         peaks = [each.memory for results in self.results.values() for each in results if each.memory is not None]
         fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)

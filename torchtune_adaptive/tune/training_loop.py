@@ -131,7 +131,7 @@ class TrainingLoop:
         validation: Validation | None = None,
         weights: str = "checkpointer.checkpoint_files",
     ) -> None:
-        """Collective: check the data. `tune.batch_size.set_batch_sizes` sets the schedule later.
+        """Collective: check the data. Set `schedule` before `training`, as `tune.batch_size` and `rl.iterations` do.
 
         With `loss_fn`, probes treat the end of the loss as a boundary between phases. `weights` is the config key of
         the weight files, for an error about NaN weights.
