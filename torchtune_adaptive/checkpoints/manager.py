@@ -1,4 +1,4 @@
-"""Loads the checkpoint that a run resumes from, and saves new ones.
+"""Loads the checkpoint that `resuming.py` has chosen, and saves new ones.
 
 If the run is killed at any moment, the previous checkpoint is intact.
 """

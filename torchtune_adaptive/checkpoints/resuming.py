@@ -1,4 +1,4 @@
-"""Finds out where a run starts. Rank 0 looks at the output directory and decides for all ranks.
+"""Finds out where a run starts. Rank 0 decides for all ranks, by the intact checkpoints that `store.py` finds.
 
 resume_from_checkpoint: False    a fresh start, in an output directory without checkpoints
                         auto     from the newest intact checkpoint of this run, or fresh if it has none at all

@@ -1,6 +1,6 @@
 """Finds the largest number of rows of a microbatch that fits into memory, with few probes.
 
-1. All ranks measure the same number of rows together and get the same `Peak`.
+1. All ranks measure the same number of rows together (`probes.py`) and get the same `Peak`.
 2. A strategy returns the number of rows to measure next, or None to end the search. It depends only on the
    measurements, so all ranks decide the same without communication.
 3. The result is the largest number of rows that was measured and accepted, rounded down.

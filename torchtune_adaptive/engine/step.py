@@ -3,13 +3,13 @@
 A step is a fixed list of samples. The limit is the largest microbatch that is allowed. An out-of-memory error lowers
 the limit, but does not change the samples:
 
-1. Plan: split the samples into microbatches within the limit, equally many on every rank.
+1. Plan (`plans.py`): split the samples into microbatches within the limit, equally many on every rank.
 2. Attempt: run the forward and backward of every microbatch, while the ledger counts collectives.
-3. Drain, only on a rank that ran out of memory: free the memory of the attempt, then issue the collectives that peers
-   still expect: gathers with its parameters, others with zeros. Now all ranks have issued equally many collectives.
-4. Agree: one small all-reduce gives every rank the reports of all ranks.
-5. Recover, if any rank failed: all ranks discard their gradients, restore the random generators, lower the limit and
-   start again at 1. If only microbatches of one row failed, the first retry keeps the limit.
+3. Drain, only on a rank that ran out of memory: free the memory of the attempt (`oom.py`), then issue the collectives
+   that peers still expect (`collectives.py`). Now all ranks have issued equally many collectives.
+4. Agree: one small all-reduce gives every rank the reports of all ranks (`results.py`).
+5. Recover, if any rank failed: all ranks discard their gradients (`fsdp.py`), restore the random generators, lower the
+   limit (`governor.py`) and start again at 1. If only microbatches of one row failed, the first retry keeps the limit.
 
 `StepRunner.run` is this loop.
 """

@@ -1,7 +1,7 @@
 """Search for the largest microbatch if the config requests it, and compute the batch size of every epoch.
 
 1. Search for the largest number of rows of the stage that trains, if the config sets `use_maximum_batch_size` or a
-   batch size that grows.
+   batch size that grows (`engine/probes.py` measures, `engine/search.py` chooses what to measure).
 2. Compute the batch size of every epoch (`schedule.py`). It grows at most to the number of rows found.
 3. Search for the limits of the other stages. Under `adaptive.token_budget`, this step sets limits of all stages, by
    length, and replaces the first step.
