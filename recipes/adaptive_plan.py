@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_query
 from torchtune_adaptive.rehearse.remedies import that_fit
+from torchtune_adaptive.rehearse.start import share_imports
 from torchtune_adaptive.rehearse.sweep import as_table, compare, ranking_of
 from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
 from torchtune_adaptive.rehearse_recipe.request import PLAN_KEYS, read_request
@@ -35,6 +37,9 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
             f"world_size={started}"
         )
     request = read_request(cfg, name_of(path), overrides)
+    if __name__ == "__main__":
+        recipe = Path(__file__).with_name(f"{request.recipe.name}.py")
+        share_imports(str(recipe), max(request.gpus, key=attrgetter("memory")).capability, __file__)
     plan, run = request.plan, partial(rehearse_recipe, request)
     rows = compare(run, (), request.gpus, request.ranks, plan.price or {})
     if all(row.fits is None for row in rows):

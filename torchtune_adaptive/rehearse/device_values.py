@@ -74,9 +74,9 @@ class DeviceValues:
     and assertions are true. But `all` is false in a condition that ends a loop, so that the loop runs to its limit.
     """
 
-    def __init__(self, on_guess: Callable[[str, FrameType], object]) -> None:
-        """Call `on_guess` when an unknown integer is read as 0, or when an unknown mask selects everything."""
-        self._on_guess = on_guess
+    def __init__(self) -> None:
+        self.on_guess: Callable[[str, FrameType], object] = lambda what, frame: None
+        """Called when an unknown integer is read as 0, or when an unknown mask selects everything."""
         self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
         """For each place that reads a number, and its caller: True if the number can become a size."""
         self._writes = dict[int, tuple[StorageWeakRef, int | None]]()
@@ -115,7 +115,7 @@ class DeviceValues:
 
         def int_of_float(tensor: torch.Tensor) -> int:
             if tensor.is_cuda and tensor.is_floating_point():
-                self._on_guess(INTEGER, _caller())
+                self.on_guess(INTEGER, _caller())
             return to_int(tensor)
 
         torch.isfinite = torch.Tensor.isfinite = isfinite  # type: ignore[assignment]
@@ -245,7 +245,7 @@ class DeviceValues:
                 copied.fill_(is_mask)
             reader, is_check = _outside(_caller()), original.dtype is torch.bool and not is_mask  # a check for NaN
             if not is_check and reader.f_code.co_name not in _NOT_SIZES:
-                self._on_guess(MASK if is_mask else INTEGER, reader)
+                self.on_guess(MASK if is_mask else INTEGER, reader)
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
         if not _is_plain(tensor) or (tensor.is_floating_point() and tensor.numel() != 1):
@@ -268,7 +268,7 @@ class DeviceValues:
         if tensor.dtype is torch.bool and source is not Source.HOST:
             return any(_is_in_assert(frame) for frame in (reader, reader.f_back) if frame)
         if source is not Source.HOST and self._may_become_size(reader):
-            self._on_guess(INTEGER, reader)
+            self.on_guess(INTEGER, reader)
         return 0 if source is Source.DEVICE else self._cpu(tensor).item()
 
     def _may_become_size(self, frame: FrameType) -> bool:
@@ -283,7 +283,7 @@ class DeviceValues:
         """Select all elements of an unknown mask, because this needs the most memory."""
         if self._source_of(mask) is Source.HOST:
             return _on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
-        self._on_guess(MASK, _caller())
+        self.on_guess(MASK, _caller())
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ class DeviceValues:
 
         def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._source_of(tensor) is not Source.HOST:
-                self._on_guess(INTEGER, _caller())
+                self.on_guess(INTEGER, _caller())
             return tree_map(lambda each: each.to(tensor.device), operation(tensor.cpu(), *args, **kwargs))
 
         return run

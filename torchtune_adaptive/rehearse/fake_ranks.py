@@ -53,6 +53,9 @@ ENGINE_REPLACEMENTS: dict[str, dict[str, Any]] = {
 """By module of this package's engine: functions whose results come from other ranks or from the device."""
 
 
+StartRanks = Callable[[int], tuple[int, Sequence[int]]]
+
+
 class FakeRanks:
     """Replaces process groups and launchers.
 
@@ -60,18 +63,9 @@ class FakeRanks:
     (`device_values`). In other groups, a collective returns as if all ranks had sent the data of this one.
     """
 
-    def __init__(
-        self, rank: int, ranks: int | None, run: Callable[[Sequence[str]], None],
-        start_ranks: Callable[[int], tuple[int, Sequence[int]]], store: Path,
-    ) -> None:  # fmt: skip
-        """Take the number of ranks from the launcher if `ranks` is None.
-
-        `run` runs the command that a launcher would start on each rank. `start_ranks` is called with the number of
-        ranks, and returns the rank of this process and those that run. They meet in the file `store`.
-        """
-        self._rank, self._ranks, self._given = rank, ranks or 1, ranks
-        self._run, self._start_ranks, self._store = run, start_ranks, store
-        self._running: Sequence[int] = [rank]
+    def __init__(self, run: Callable[[Sequence[str]], None]) -> None:
+        """`run` runs the command that a launcher would start on each rank."""
+        self._run = run
 
     def install(self) -> None:
         """Replace torch's functions in all modules."""
@@ -91,6 +85,16 @@ class FakeRanks:
         _skip_reductions_of_ddp()
         for name, members in ENGINE_REPLACEMENTS.items():
             after_import(f"torchtune_adaptive.engine.{name}", partial(_replace_members, members))
+
+    def begin(self, rank: int, ranks: int | None, start_ranks: StartRanks, store: Path) -> None:
+        """Start the ranks, or let the launcher do it if `ranks` is None.
+
+        `start_ranks` is called with the number of ranks, and returns the rank of this process and those that run. They
+        meet in the file `store`.
+        """
+        self._rank, self._ranks, self._given = rank, ranks or 1, ranks
+        self._start_ranks, self._store = start_ranks, store
+        self._running: Sequence[int] = [rank]
         if self._ranks > 1:
             self._start(self._ranks)
 

@@ -67,14 +67,24 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
         recorder.write("process", memory)
         return rank, running
 
+    fake_ranks, values, recorder.notes = replace_functions()
+    values.on_guess = recorder.guessed
+    fake_ranks.begin(settings.rank, settings.ranks, start_ranks, Path(folder, "store"))
+    _run_recorded(recorder, command)
+
+
+@functools.cache
+def replace_functions() -> tuple[FakeRanks, DeviceValues, set[str]]:
+    """Replace the functions of torch that a null device does not support. The set receives notes for the report."""
+    fake_ranks, values, notes = FakeRanks(run), DeviceValues(), set[str]()
     REHEARSAL.on = True
-    FakeRanks(settings.rank, settings.ranks, run, start_ranks, Path(folder, "store")).install()
+    fake_ranks.install()
     _skip_autotuning()
     _skip_writes_on_host()
-    _run_recurrent_layers_without_cudnn(recorder.notes)
+    _run_recurrent_layers_without_cudnn(notes)
     after_import("transformers.modeling_utils", _build_models_without_weights)
-    DeviceValues(recorder.guessed).install()
-    _run_recorded(recorder, command)
+    values.install()
+    return fake_ranks, values, notes
 
 
 def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) -> NoReturn:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -81,6 +82,8 @@ def check_command(command: Sequence[str]) -> None:
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """Memory of a GPU that tensors cannot use: the CUDA context and libraries and, with several ranks, NCCL's buffers."""
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Hides warnings of torch's execution trace."""
 INTERRUPT_S = 10
 """A script that is interrupted but does not end is killed after this time."""
 _ERROR_LINE = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
@@ -148,6 +151,11 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
 
+def before_exec(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Run in the child process that will execute `run_script`. `shared_imports` replaces this function."""
+    end_with_parent()
+
+
 def rehearse(
     command: Sequence[str], gpu: Gpu, settings: RankSettings, output: IO[str] | None = None
 ) -> RehearsalResult:
@@ -161,8 +169,7 @@ def rehearse(
     likely = settings.ranks or likely_ranks(command, settings.rank)
     memory = settings.memory_of_rank(likely)
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hides warnings of torch's execution trace
-    environ = script_environment({**quiet, **os.environ, **device})
+    environ = script_environment({**QUIET, **os.environ, **device})
     with tempfile.TemporaryDirectory() as folder:
         ending = execute(folder, settings, command, environ, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
@@ -189,14 +196,15 @@ def execute(
     printed, shown = bytearray(), output.fileno() if output else 2
     # -P: do not put the current folder on the path; `run` adds the script's folder
     runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
+    arguments = [folder, json.dumps(settings._asdict()), *command]
     with interrupted_by_signals():
         script = subprocess.Popen(
-            [*runner, folder, json.dumps(settings._asdict()), *command],
+            [*runner, *arguments],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=shown,
             stderr=subprocess.PIPE,
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(before_exec, arguments, environ),
             process_group=0,
         )
         copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
@@ -210,6 +218,17 @@ def execute(
     return {
         "status": status, "interrupted": interrupted, "last_error": _last_error(printed.decode(errors="replace")),
     }  # fmt: skip
+
+
+def share_imports(script: str, capability: str, program: str) -> None:
+    """Restart `program`, the Python file that this process runs, unless the process has null devices already.
+
+    The new process imports what `script` imports, and forks its rehearsals (`shared_imports`).
+    """
+    device = environment(devices=ONE_MACHINE, capability=capability)
+    if device["LD_PRELOAD"] != os.environ.get("LD_PRELOAD"):
+        words = ["-P", "-m", "torchtune_adaptive.rehearse.shared_imports", script, program, *sys.argv[1:]]
+        os.execve(sys.executable, [sys.executable, *words], {**QUIET, **os.environ, **device})
 
 
 def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
