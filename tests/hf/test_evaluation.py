@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 import numpy as np
 import torch
 from transformers import Trainer, set_seed
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.hf.trainers import Counting, Means, arguments, collate, tiny_llama, use_fsdp2
 from tests.ranks import run_on_ranks
@@ -67,7 +68,8 @@ def out_of_memory(model: Any, *, rank: int, rows: int = 2) -> Iterator[list[int]
             failed.append(len(inputs[0]))
             raise torch.OutOfMemoryError("no room")
 
-    hook = model.model.layers[-1].register_forward_pre_hook(fail)
+    *_, last = (each for each in model.modules() if isinstance(each, GradientCheckpointingLayer))
+    hook = last.register_forward_pre_hook(fail)
     try:
         yield failed
     finally:

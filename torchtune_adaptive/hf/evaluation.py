@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf.losses import BatchLoss, Counts, Reduction, TwoSamples, how_losses_add_up, tolerance_of
-from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, counts_of
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, counts_of, media_in
 from torchtune_adaptive.hf.steps import (
     average_metrics,
     enforced_memory_limit,
@@ -150,10 +150,11 @@ class Evaluator:
         return Totals(torch.zeros(()), 0)
 
     def _inputs_of(self, rows: Sequence[int]) -> Any:
-        """Return the inputs of some rows. Collate samples again for nested inputs, or several rows per sample (DPO)."""
+        """Return the inputs of some rows. Collate samples again for nested inputs, several rows per sample (DPO), and
+        images, of which a sample may have any number."""
         tensors = {name: each for name, each in self._inputs.items() if isinstance(each, Tensor) and each.dim()}
         nested = any(isinstance(each, Mapping | list | tuple) for each in self._inputs.values())
-        if nested or any(len(tensor) != len(self._samples) for tensor in tensors.values()):
+        if nested or media_in(self._inputs) or any(len(tensor) != len(self._samples) for tensor in tensors.values()):
             return CollatedBatch.of([self._samples[row] for row in rows], self._collate).inputs
         # A tensor that is as long for one sample, such as a weight for each class, does not consist of rows.
         restore, one = remember_random_state(self.trainer), CollatedBatch.of(self._samples[:1], self._collate).inputs
