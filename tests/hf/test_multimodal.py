@@ -19,10 +19,14 @@ import transformers
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer
 
+from tests.hf.test_evaluation import out_of_memory
 from tests.hf.trainers import arguments, difference, train, use_fsdp2
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.hf import AdaptiveArguments
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
+from torchtune_adaptive.hf.samples import KeepSamples
 
 pytestmark = pytest.mark.timeout(300)
 WORDS, IMAGE, VISION_START = 100, 120, 121
@@ -31,6 +35,8 @@ TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 COUNTED = 0.1
 """Gradient with which the loss of a sample counts it."""
+TOKENS: list[int] = []
+"""The tokens of each microbatch in training, padding included."""
 
 
 class Qwen2VL:
@@ -81,11 +87,18 @@ class Llava:
         return {**inputs, **(self.images(images, return_tensors="pt") if images else {})}
 
 
+class NumpyFeatures(transformers.WhisperFeatureExtractor):
+    """Does not use torch, because a memory limit on a CPU includes all of torch's memory."""
+
+    def _torch_extract_fbank_features(self, waveform: Any, device: Any = "cpu") -> Any:
+        return self._np_extract_fbank_features(waveform, device)
+
+
 class Whisper:
     """Audio is padded to a fixed length. The loss is a mean over the labels of a batch."""
 
     layers = ("WhisperEncoderLayer", "WhisperDecoderLayer")
-    audio = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    audio = NumpyFeatures(feature_size=8, chunk_length=1)
 
     def model(self) -> Any:
         sizes = {"vocab_size": 128, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 50}
@@ -138,7 +151,9 @@ def counting(model: Any, count: int, *, is_mean: bool) -> Any:
             output, (items, labels) = super().forward(**inputs), (inputs.get("num_items_in_batch"), inputs["labels"])
             if is_mean or items is None:
                 items = (labels != -100).sum()
-            output["loss"] = output["loss"] + COUNTED * self.trained[ids].sum() / items
+            with_labels = ids[(labels != -100).any(-1)]
+            output["loss"] = output["loss"] + COUNTED * self.trained[with_labels].sum() / items
+            TOKENS.extend([labels.numel()] * torch.is_grad_enabled())
             return output
 
     model.register_parameter("trained", nn.Parameter(torch.zeros(count)))
@@ -146,10 +161,10 @@ def counting(model: Any, count: int, *, is_mean: bool) -> Any:
     return model
 
 
-def run(made: Any, here: Path, *adaptive: AdaptiveArguments, **options: Any) -> Any:
+def run(made: Any, here: Path, *adaptive: AdaptiveArguments, data: Any = None, **options: Any) -> Any:
     """Collective: train for one epoch of 48 samples."""
     torch.manual_seed(0)
-    data, is_mean = samples(48), isinstance(made, Whisper)
+    data, is_mean = data or samples(48), isinstance(made, Whisper)
 
     def collate(batch: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         return {**made.collate(batch), "ids": torch.tensor([sample["id"] for sample in batch])}
@@ -193,3 +208,118 @@ def test_models_for_images_and_speech_train_like_stock(kind: str, sharded: bool,
     for _, differs, trained in found:
         assert differs < 1e-5
         assert trained == pytest.approx([1] * 48, rel=1e-4)
+
+
+def compare_mixed(kind: str, here: Path) -> list[tuple[list[float], float, list[float]]]:
+    """Collective: as `compare_training`, under FSDP2, with texts that have no image. The last run splits all steps."""
+    made, found = KINDS[kind](), []
+    use_fsdp2(*made.layers)
+    stock = run(made, here, data=samples(48, (1, 2, 0, 1)))
+    for faults in ([], [(2, 60), (2, 600), (3, 20)]):
+        ours = run(made, here, AdaptiveArguments(), data=samples(48, (1, 2, 0, 1)), faults=faults, failing_rank=1)
+        trained = (ours.weights["trained"] / stock.weights["trained"]).tolist()
+        found.append((ours.column("oom_recoveries"), difference(ours, stock, least=1e-3), trained))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Qwen2-VL", "Llava"])
+def test_texts_without_an_image_train_like_stock_under_fsdp2(kind: str, tmp_path: Path) -> None:
+    found, same = run_on_ranks(2, compare_mixed, kind, tmp_path, in_group=False, timeout_s=150)
+    assert found == same
+    assert [recoveries for recoveries, *_ in found] == [[0, 0, 0], [0, 2, 3]]
+    for _, differs, trained in found:
+        assert differs < 1e-5
+        assert trained == pytest.approx([1] * 48, rel=1e-4)
+
+
+def train_without_labels(here: Path) -> str:
+    """Collective: return the error for texts without an image, in batches without labels."""
+
+    class WithoutLabels(Llava):
+        def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+            inputs = super().collate(samples)
+            return {name: value for name, value in inputs.items() if name != "labels"}
+
+    use_fsdp2(*Llava.layers)
+    with pytest.raises(ConfigError) as error:
+        run(WithoutLabels(), here, AdaptiveArguments(), data=samples(48, (1, 2, 0, 1)))
+    return str(error.value)
+
+
+def test_texts_without_an_image_are_refused_on_all_ranks_if_labels_are_not_rows(tmp_path: Path) -> None:
+    for error in run_on_ranks(2, train_without_labels, tmp_path, in_group=False, timeout_s=150):
+        assert "some samples have no pixel_values, but others have" in error
+        assert "let the data collator add a blank image" in error
+
+
+def test_evaluation_that_is_split_gives_each_sample_its_images(tmp_path: Path) -> None:
+    made, data, results = Llava(), samples(8, (2, 0, 1, 1)), []  # as many images as samples in each batch
+    settings = arguments(tmp_path, remove_unused_columns=False, per_device_eval_batch_size=4)
+    for kind, failing_rank in (Trainer, -1), (AdaptiveTrainer, 0):
+        torch.manual_seed(0)
+        trainer = kind(made.model(), settings, data_collator=made.collate)
+        with out_of_memory(trainer.model, rank=failing_rank) as failed:
+            results.append(trainer.predict(data))
+    stock, ours = results
+    assert failed == [4]
+    assert np.array_equal(ours.label_ids, stock.label_ids)
+    counts = stock.label_ids != -100
+    assert np.abs(ours.predictions[counts] - stock.predictions[counts]).max() < 1e-5
+    assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_counted_after_collation(kind: str) -> None:
+    made, data = KINDS[kind](), samples(6)
+    batch = KeepSamples(made.collate)(data)["adaptive_samples"]
+    rows = (made.collate([sample])["labels"] for sample in data)
+    assert [sample.row_lengths for sample in batch.samples] == [[row.shape[-1]] for row in rows]
+    assert len({sample.length for sample in batch.samples}) > 1
+
+
+LIMITS = {"Qwen2-VL": (80, "3MiB"), "Llava": (40, "1500KiB"), "Whisper": (40, "2300KiB")}
+"""A token budget, and a memory limit that fewer rows than those of a step exceed."""
+
+
+def compare_limits(kind: str, sharded: bool, here: Path) -> list[tuple[float, list[float], float, int]]:
+    """Collective: return the difference from stock, the recoveries, the rows and the most tokens of a microbatch; with
+    a token budget and after a search."""
+    made, found = KINDS[kind](), []
+    if sharded:
+        use_fsdp2(*made.layers)
+    stock, (budget, memory_limit) = run(made, here), LIMITS[kind]
+    searched = AdaptiveArguments(use_maximum_batch_size=True, memory_limit=memory_limit)
+    for adaptive in AdaptiveArguments(token_budget=budget), searched:
+        TOKENS.clear()
+        ours = run(made, here, adaptive)
+        rows = ours.log[-1].get("microbatch_rows", 0.0)
+        found.append((difference(ours, stock, least=1e-3), ours.column("oom_recoveries"), rows, max(TOKENS)))
+    return found
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("kind", KINDS)
+def test_limits_hold_for_tokens_that_the_collator_adds(kind: str, sharded: bool, tmp_path: Path) -> None:
+    for found in run_on_ranks(2, compare_limits, kind, sharded, tmp_path, in_group=False, timeout_s=150):
+        (budget_differs, *_, most_tokens), (differs, recoveries, rows, _) = found
+        assert max(budget_differs, differs) < 1e-5
+        assert LIMITS[kind][0] // 2 < most_tokens <= LIMITS[kind][0]
+        assert recoveries == [0, 0, 0]
+        assert 1 < rows < 8
+
+
+def long_texts_and_large_images(here: Path) -> Any:
+    """Collective: train after a search. One half of the samples are long texts with a small image, and the other half
+    short texts with two large ones."""
+    use_fsdp2(*Qwen2VL.layers)
+    small, large = (Image.new("RGB", (size, size)) for size in (8, 32))
+    of_kinds = {"text": [5] * 60, "images": [small]}, {"text": [5] * 4, "images": [large, large]}
+    data = [{"id": index, **of_kinds[index % 2]} for index in range(48)]
+    searched = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="4MiB")
+    return run(Qwen2VL(), here, searched, data=data)
+
+
+def test_search_finds_rows_for_the_longest_text_with_the_largest_images(tmp_path: Path) -> None:
+    for found in run_on_ranks(2, long_texts_and_large_images, tmp_path, in_group=False, timeout_s=150):
+        assert found.column("oom_recoveries") == [0, 0, 0]
+        assert found.column("microbatch_rows") == [2, 2, 2]

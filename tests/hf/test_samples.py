@@ -36,6 +36,40 @@ def test_other_labels_are_not_changed(labels: Any) -> None:
     assert sample.with_targets(few=True).features["labels"] is labels
 
 
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("features", "inputs", "lengths"),
+    [
+        # text: as before collation, with padding or without
+        ({"input_ids": [1, 2]}, lambda count: {"input_ids": ones(count, 8)}, [2]),
+        ({"input_ids": [1, 2]}, lambda count: {"input_ids": ones(1, 2 * count)}, [2]),
+        ({"input_ids": [1] * 9}, lambda count: dict.fromkeys(("input_ids", "attention_mask"), ones(count, 8)), [9]),
+        # the collator makes tokens, or adds some; 6 of 8 are no padding
+        ({"text": ""}, lambda count: {"input_ids": ones(count, 8)}, [8]),
+        (
+            {"input_ids": [1, 2]},
+            lambda count: {"input_ids": ones(count, 8), "attention_mask": ones(count, 8).tril(5)},
+            None,
+        ),
+        (
+            {"chosen_ids": [1], "rejected_ids": [1, 2]},
+            lambda count: dict.fromkeys(("input_ids", "attention_mask"), ones(2 * count, 8)),
+            [8, 8],
+        ),
+        # audio and images without tokens
+        ({}, lambda count: {"labels": ones(count, 7), "attention_mask": ones(count, 90)}, [7]),
+        ({}, lambda count: {"pixel_values": torch.ones(count, 3, 4, 4), "labels": ones(count)}, [1]),
+    ],
+)
+def test_tokens_that_a_collator_adds_are_counted(features: Any, inputs: Any, lengths: Any) -> None:
+    batch = KeepSamples(lambda samples: inputs(len(samples)))([features, features])
+    expected = [[6], [7]] if lengths is None else [lengths] * 2
+    assert [sample.row_lengths for sample in batch["adaptive_samples"].samples] == expected
+
+
 @pytest.mark.parametrize("random", [True, False])
 def test_batch_with_nested_tensors_and_nan_is_compared(random: bool) -> None:
     def nested(features: list[Any]) -> Any:

@@ -6,16 +6,19 @@ import pickle
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf.losses import Counts
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 SAMPLES_KEY = "adaptive_samples"
 """The key under which the batch of a data loader contains its CollatedBatch."""
@@ -31,10 +34,14 @@ class RawSample:
     """An item of the dataset, before collation."""
 
     features: Any
+    collated_lengths: Sequence[int] = ()
+    """The number of tokens of each row after collation, if the data collator makes or adds tokens."""
 
     @property
-    def row_lengths(self) -> list[int]:
-        """Return the number of tokens of each row; 1 if the sample has no tokens yet, for example an image."""
+    def row_lengths(self) -> Sequence[int]:
+        """Return the number of tokens of each row; 1 if the sample has no tokens, for example an image."""
+        if self.collated_lengths:
+            return self.collated_lengths
         features = self.features if isinstance(self.features, Mapping) else {}
         if answers := [features[name] for name in ANSWERS if name in features]:
             return [_tokens(features.get("prompt_ids", ())) + _tokens(answer) for answer in answers]
@@ -152,10 +159,74 @@ class KeepSamples:
         samples = [RawSample(copy(each)) for each in features]  # copies, because some collators remove keys
         inputs = self.collate(features)
         if isinstance(inputs, MutableMapping):
+            samples = self._measured(samples, inputs)
             inputs[SAMPLES_KEY] = CollatedBatch(samples, counts_of(inputs, len(samples)))
             if get_worker_info() is not None:  # the queue of a worker would only print this error, and block
                 pickle.dumps(samples)
         return inputs
+
+    def _measured(self, samples: list[RawSample], inputs: Mapping[str, Any]) -> list[RawSample]:
+        """Return the samples with their numbers of tokens, if the collator has made or added tokens.
+
+        Samples are collated alone if the batch does not show their tokens. Without a mask, those of the dataset count.
+        """
+        rows, before = row_lengths_in(inputs), [sum(each.row_lengths) for each in samples]
+        if len(rows) == len(samples):
+            lengths = [[tokens] for tokens in rows]
+        elif sum(rows) > sum(before) or (not rows and max(before) == 1 and "input_ids" in inputs):
+            alone = (self.collate([copy(each.features)]) for each in samples)
+            lengths = [row_lengths_in(one) or [one["input_ids"].shape[-1]] for one in alone]
+        else:
+            return samples
+        after = zip(samples, lengths, before, strict=True)
+        return [replace(each, collated_lengths=rows) if sum(rows) > tokens else each for each, rows, tokens in after]
+
+
+def row_lengths_in(inputs: Mapping[str, Any]) -> list[int]:
+    """Return the number of tokens of each row of collated inputs; an empty list if tokens may be padding."""
+    ids, labels, mask = (inputs.get(name) for name in ("input_ids", "labels", "attention_mask"))
+    if ids is None and isinstance(labels, Tensor):  # the mask, if any, belongs to the audio
+        ids, mask = labels, labels != IGNORED
+    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor) and ids.dim() == 2 and ids.shape == mask.shape):
+        return []
+    return (mask != 0).sum(-1).tolist()
+
+
+def indices_of_largest(
+    dataset: Any, collate: Callable[[list[Any]], Any], workers: int, *, collated: bool
+) -> tuple[int, int]:
+    """Collective: return the indices of the sample with the most tokens, and of that with the largest images or audio.
+
+    Each rank reads its share of the dataset. If `collated`, data workers collate each sample to measure it.
+    """
+    # A rehearsal has one rank, which reads all samples.
+    mine = range(len(dataset)) if REHEARSAL.on else range(rank(), len(dataset), world_size())
+    longest = largest = (0, 0, 0)
+    if collated and rank() == 0:
+        print(f"batch search · collates each of the {len(dataset)} samples, to measure them", flush=True)
+    sizes = (
+        DataLoader(dataset, sampler=mine, collate_fn=partial(_size_of_one, collate), num_workers=workers)
+        if collated
+        else ((RawSample(dataset[index]).length, 0) for index in mine)
+    )
+    for index, (length, media) in zip(mine, sizes, strict=True):
+        longest, largest = max(longest, (length, media, -index)), max(largest, (media, length, -index))
+    on_ranks = from_all_ranks((longest, largest))
+    return -max(each[0] for each in on_ranks)[-1], -max(each[1] for each in on_ranks)[-1]
+
+
+def _size_of_one(collate: Callable[[list[Any]], Any], features: list[Any]) -> tuple[int, int]:
+    """Collate a sample; return its tokens, and the numbers in its images and audio."""
+    inputs = collate(features)
+    return inputs[SAMPLES_KEY].samples[0].length, sum(inputs[name].numel() for name in media_in(inputs))
+
+
+def media_in(inputs: Mapping[str, Any]) -> set[str]:
+    """Return the names of images and audio: matrices of floating-point numbers that are not one number per token."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 1}
+    media = {name for name, value in tensors.items() if value.is_floating_point()} - {"labels", "attention_mask"}
+    ids = tensors.get("input_ids")
+    return media if ids is None else {name for name in media if tensors[name].shape != ids.shape}
 
 
 def counts_of(inputs: Mapping[str, Any], samples: int) -> Counts:

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain, cycle, islice
 from operator import attrgetter
 from typing import Any
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from torchtune_adaptive.engine.fsdp import FSDPModule
-from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
+from torchtune_adaptive.engine.fsdp import FSDPModule, is_whole
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
@@ -40,7 +41,15 @@ from torchtune_adaptive.hf.losses import (
     tolerance_of,
     worst_error,
 )
-from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, RawSample
+from torchtune_adaptive.hf.samples import (
+    IGNORED,
+    SAMPLES_KEY,
+    CollatedBatch,
+    GeneratedRow,
+    RawSample,
+    indices_of_largest,
+    media_in,
+)
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.tables import search_table
 
@@ -74,16 +83,16 @@ class OptimizerSteps:
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._outside = {*trained, *_parameters_of(trainer)}.difference(self.model.parameters())
         """Parameters outside the model that compute_loss may train; the engine does not reset their gradients."""
+        self._media = {*chain(*from_all_ranks([name for batch in batches for name in media_in(batch.inputs)]))}
+        """The names of the images and audio in the first step of any rank."""
+        self._donor: Any = None
+        """A sample with all of them; None if microbatches may lack them."""
+        self._first_and_others: tuple[Any, Any] = (None, None)
+        """Samples of a probe: the first one, and all others."""
         self._begin(batches, num_items)
         self._check_collation(batches[0])
-        needs_lengths = adaptive.use_maximum_batch_size or adaptive.token_budget is not None
-        texts = [batches[0].inputs[name] for name in ("input_ids", "labels") if name in batches[0].inputs]
-        tokens = max((text.shape[-1] for text in texts if isinstance(text, Tensor) and text.ndim == 2), default=0)
-        if needs_lengths and tokens > 1 == max(each.length for each in self._samples):
-            raise ConfigError(
-                "a search or token budget needs the lengths of samples, but the samples have no input_ids before "
-                "collation: tokenize in the dataset, into input_ids, or set per_device_train_batch_size alone"
-            )
+        if self._media and not is_whole(self.model):
+            self._find_donor()
         self._find_reduction()
         twice = self._collated(self._samples[:1] * 2).inputs
         padded = "input_ids" not in twice or len(twice["input_ids"]) > 1  # otherwise, the collator concatenates
@@ -111,12 +120,7 @@ class OptimizerSteps:
         stack.callback(self.runner.close)
         self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
         if adaptive.use_maximum_batch_size or budget == "auto":
-            found, longest = self._search()
-            self.runner.use_limit(
-                TokenLimit(int(found.unrounded_rows * longest) * rows_per_sample, rows_per_sample)
-                if budget == "auto"
-                else RowLimit(found.rows)
-            )
+            self.runner.use_limit(self._search())
             self._restore()
         self.runner.measure_memory(self.memory)
         if state := trainer.state.stateful_callbacks.get(STATE):
@@ -177,7 +181,10 @@ class OptimizerSteps:
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """Run one microbatch with Trainer's training_step."""
         # Each batch is used once, because compute_loss may edit it.
-        batch = self._batches.pop(tuple(map(id, samples)), None) or self._collated(samples)
+        if samples[0] is self._first_and_others[0]:
+            samples = [samples[0], *[self._first_and_others[1]] * (len(samples) - 1)]
+        kept = self._batches.pop(tuple(map(id, samples)), None)
+        batch = self._with_all_media(kept) if kept else self._collated(samples)
         counts = Counts() if samples[0] is self._filler else batch.counts
         weight = self._reduction.weight(counts, self._counts_of_step)
         if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
@@ -197,7 +204,33 @@ class OptimizerSteps:
         return Totals(loss * weight, counts.next_tokens if self._shifts_labels else counts.labels)
 
     def _collated(self, samples: Sequence[RawSample]) -> CollatedBatch:
-        return CollatedBatch.of(samples, self.trainer.keeps_samples)
+        return self._with_all_media(CollatedBatch.of(samples, self.trainer.keeps_samples))
+
+    def _with_all_media(self, batch: CollatedBatch) -> CollatedBatch:
+        """Return the batch. If it has no image, but other batches have, add a sample with an image and no labels.
+
+        Under FSDP2, all ranks must use the same layers, and a batch without images would not use the vision tower.
+        """
+        if self._donor is None or self._media <= media_in(batch.inputs):
+            return batch
+        inputs = CollatedBatch.of([*batch.samples, self._donor], self.trainer.keeps_samples).inputs
+        inputs["labels"][-1] = IGNORED
+        return replace(batch, inputs=inputs)
+
+    def _find_donor(self) -> None:
+        """Collective: find a sample with all images and audio that a microbatch must have, if it can be added."""
+        is_complete = [self._media <= media_in(self._collated([sample]).inputs) for sample in self._samples]
+        own = self._samples[is_complete.index(True)] if any(is_complete) else None
+        donors = [own] if all(from_all_ranks(any(is_complete))) else from_all_ranks(own)
+        donor = own or next(filter(None, donors), None)
+        labels = None if donor is None else self._collated([donor, donor]).inputs.get("labels")
+        if isinstance(labels, Tensor) and len(labels) == 2:
+            self._donor = donor
+        elif not all(from_all_ranks(all(is_complete))):
+            raise ConfigError(
+                f"some samples have no {' or '.join(sorted(self._media))}, but others have, so ranks would gather "
+                "different layers under FSDP2: let the data collator add a blank image or silence, without labels"
+            )
 
     def _without_other_collectives(self) -> AbstractContextManager[None]:
         return only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow))
@@ -297,36 +330,48 @@ class OptimizerSteps:
             self.model.train()
             restore()
 
-    def _search(self) -> tuple[SearchResult, int]:
-        """Collective: search for the largest number of rows; return the result and the tokens of the longest sample."""
+    def _search(self) -> Limit:
+        """Collective: search for the largest microbatch, and return its limit."""
         if self.memory is None:
             raise ConfigError("a CPU has no memory limit to search within; set memory_limit, for example 4GiB")
-        samples, loader, length = self._samples, self.trainer.callback_handler.train_dataloader, attrgetter("length")
-        if isinstance(samples[0], GeneratedRow):
+        if isinstance(self._samples[0], GeneratedRow):
             raise ConfigError(
                 "samples are generated during training, so the longest is unknown: set per_device_train_batch_size"
             )
+        samples, loader, length = self._samples, self.trainer.callback_handler.train_dataloader, attrgetter("length")
         if hasattr(loader.dataset, "__len__"):
-            dataset = (loader.dataset[index] for index in range(len(loader.dataset)))
-            longest_item = max(dataset, key=lambda features: RawSample(features).length)
+            collated = bool(self._media) or any(from_all_ranks(any(each.collated_lengths for each in samples)))
+            workers = self.trainer.args.dataloader_num_workers
+            indices = indices_of_largest(loader.dataset, loader.collate_fn, workers, collated=collated)
+            items = (loader.dataset[index] for index in dict.fromkeys(indices))
             # This collate_fn removes columns that the model does not use.
-            (longest,) = loader.collate_fn([longest_item])[SAMPLES_KEY].samples
-        else:  # the length of a streamed dataset is unknown: use the first step
-            longest = max(from_all_ranks(max(samples, key=length)), key=length)
-        found = find_max_batch_size(
+            largest = [loader.collate_fn([item])[SAMPLES_KEY].samples[0] for item in items]
+        else:  # the sizes of a streamed dataset are unknown: use the first step
+            largest = [max(from_all_ranks(max(samples, key=length)), key=length)]
+        # The worst microbatch has the longest sample, to which the others are padded, or only the largest images.
+        found = min((self._find_rows(first, largest[-1]) for first in largest), key=attrgetter("unrounded_rows"))
+        if rank() == 0:
+            print(search_table(found, largest[0].length), flush=True)
+        if self.trainer.adaptive.token_budget != "auto" or self._media:  # memory is not proportional to tokens
+            return RowLimit(found.rows)
+        rows_per_sample = len(largest[0].row_lengths)
+        return TokenLimit(int(found.unrounded_rows * largest[0].length) * rows_per_sample, rows_per_sample)
+
+    def _find_rows(self, first: RawSample, others: RawSample) -> SearchResult:
+        """Collective: search for the most rows of a microbatch of one sample, and copies of another one."""
+        first = copy.copy(first.with_targets())
+        self._first_and_others = first, others.with_targets()
+        return find_max_batch_size(
             TrainingStep(
                 runner=self.runner,
-                sample=longest.with_targets(),
+                sample=first,
                 update=lambda _: self.optimizer.step(),
                 optimizers=[self.optimizer],
             ),
             memory=self.memory,
-            whole_step_rows=len(samples),
-            max_rows=len(samples),
+            whole_step_rows=len(self._samples),
+            max_rows=len(self._samples),
         )
-        if rank() == 0:
-            print(search_table(found, longest.length), flush=True)
-        return found, longest.length
 
 
 @contextmanager
