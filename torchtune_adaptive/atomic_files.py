@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import reprlib
 import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 CANNOT_SYNC_A_FOLDER = (errno.EINVAL, errno.ENOTSUP)
 """Errors of file systems that do not support fsync of a directory."""
@@ -35,16 +32,6 @@ def replace_file(path: Path, content: bytes) -> None:
             draft.unlink()
         raise
     sync(path.parent)
-
-
-def write_optional_file(path: Path, content: bytes, consequence: str) -> bool:
-    """Write a file that the run can do without. On failure, log the cause and the consequence, and return False."""
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        logger.warning("cannot write %s (%s): %s", path, reason(error), consequence)
-        return False
-    return True
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
-from torchtune_adaptive.atomic_files import directory_id, is_path, read_json, write_optional_file
+from torchtune_adaptive.atomic_files import directory_id, is_path, read_json, reason, replace_file
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.torchrun import launcher_timeout_s
@@ -94,8 +94,13 @@ def read_record(directory: Path) -> RunRecord | None:
 
 def write_record(directory: Path, record: RunRecord) -> None:
     """Write the record. If that fails, log a warning, because the run can continue."""
-    content = json.dumps(asdict(record), indent=1).encode()
-    write_optional_file(directory / RUN_FILE, content, "`tune-adaptive status` cannot report how this run ended")
+    path = directory / RUN_FILE
+    try:
+        replace_file(path, json.dumps(asdict(record), indent=1).encode())
+    except OSError as error:
+        logger.warning(
+            "cannot write %s (%s): `tune-adaptive status` cannot report how this run ended", path, reason(error)
+        )
 
 
 class RunPhase(Enum):

@@ -9,23 +9,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
-from torchtune_adaptive.atomic_files import reason, write_optional_file
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
-from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.errors import ConfigError, NotLearningError
-from torchtune_adaptive.formatting import count_of, format_bytes, shown
+from torchtune_adaptive.errors import NotLearningError
+from torchtune_adaptive.formatting import count_of, format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Event, Journal
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
-CONFIG = "torchtune_config.yaml"
-"""The name that torchtune uses for the logged config."""
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
@@ -71,13 +69,7 @@ class Metrics:
         self._logger_failed = False
         if self._shown:
             self._logger = components.build("metric_logger", settings.config)
-            # Write the resolved config where torchtune's loggers put it; other loggers do not write it.
-            path, text = Path(settings.output_dir) / CONFIG, OmegaConf.to_yaml(settings.config, resolve=True)
-            if path.exists() and not path.is_file():  # torchtune's loggers would block on a pipe
-                raise ConfigError(f"{str(path)!r} is not a file: remove it, or change output_dir")
-            self._logger.log_config(settings.config)
-            if write_optional_file(path, text.encode(), "the config of this run is not saved"):
-                logger.info("config: %s", path)
+            self._logger.log_config(settings.config)  # torchtune's loggers also save it in output_dir
 
     def watch(self, memory: MemorySource | None) -> None:
         """Log the peak of this memory with every logged step, and then reset it."""
@@ -156,14 +148,9 @@ class Metrics:
             self._first_step_ended = now
         else:
             self._samples_since += self._samples_per_step
-            per_sample, in_epoch = (
-                (now - self._first_step_ended) / self._samples_since,
-                self._left * self._samples_per_step,
-            )
-            run_left, epoch_left = (
-                timedelta(seconds=round(per_sample * samples)) for samples in (in_epoch + self._samples_later, in_epoch)
-            )
-            yield f"{run_left} left (epoch {epoch_left})"
+            per_sample = (now - self._first_step_ended) / self._samples_since
+            samples_left = self._left * self._samples_per_step + self._samples_later
+            yield f"{timedelta(seconds=round(per_sample * samples_left))} left"
         yield f"{run['target_tokens_per_second']:,.0f} tokens/s"
         if "padding_fraction" in figures:
             yield f"{100 * figures['padding_fraction']:.0f} % padding"
@@ -289,14 +276,12 @@ class StepProfiler:
     """Runs the configured profiler, and records CUDA's memory history during the profiler's active steps."""
 
     def __init__(self, cfg: DictConfig, device: torch.device) -> None:
-        section = cfg.get("profiler")
         self._steps, self._recorded = 0, range(0)
         self._profiler: Any = training.DummyProfiler()
-        if section is None or not profiler_is_enabled(section):
+        if cfg.get("profiler") is None or not components.require(cfg, "profiler").get("enabled"):
             return
-        # Resolve ${output_dir} while the section is still part of the config.
-        values = OmegaConf.to_container(section, resolve=True)
-        self._profiler, chosen = components.build_section("profiler", OmegaConf.merge(values, {COMPONENT: PROFILER}))
+        with_component = cast(DictConfig, OmegaConf.merge({"profiler": {COMPONENT: PROFILER}}, cfg))
+        self._profiler, chosen = components.build("profiler", with_component)
         if device.type == "cuda" and dist.get_rank() == 0 and chosen.get("profile_memory"):
             first = chosen["wait_steps"] + chosen["warmup_steps"]
             self._recorded = range(first, first + chosen["active_steps"])
@@ -321,13 +306,3 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history()
         elif self._recorded and self._steps == self._recorded.stop:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def profiler_is_enabled(section: object) -> bool:
-    """Check the `profiler` section, even if the profiler is disabled, and return the value of `enabled`."""
-    if not isinstance(section, DictConfig):
-        raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")
-    # torchtune's command line reads profiler=5 as profiler._component_=5
-    check(one_of(PROFILER) | NULL, section.get(COMPONENT), "profiler._component_")
-    check(BOOL, enabled := section.get("enabled", True), "profiler.enabled")
-    return bool(enabled)

@@ -156,8 +156,8 @@ def test_progress_has_time_left_speed_padding_and_memory(
     rest = "1,234 tokens/s, 12 % padding, 1.0 GiB of 2.0 GiB"
     assert shown == [
         f"loss 1, {rest}",
-        f"loss 2, 0:01:00 left (epoch 0:00:20), {rest}",
-        f"loss 3, 0:00:50 left (epoch 0:00:10), {rest}",
+        f"loss 2, 0:01:00 left, {rest}",
+        f"loss 3, 0:00:50 left, {rest}",
     ]
 
 
