@@ -24,9 +24,6 @@ RUN_KEYS = (
     "gradient_accumulation_steps",
     "optimizer",
     "optimizer_in_bwd",
-)
-DATA_KEYS = "dataset", "shuffle"
-ROLLOUT_KEYS = (
     "reward_and_value_model",
     "reward_model",
     "ppo_epochs",
@@ -37,6 +34,7 @@ ROLLOUT_KEYS = (
     "top_k",
     "stop_token_ids",
 )
+DATA_KEYS = "dataset", "shuffle"
 MAY_BE_LOWERED = "tokenizer.max_seq_len"
 """May change, because out-of-memory errors advise to lower it."""
 NOT_TRAINED = {
@@ -56,8 +54,7 @@ def saves_adapters(recipe: str) -> bool:
 
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     """Return the values that must not change, by dotted key. Call it on rank 0 only, because it reads large files."""
-    uses_rollouts = recipe.endswith(("_ppo", "_grpo"))
-    values = {key: value_at(cfg, key) for key in (*RUN_KEYS, *(ROLLOUT_KEYS if uses_rollouts else ()))}
+    values = {key: value_at(cfg, key) for key in RUN_KEYS}
     plain = {
         key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for key, value in values.items()

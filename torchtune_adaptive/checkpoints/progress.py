@@ -119,11 +119,6 @@ class Progress:
     def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
         """Return the progress of a checkpoint, but with the number of epochs of the config. Logs other keys whose value
         in the config differs, because the value of the checkpoint is used."""
-        if absent := [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]:
-            raise ConfigError(
-                f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
-                "set checkpointer.recipe_checkpoint to the recipe state of an unfinished run"
-            )
         torchtune_fields = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
         other_fields = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
         past = tuple(EpochSizes(**sizes) for sizes in other_fields.pop("past", ()))

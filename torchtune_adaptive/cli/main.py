@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.cli import report, status
-from torchtune_adaptive.config.registry import RECIPES, file_of, stock_configs, supported_configs
+from torchtune_adaptive.config.registry import RECIPES, file_of, supported_configs
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
@@ -32,8 +32,7 @@ def ls(options: argparse.Namespace) -> int:
 
     Words filter the list: tune-adaptive ls qwen2_5 lora
     """
-    configs = [*supported_configs(), *(stock_configs() if options.all else ())]
-    lines = [(config.recipe, config.name) for config in configs]
+    lines = [(config.recipe, config.name) for config in supported_configs()]
     lines += [(recipe.name, ANY_CONFIG) for recipe in RECIPES.values() if recipe.stock_name is None]
     chosen = [line for line in lines if all(word in " ".join(line) for word in options.words)]
     width = max(len(recipe) for recipe, _ in lines)
@@ -44,7 +43,6 @@ def ls(options: argparse.Namespace) -> int:
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ls`."""
     parser.add_argument("words", nargs="*", metavar="word", help="show only lines that contain all of these words")
-    parser.add_argument("--all", action="store_true", help="also list torchtune's own recipes")
 
 
 def cp(options: argparse.Namespace) -> int:

@@ -21,8 +21,7 @@ SECTIONS = (
 )  # fmt: skip
 MISSPELT = 0.8
 """From this similarity on (from 0 to 1), an unknown key counts as a misspelling of a known one."""
-NOT_FOR_LORA = ("optimizer_in_bwd", "tensor_parallel_dim")
-NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
+ONLY_FOR_FULL_FINETUNING = ("optimizer_in_bwd", "tensor_parallel_dim")
 
 
 def read_full_settings(cfg: DictConfig) -> Settings:
@@ -32,14 +31,14 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Read the settings of finetuning or preference training with LoRA, and those in the section `model`."""
-    read_settings = partial(_read, cfg, "LoRA finetuning", *NOT_FOR_LORA)
+    read_settings = partial(_read, cfg, "LoRA finetuning", *ONLY_FOR_FULL_FINETUNING)
     settings, adapters = run_checks((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
     """Read the settings of preference training without LoRA."""
-    return _read(cfg, "preference training", *NOT_FOR_PAIRS)
+    return _read(cfg, "preference training", *ONLY_FOR_FULL_FINETUNING)
 
 
 def _read(cfg: DictConfig, training: str, *not_supported: str) -> Settings:

@@ -49,11 +49,6 @@ class Recipe:
         return self.saved_as.startswith("lora")
 
     @property
-    def trains_on_pairs(self) -> bool:
-        """Return True for preference training."""
-        return self.saved_as.endswith("_dpo")
-
-    @property
     def trains_on_rollouts(self) -> bool:
         """Return True for PPO and GRPO."""
         return self.saved_as.endswith(("_ppo", "_grpo"))

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from torchtune_adaptive.atomic_files import reason, replace_file
+from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.demo.model import demo_classifier, demo_model, lowercase_share_weights, random_digits_weights
-from torchtune_adaptive.errors import ConfigError
 
 WEIGHTS_FILE, VALUE_FILE, REWARD_FILE, DIGITS_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt", "demo_digits.pt"
 
@@ -53,9 +52,4 @@ def generate_if_missing(path: Path, generate: Callable[[], Mapping[str, object]]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         torch.save(generate(), buffer)
-    try:
-        replace_file(path, buffer.getvalue())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {reason(error)}; free space, or set another checkpoint_dir for this checkpointer"
-        ) from error
+    replace_file(path, buffer.getvalue())

@@ -55,7 +55,6 @@ class RunRecord:
     output_dir: str
     serial: int
     """The number of this run's first checkpoint, counted over all runs in the output directory."""
-    started_at: str
     ended: str | None = None
     """One of the four constants above; None while the run trains, or if it was killed."""
     message: str = ""
@@ -68,9 +67,7 @@ def now() -> str:
 
 def record_start(directory: Path, command: str, serial: int) -> None:
     """Write the record of a run that begins."""
-    record = RunRecord(
-        command=command, folder=os.getcwd(), output_dir=str(directory.absolute()), serial=serial, started_at=now()
-    )
+    record = RunRecord(command=command, folder=os.getcwd(), output_dir=str(directory.absolute()), serial=serial)
     write_record(directory, record)
 
 

@@ -155,7 +155,7 @@ def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: St
     assert "resume with: the command that started it, with resume_from_checkpoint=auto" in report
 
 
-RECORD = {"command": "c", "folder": "f", "output_dir": "o", "serial": 0, "started_at": "t"}
+RECORD = {"command": "c", "folder": "f", "output_dir": "o", "serial": 0}
 
 
 @pytest.mark.parametrize(

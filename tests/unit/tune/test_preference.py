@@ -71,10 +71,10 @@ def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
 def test_recipe_is_recognized_by_its_reference_or_loss(name: str) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
-    assert recipe_of(cfg).trains_on_pairs
+    assert recipe_of(cfg).saved_as.endswith("_dpo")
     assert recipe_of(cfg).is_lora == ("lora" in name)
     cfg.loss = {"_component_": "torch.nn.CrossEntropyLoss"}
-    assert recipe_of(cfg).trains_on_pairs == ("lora" not in name)
+    assert recipe_of(cfg).saved_as.endswith("_dpo") == ("lora" not in name)
 
 
 def test_sums_over_packed_rows_and_their_gradients_equal_those_per_row() -> None:
