@@ -105,7 +105,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], str]] = {
 ALIKE: dict[str, tuple[str, ...]] = {
     "of a node": ("output_dir=/scratch/run", "metric_logger.name=node1", "adaptive.memory_limit=8GiB"),
     "paths": ("checkpointer.checkpoint_files=[a.bin,b.bin]", "dataset.source=/disk1/data", "tokenizer.path=mine"),
-    "null": ("max_steps_per_epoch=null",),
+    "a null on one rank only": ("max_steps_per_epoch=null",),
 }
 
 
