@@ -52,9 +52,9 @@ def test_ls_lists_supported_configs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ls_filters_by_all_words_in_any_position(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = output_of(capsys, "ls", "qwen2_5", "3B_lora")
+    _, out, _ = output_of(capsys, "ls", "lora_dpo", "demo")
     _, line = out.splitlines()
-    assert line.split() == ["adaptive_lora_finetune_distributed", "qwen2_5/3B_lora"]
+    assert line.split() == ["adaptive_lora_dpo_distributed", "adaptive/demo/lora_dpo"]
 
 
 def test_cp_makes_a_file_that_runs_with_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
