@@ -7,6 +7,7 @@ Accepts the keys of torchtune's recipes/dev/grpo_full_finetune_distributed.
 
 from collections.abc import Sequence
 
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
@@ -17,7 +18,6 @@ from torchtune_adaptive.rl.grpo import (
     add_advantages,
     build_policy,
     cause_of_update,
-    contents_of,
     figures_of_update,
     grpo_stages,
 )
@@ -34,11 +34,11 @@ class AdaptiveGRPOFullFinetuneDistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.begin(*read_grpo_settings(cfg))
+        self.begin(*read_grpo_settings(cfg), Contents("full_grpo"))
 
-    def begin(self, settings: Settings, grpo: GRPOSettings) -> None:
-        """Collective: create the run."""
-        self.run, self._grpo = Run(settings, contents_of(settings, grpo), steps=grpo.iterations), grpo
+    def begin(self, settings: Settings, grpo: GRPOSettings, contents: Contents) -> None:
+        """Collective: create the run, with the contents of its checkpoints."""
+        self.run, self._grpo = Run(settings, contents, steps=grpo.iterations), grpo
 
     def setup(self) -> None:
         """Collective: build model, optimizer and data, and find the batch size."""

@@ -7,6 +7,7 @@ The reference is the policy without its adapters. Everything else is as in adapt
 
 from adaptive_grpo_full_finetune_distributed import AdaptiveGRPOFullFinetuneDistributed
 
+from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.rl.settings import GRPO_KEYS, read_grpo_lora_settings
@@ -16,7 +17,8 @@ class AdaptiveGRPOLoraFinetuneDistributed(AdaptiveGRPOFullFinetuneDistributed):
     """One run that trains adapters."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.begin(*read_grpo_lora_settings(cfg))
+        settings, grpo = read_grpo_lora_settings(cfg)
+        self.begin(settings, grpo, Contents("lora_grpo", grpo.lora, settings.save_adapter_weights_only))
 
 
 if __name__ == "__main__":

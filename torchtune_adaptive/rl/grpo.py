@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
@@ -45,12 +44,6 @@ logger = logging.getLogger(__name__)
 
 EPSILON = 1e-4
 """Added to the standard deviation of a group, as in torchtune's recipe."""
-
-
-def contents_of(settings: Settings, grpo: GRPOSettings) -> Contents:
-    """Return the contents of a checkpoint: the policy, or its adapters."""
-    name = "full_grpo" if grpo.lora is None else "lora_grpo"
-    return Contents(name, grpo.lora, settings.save_adapter_weights_only)
 
 
 def build_policy(settings: Settings, grpo: GRPOSettings, devices: Devices, checkpoint: State) -> nn.Module:

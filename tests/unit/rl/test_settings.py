@@ -2,6 +2,7 @@
 
 from typing import cast
 
+import adaptive_grpo_full_finetune_distributed as recipe
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -127,3 +128,12 @@ def test_unsupported_option_is_refused_by_its_name(name: str, override: str, par
 )
 def test_disabled_clipping_and_zero_coefficients_are_accepted(overrides: list[str]) -> None:
     read_ppo_settings(config(PPO_DEMO, *overrides))
+
+
+def test_all_weights_of_the_policy_are_saved_even_if_the_config_asks_for_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without adapters, `save_adapter_weights_only` would leave out all weights."""
+    monkeypatch.setattr(recipe, "Run", lambda settings, contents, **_: contents)
+    run = recipe.AdaptiveGRPOFullFinetuneDistributed(config(GRPO_DEMO, "save_adapter_weights_only=True"))
+    assert not run.run.adapter_only  # type: ignore[attr-defined]
