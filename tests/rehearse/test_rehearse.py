@@ -794,6 +794,32 @@ def test_device_that_runs_out_of_memory_is_named_and_so_is_the_option(rehearse: 
     assert "for several GPUs in one process, --devices" in alone
 
 
+def test_step_of_an_optimizer_that_contains_others_counts_once(rehearse: Rehearse) -> None:
+    """Like torchtitan's."""
+    script = """
+        import torch
+
+        class Container(torch.optim.Optimizer):
+            def __init__(self, model):
+                self.parts = [torch.optim.AdamW(part.parameters()) for part in model]
+                super().__init__(model.parameters(), {})
+
+            def step(self):
+                for part in self.parts:
+                    part.step()
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(2))).cuda()
+        optimizer = Container(model)
+        for _ in range(3):
+            model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    answer = rehearse(dedent(script))
+    assert len(answer.found["steps"]) == 3, answer.printed
+    assert answer.found["time"]
+
+
 def test_idle_optimizer_is_reported(rehearse: Rehearse) -> None:
     script = """
         import torch
@@ -834,6 +860,28 @@ def test_host_values_are_known_after_a_collective_in_every_step(rehearse: Rehear
     answer = rehearse(dedent(script) + dedent(ONE_STEP), "--ranks", "3")
     assert answer.printed.count(f"3072 {[7] * 3} {[7] * 3} {['told'] * 3}\n") == 2, answer.printed
     assert answer.found["guesses"] == []
+
+
+def test_tokens_are_spread_evenly_over_the_experts_of_all_ranks(rehearse: Rehearse) -> None:
+    script = """
+        import torch, torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        for _ in range(2):
+            chosen = torch.rand(512, 16, device="cuda").softmax(-1).topk(2, sorted=False).indices.flatten()
+            counts = torch.histc(chosen, bins=16, min=0, max=16)  # guessed
+            assert counts.tolist() == torch.bincount(chosen).tolist() == [64] * 16  # guessed
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts)
+            sizes = [each.view(4, -1).sum(1).tolist() for each in (received, counts)]
+            rows = torch.empty(sum(sizes[0]), 8, device="cuda")
+            dist.all_to_all_single(rows, torch.randn(1024, 8, device="cuda")[chosen.argsort()], *sizes)
+            print("exchanged", len(rows), flush=True)
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), "--ranks", "4")
+    assert answer.printed.count("exchanged 1024\n") == 2, answer.printed
+    assert {each["line"] for each in answer.found["guesses"]} == {*_marked(script)}
+    assert answer.found["guesses"][0]["what"] == "routing"
 
 
 def _marked(script: str) -> list[int]:

@@ -252,7 +252,7 @@ class CollectiveLedger:
         for root in self._owned:
             fsdp.end_pass_without_backward(root)
         if self._ghosts:
-            self._ghosts.end_microbatch()
+            self._ghosts.end_microbatch(self._stage)
         self._compare(complete=True)
         self._record.varying_setting = self._record.varying_setting or fsdp.varying_setting(self._groups)
         is_last = self._number == self._microbatches - 1

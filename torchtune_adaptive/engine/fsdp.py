@@ -206,6 +206,13 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return list(cast(Any, module._get_fsdp_state())._fsdp_param_groups)
 
 
+def names_of_replica_groups(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the process groups over which FSDP all-reduces gradients."""
+    for group in groups_of(model):
+        if isinstance(group.mesh_info, DDPMeshInfo):
+            yield group.mesh_info.replicate_process_group.group_name
+
+
 def has_replicas(root: Any) -> bool:
     """Return True if gradients are all-reduced over replicas: a two-dimensional mesh, or `replicate()`."""
     return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))

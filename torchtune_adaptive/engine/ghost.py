@@ -84,6 +84,8 @@ _FILLING = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zero
 """Operations whose results depend on the shape of their input, but not on its values."""
 _SMALL = 2**16
 """Floating-point tensors that depend only on integers are real if they have at most this many elements."""
+_LARGE = 1000
+"""A number that a dry run reads from fake tensors; the other dry run reads 0."""
 _KNOWN = "_torchtune_adaptive_known"
 """Attribute of floating-point tensors whose values a ghost pass has."""
 _MAX_READS = 10_000
@@ -91,6 +93,7 @@ _MAX_READS = 10_000
 _OTHER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """Prefixes of the names of files that are not the user's: torch, this package, generated code."""
 _TOUCHED: dict[Any, str] = {
+    nn.Module: "_compiled_call_impl",
     MaskBuffer: "data materialize_mask refcount",
     FakeTensorMode: "allow_non_fake_inputs",
     FakeTensor: "fake_mode",
@@ -102,6 +105,11 @@ _TOUCHED: dict[Any, str] = {
     FakeWork: "boxed",
     DispatchModeKey: "FAKE",
 }
+
+Hook = Callable[[Sequence[Any], Any], object]
+_HOOKS: dict[tuple[int, str], tuple[Any, list[Hook]]] = {}
+"""Original functions and the hooks that are called after them, by the id of a function's owner and its name. All hooks
+of a function share a wrapper, so that they can be removed in any order."""
 
 if missing := fsdp.missing_names(_TOUCHED):
     refuse_torch(f"ghost passes lack {', '.join(missing)}")
@@ -143,6 +151,7 @@ class GhostPasses:
         self._begun = Counter[str]()
         self._masks: dict[int, MaskBuffer] = {}  # by id
         self._checked: set[str] = set()  # stages
+        self._completed: dict[str, Counter[str]] = {}  # by stage, the messages of its latest microbatch in each group
         self._in_ghost = self._logs = False
         packets = [getattr(torch.ops._c10d_functional, name) for name in _FUNCTIONAL]
         self._restore = [
@@ -165,20 +174,22 @@ class GhostPasses:
         self._log.clear()
         self._begun, self._logs = messages(), not self._in_ghost
 
-    def end_microbatch(self) -> None:
-        """Stop logging until the next microbatch."""
-        self._logs = False
+    def end_microbatch(self, stage: str) -> None:
+        """Store how many messages a microbatch of this stage has, and stop logging until the next one."""
+        self._completed[stage], self._logs = messages() - self._begun, False
 
     def check(self, run: Callable[[], object], roots: Sequence[fsdp.FSDPModule], stage: str) -> None:
         """Raise if the collectives of a microbatch depend on values that a ghost pass does not have. Compares two dry
-        runs with different made-up values, once per stage. `run` runs the microbatch."""
+        runs with different made-up and random values, once per stage. `run` runs the microbatch."""
         if stage in self._checked:
             return
         with self.ghost_mode(roots) as first:
             first.run(run)
+        self._check_compiled(first.seen, stage)
         if first.used_unknown_values:
             seen = first.seen
             with self.ghost_mode(roots, made_up=1) as second:
+                torch.manual_seed(torch.initial_seed() + 1)  # before the step is repeated, generators are restored
                 try:
                     second.run(run)
                 except RecoveryUnsupportedError as error:
@@ -190,6 +201,21 @@ class GhostPasses:
                     alternatives = f"{one or 'nothing'} or {other or 'nothing'}"
                     raise refusal(f"it communicates {alternatives}, depending on computed values")
         self._checked.add(stage)
+
+    def _check_compiled(self, seen: Sequence[SeenCollective], stage: str) -> None:
+        """Raise if compiled code, which peers run, may have other collectives than a ghost pass, which runs eagerly."""
+        modules = [module for model in self._models for module in model.modules()]
+        if not any(each._compiled_call_impl or hasattr(each, "_orig_mod") for each in modules):
+            return
+        # FSDP all-reduces over replicas in the last microbatch only
+        of_replicas = {name for model in self._models for name in fsdp.names_of_replica_groups(model)}
+        eager, compiled = Counter(each.group for each in seen), self._completed.get(stage, Counter())
+        for name in {*eager, *compiled} - of_replicas:
+            if eager[name] != compiled[name]:
+                raise refusal(
+                    f"it is compiled, and communicates {eager[name]} times in eager mode, but "
+                    f"{compiled[name] or 'an unknown number of'} times in compiled code"
+                )
 
     @contextmanager
     def ghost_mode(self, roots: Sequence[fsdp.FSDPModule], *, made_up: int = 0) -> Iterator[GhostMode]:
@@ -235,17 +261,27 @@ class GhostPasses:
             self._log.append(Exchange(tensors, result))
 
 
-def _call_after(owner: Any, name: str, hook: Callable[[Sequence[Any], Any], object]) -> Callable[[], None]:
+def _call_after(owner: Any, name: str, hook: Hook) -> Callable[[], None]:
     """Wrap a function so that `hook` gets the arguments and result of each call. Return a function that undoes it."""
-    function, original = getattr(owner, name), vars(owner)[name]
+    original, hooks = _HOOKS.setdefault((id(owner), name), (vars(owner)[name], []))
+    function = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        hook((*args, kwargs), result)
+        for each in hooks:
+            each((*args, kwargs), result)
         return result
 
-    setattr(owner, name, call)
-    return lambda: setattr(owner, name, original)
+    def remove() -> None:
+        hooks.remove(hook)
+        if not hooks:
+            setattr(owner, name, original)
+            del _HOOKS[id(owner), name]
+
+    if not hooks:
+        setattr(owner, name, call)
+    hooks.append(hook)
+    return remove
 
 
 class _Call(NamedTuple):
@@ -294,7 +330,8 @@ class GhostMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, log: list[Exchange], made_up: int) -> None:
-        """`made_up` is the value, 0 or 1, that the model reads from fake tensors. See also `_make_up`."""
+        """`made_up` is the value, 0 or 1, that the model reads from fake masks; it reads `_LARGE` times this value from
+        fake numbers. See also `_make_up`."""
         super().__init__()
         self.seen: list[SeenCollective] = []
         self.used_unknown_values = False
@@ -332,12 +369,14 @@ class GhostMode(TorchDispatchMode):
             self._gathered = None
 
     def check_leaks(self) -> None:
-        """Raise an error if the model has stored a fake tensor, because later passes would compute with it."""
+        """Raise an error if the pass has stored a fake tensor, because later passes would compute with it."""
         self._fakes.allow_non_fake_inputs = False
         gc.collect()
         kept = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self._fakes]
         if kept:
-            raise refusal(f"the model keeps a tensor of {[*kept[0].shape]} outside of its modules")
+            raise refusal(
+                f"the model or `forward_backward` keeps a tensor of {[*kept[0].shape]} outside of its modules"
+            )
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         self._place = (id(module), 0)
@@ -358,6 +397,7 @@ class GhostMode(TorchDispatchMode):
 
     def _communicate(self, call: _Call) -> Any:
         """Collective, unless skipped: issue an operation that communicates."""
+        call = self._with_real_masks(call)
         tensors, full_name, where = call.tensors, f"{call.func.namespace}::{call.name}", caller()
         group = _group_of((*call.args, *call.kwargs.values()))
         if call.name not in _SUPPORTED or group is None:
@@ -366,7 +406,8 @@ class GhostMode(TorchDispatchMode):
         self.seen.append(SeenCollective(full_name, group.group_name, sizes, where))
         self._passed[group.group_name] += 1
         skips = self._issued is None or self._passed[group.group_name] <= self._issued[group.group_name]
-        if any(_is_known(each) and not _is_float(each) for each in tensors):
+        carries_integers = any(_is_known(each) and not _is_float(each) for each in tensors)
+        if carries_integers and call.name != "barrier":  # whose tensor has no meaning
             result = self._exchange(call, group, skips=skips)
         else:
             if not skips:
@@ -375,11 +416,24 @@ class GhostMode(TorchDispatchMode):
                     if self._gathered is not None and call.name == "_allgather_base_":
                         fsdp.copy_shards(self._gathered, args[1])
                 self._issue(_Call(call.func, args, kwargs), group)
+            _mark(tensors, known=False)  # collectives in place write into them
             result = None if call.in_place else call.run()
         if not call.in_place:
             return result
         work = FakeWork().boxed()
         return (call.args[0], work) if len(call.func._schema.returns) == 2 else work
+
+    def _with_real_masks(self, call: _Call) -> _Call:
+        """Replace masks that are computed, and therefore fake, by zeros, because ranks exchange integers for real."""
+        if not any(isinstance(each, FakeTensor) and not _is_float(each) for each in call.tensors):
+            return call
+        self.used_unknown_values = True
+        with unset_fake_temporarily():
+            args, kwargs = tree_map(
+                lambda each: _zeros(each) if isinstance(each, FakeTensor) and not _is_float(each) else each,
+                (call.args, call.kwargs),
+            )
+        return _Call(call.func, args, kwargs)
 
     def _issue(self, call: _Call, group: dist.ProcessGroup, integers: list[Tensor] | None = None) -> Any:
         """Collective: issue an operation with real tensors, and wait for it."""
@@ -443,10 +497,12 @@ class GhostMode(TorchDispatchMode):
         """Run an operation that does not communicate."""
         name, args = call.name, call.args
         if name == "lift_fresh" or (all(map(_is_known, call.tensors)) and _is_small(call)):
+            is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+            self.used_unknown_values |= is_random
             result = _mark(call.run_for_real(), known=True)
-            if "empty" in name:
-                with unset_fake_temporarily():
-                    result.zero_()
+            if "empty" in name or (is_random and self._made_up and all(map(_is_float, tree_iter(result)))):
+                with unset_fake_temporarily():  # random integers are not 0: this may be invalid
+                    tree_map(torch.zero_, result)
             return result
         if name in _INDEXING:
             call = call._replace(args=(args[0], _without_masks(args[1]), *args[2:]))
@@ -458,7 +514,7 @@ class GhostMode(TorchDispatchMode):
             self.used_unknown_values, self._reads = True, self._reads + 1
             if self._reads > _MAX_READS:
                 raise refusal(f"it reads more than {_MAX_READS:,} computed values{caller()}") from None
-            return self._made_up
+            return self._made_up * (_LARGE if _is_float(args[0]) else 1)
         except DynamicOutputShapeException:
             raise refusal(f"the output size of {call.func}{caller()} depends on computed values") from None
         if overwritten := [each for each in call.written if _is_known(each)]:
@@ -481,14 +537,14 @@ class GhostMode(TorchDispatchMode):
 
     def _make_up(self, call: _Call, fake: FakeTensor) -> Tensor:
         """Return real integers instead of a fake result. Indices, such as those of `topk`, are spread evenly over the
-        dimension or, if `made_up` is 1, equal in all rows. Other integers are 0."""
+        dimension or, if `made_up` is 1, equal in all rows. Other integers are `made_up`."""
         self.used_unknown_values = True
         source = call.args[0]
         named = dict(zip((each.name for each in call.func._schema.arguments), call.args, strict=False)) | call.kwargs
         dim = named.get("dim", None if call.name in ("argmax", "argmin") else -1) if call.name in _CHOICES else None
         with unset_fake_temporarily():
             if dim is None:
-                return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+                return torch.full(fake.shape, self._made_up, dtype=fake.dtype, device=fake.device)
             keeps = fake.dim() == source.dim()
             sizes = [*fake.shape]
             rows = [*sizes[:dim], *sizes[dim:][1:], sizes[dim]] if keeps else [*sizes, 1]

@@ -67,6 +67,11 @@ def explaining_failures(what: str, already_matched: Callable[[], bool] = bool) -
         raise _explanation(what, error) from error
 
 
+def comes_from_a_collective(error: Exception) -> bool:
+    """Return True for an error of NCCL or gloo."""
+    return isinstance(error, dist.DistBackendError) or "/gloo/" in str(error)
+
+
 def _explanation(what: str, error: Exception) -> CollectiveFailedError:
     failed = f"{what} failed on rank {rank()} ({error})"
     if is_oom(error):

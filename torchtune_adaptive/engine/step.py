@@ -42,7 +42,9 @@ from torchtune_adaptive.engine.ranks import (
     Agreement,
     EqualSteps,
     average_gradients,
+    comes_from_a_collective,
     compare_replicas,
+    explaining_failures,
     let_gloo_threads_finish,
     rank,
     world_size,
@@ -228,8 +230,8 @@ class StepRunner(Generic[Sample]):
         self._context_for: ContextForPass = lambda _: nullcontext()
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
-        # enabled only if the collectives of a microbatch connect all ranks: all peers have then written their numbers
-        self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or fsdp.gathers_from_all(model))
+        self._gathers_from_all = fsdp.gathers_from_all(model)
+        self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
         self.measure_memory(None)
@@ -410,7 +412,7 @@ class StepRunner(Generic[Sample]):
                 if totals is None:
                     self._drain(microbatches, samples[0])
                     return number
-                if number == 0:
+                if number == 0 and self._gathers_from_all:  # all peers have then written their numbers
                     self._equal_steps.check()
                 if not plan[number] and totals.target_tokens > target_tokens:
                     raise ValueError("`filler` returned a sample that counts in the loss; return one without labels")
@@ -429,6 +431,9 @@ class StepRunner(Generic[Sample]):
             self._ledger.end_microbatch()
             return added if totals is None else totals.plus(added)
         except Exception as error:
+            if comes_from_a_collective(error):  # FSDP's errors are explained already
+                with explaining_failures("a collective of the model"):
+                    raise
             if not (self.recovery.enabled and is_oom(error)):
                 raise
             clear_frames(error)
@@ -447,8 +452,7 @@ class StepRunner(Generic[Sample]):
                 release_memory()
                 with self._context_for("drain"):
                     self._ledger.drain(
-                        # copies, because a stage may store results in its samples
-                        [partial(self._forward_backward, [*map(copy.copy, each)]) for each in microbatches],
+                        [partial(self._run_on_copies, each) for each in microbatches],
                         # FSDP's collectives do not depend on the sample, so any sample may be passed to the filler
                         lambda: self._forward_backward([self.kind.filler(sample)]),
                     )
@@ -465,6 +469,10 @@ class StepRunner(Generic[Sample]):
                     Remedy.LARGER_BUDGET,
                 )
             failed_at = position
+
+    def _run_on_copies(self, microbatch: Sequence[Sample]) -> None:
+        """Run a microbatch without data on copies of its samples, because a stage may store results in them."""
+        self._forward_backward([*map(copy.copy, microbatch)])
 
     def _discard(self) -> None:
         """Reset FSDP and drop all gradients. They all come from this step, because it began without gradients."""

@@ -8,6 +8,7 @@ logged or passed to a Triton kernel does not become the size of a tensor, so it 
 from __future__ import annotations
 
 import ast
+import atexit
 import ctypes
 import functools
 import linecache
@@ -29,18 +30,20 @@ from torch.optim.optimizer import _get_value
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchtune_adaptive.rehearse.result import INTEGER, MASK
+from torchtune_adaptive.rehearse.result import INTEGER, MASK, ROUTING
 
-LARGE = 2**20
-"""The values of tensors with this many elements or more are not computed."""
+LARGE, LARGE_TO_SEND = 2**23, 2**20
+"""The values of tensors with this many elements or more are not computed, or not sent to other ranks."""
 _RETURN_INTEGERS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge",
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
     "any", "all", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__", "add",
     "sub", "mul", "floor_divide", "remainder", "clamp", "prod", "cumsum", "diff", "cat", "stack", "pad",
-    "repeat_interleave", "index_select",
+    "repeat_interleave", "index_select", "bincount", "histc", "reshape",
 )  # fmt: skip
 """Functions that can return integers or masks. If all inputs are known, the host computes their results."""
+_COUNTS = {"bincount", "histc"}
+"""Functions that count how many tokens a router sends to each expert."""
 _CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_like")
 """Functions that create tensors with known values."""
 _MESSAGES = (
@@ -72,11 +75,13 @@ class DeviceValues:
     Values are correct if they are integers, masks or single floats that come from the host, or counts and comparisons
     of these. All other values are guessed: numbers are 0, masks select everything, checks for NaN are false, and `all`
     and assertions are true. But `all` is false in a condition that ends a loop, so that the loop runs to its limit.
+    The indices of `topk` are spread evenly, so that each expert of a mixture gets equally many tokens.
     """
 
     def __init__(self) -> None:
         self.on_guess: Callable[[str, FrameType], object] = lambda what, frame: None
-        """Called when an unknown integer is read as 0, or when an unknown mask selects everything."""
+        """Called if an unknown integer is read as 0, a mask selects everything, or a router is guessed."""
+        self._routes = False  # True after a `topk`
         self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
         """For each place that reads a number, and its caller: True if the number can become a size."""
         self._writes = dict[int, tuple[StorageWeakRef, int | None]]()
@@ -102,6 +107,8 @@ class DeviceValues:
         for where, name in product((torch.Tensor, torch, torch.nn.functional), _RETURN_INTEGERS):
             if callable(getattr(where, name, None)):  # torch.int is a type
                 setattr(where, name, self._compute_on_host_too(getattr(where, name)))
+        torch.topk = torch.Tensor.topk = self._spread_evenly(torch.topk)  # type: ignore[method-assign]
+        torch.Tensor.scatter_ = self._scatter_on_host_too(torch.Tensor.scatter_)  # type: ignore[method-assign]
         for name in _CREATE:
             setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
         to_list, is_finite = torch.Tensor.tolist, torch.isfinite
@@ -121,6 +128,7 @@ class DeviceValues:
         torch.isfinite = torch.Tensor.isfinite = isfinite  # type: ignore[assignment]
         torch.Tensor.__int__ = int_of_float  # type: ignore[method-assign,assignment]
         self._carry_messages()
+        atexit.register(self._writes.clear)  # at the end of the process, a StorageWeakRef cannot be deleted
 
     def _carry_messages(self) -> None:
         """Replace c10d's operations on CUDA tensors by `_carry`."""
@@ -150,6 +158,9 @@ class DeviceValues:
             result = kernel.call_boxed(keys, *args)
             for each in written if known and reduction == dist.ReduceOp.SUM else ():
                 _on_host(each).mul_(group.size())
+            if known and name == "alltoall_base_" and not args[3]:  # equal parts, from ranks that send the same as this
+                part = _on_host(sent[0]).view(group.size(), -1)[group.rank()]
+                _on_host(written[0]).view(group.size(), -1).copy_(part)
         for each in written if known else ():
             self._note_write(each)
         work = result[-1] if isinstance(result, tuple) else result
@@ -182,11 +193,17 @@ class DeviceValues:
 
         return copy
 
+    def _write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values without a kernel, and without a new version, which selective checkpointing would refuse."""
+        _on_host(tensor).copy_(values)
+        self._note_write(tensor)
+
     def _note_write(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._writes[storage.data_ptr()] = StorageWeakRef(storage), _version(tensor)
         if len(self._writes) > 4096:
-            self._writes = {key: write for key, write in self._writes.items() if not write[0].expired()}
+            for key in [key for key, write in self._writes.items() if write[0].expired()]:
+                del self._writes[key]
 
     def _compute_on_host_too(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that returns integers or masks: compute its result if the values of all inputs are known."""
@@ -202,21 +219,60 @@ class DeviceValues:
             small = [each for each in given if not each.is_cuda or each.numel() < LARGE]
             known = [each for each in small if not each.is_cuda or self._source_of(each) is Source.HOST]
             if len(known) == len(given):
-                result.copy_(function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs)))
+                if self._routes and function.__name__ in _COUNTS:
+                    self.on_guess(ROUTING, _caller())
+                # the CPU's histc supports only floats
+                convert = _float_on_host if function.__name__ == "histc" else _on_host
+                found = function(*tree_map(convert, args), **tree_map(convert, kwargs))
+                # the device has read the size of a bincount as 1
+                if found.shape != result.shape:
+                    return found.to(result.device)
+                self._write(result, found)
             elif function.__name__ == "__and__" and any(not _on_host(each).any() for each in known):
-                result.copy_(torch.zeros(result.shape, dtype=result.dtype, device="cpu"))
+                self._write(result, torch.zeros((), device="cpu"))
             elif function.__name__ == "__or__" and any(each.dtype is torch.bool and each.all() for each in known):
-                result.copy_(torch.ones(result.shape, dtype=result.dtype, device="cpu"))
+                self._write(result, torch.ones((), device="cpu"))
             return result
 
         return compute
+
+    def _spread_evenly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `topk`: spread its indices evenly over the dimension, as a router that prefers no expert."""
+
+        @functools.wraps(function)
+        def top(tensor: torch.Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+            result = function(tensor, k, dim, *args, **kwargs)
+            if self._can_be_known(result.indices):
+                self._routes, last = True, result.indices.movedim(dim, -1)
+                spread = torch.arange(last.numel(), device="cpu") % tensor.shape[dim]
+                self._write(result.indices, spread.view(last.shape).movedim(-1, dim))
+            return result
+
+        return top
+
+    def _scatter_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Wrap `scatter_`: a router may mark the experts of each token in a mask."""
+
+        @functools.wraps(function)
+        def scatter(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.is_cuda]
+            known = all(self._can_be_known(each) and self._source_of(each) is Source.HOST for each in given)
+            result = function(*args, **kwargs)
+            if known and given:
+                if self._routes:
+                    self.on_guess(ROUTING, _caller())
+                function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))  # in the memory of the device
+                self._note_write(result)
+            return result
+
+        return scatter
 
     def _create_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
         def create(*args: Any, **kwargs: Any) -> torch.Tensor:
             result = function(*args, **kwargs)
             if self._can_be_known(result) and kwargs.get("out") is None:
-                result.copy_(function(*args, **{**kwargs, "device": "cpu"}))
+                self._write(result, function(*args, **{**kwargs, "device": "cpu"}))
             return result
 
         return create
@@ -244,7 +300,7 @@ class DeviceValues:
             if source is Source.DEVICE:
                 copied.fill_(is_mask)
             reader, is_check = _outside(_caller()), original.dtype is torch.bool and not is_mask  # a check for NaN
-            if not is_check and reader.f_code.co_name not in _NOT_SIZES:
+            if not is_check and reader.f_code.co_name not in _HARMLESS_READERS:
                 self.on_guess(MASK if is_mask else INTEGER, reader)
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
@@ -276,7 +332,7 @@ class DeviceValues:
         place = tuple((each.f_code, each.f_lasti) for each in (frame, frame.f_back) if each)
         if place not in self._reads:
             read = _may_become_size(frame, ("item", "int", "float"))
-            self._reads[place] = read and frame.f_code.co_name not in _NOT_SIZES
+            self._reads[place] = read and frame.f_code.co_name not in _HARMLESS_READERS
         return self._reads[place]
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -297,6 +353,8 @@ class DeviceValues:
 
         def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._source_of(tensor) is not Source.HOST:
+                if (size := kwargs.get("output_size")) is not None:  # of repeat_interleave
+                    return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
                 self.on_guess(INTEGER, _caller())
             return tree_map(lambda each: each.to(tensor.device), operation(tensor.cpu(), *args, **kwargs))
 
@@ -309,7 +367,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() < LARGE and (tensor.numel() <= 1 or not tensor.is_floating_point())
+    return tensor.numel() < LARGE_TO_SEND and (tensor.numel() <= 1 or not tensor.is_floating_point())
 
 
 def _on_host(value: Any) -> Any:
@@ -321,7 +379,13 @@ def _on_host(value: Any) -> Any:
     storage = value.untyped_storage()
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     raw = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=value.dtype).set_(raw, value.storage_offset(), value.size(), value.stride())
+    return torch.empty(0, dtype=value.dtype, device="cpu").set_(
+        raw, value.storage_offset(), value.size(), value.stride()
+    )
+
+
+def _float_on_host(value: Any) -> Any:
+    return _on_host(value).float() if isinstance(value, torch.Tensor) else _on_host(value)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -365,7 +429,7 @@ _NOT_SIZES = {
 """Functions whose arguments do not become sizes."""
 _PASS_ON = {"int", "max", "min", "abs", "round", "sum"}
 """Functions whose result may become a size if their argument may."""
-_NOT_SIZES = {"fused_linear_cross_entropy_forward", "nested_numpify"}
+_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "nested_numpify"}
 """Functions of libraries that read values, but not as sizes: Liger divides by them, Trainer computes metrics."""
 _Variable = tuple[str, str]
 """The kind of a variable (name, attribute or key), and its name."""

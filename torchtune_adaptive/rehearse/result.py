@@ -22,12 +22,14 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 DIFFERENT_ABOVE = 1.02
 """Steps have different peaks if one allocates more than this multiple of another."""
-INTEGER, MASK = "integer", "mask"
+INTEGER, MASK, ROUTING = "integer", "mask", "routing"
 """Kinds of guessed values on which a tensor size may depend."""
 _GUESSED = {
     INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
     "depends on it, training needs more memory (replace it by a fixed number to see how much)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
+    ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
+    "tokens needs more memory",
 }
 _HINTS = {
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "

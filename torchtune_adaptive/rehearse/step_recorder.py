@@ -55,6 +55,8 @@ class StepRecorder:
         self._most_steps = settings.steps
         self._peaks = Peaks()
         self.steps = 0
+        self._stepping: torch.optim.Optimizer | None = None
+        """An optimizer that is taking a step. It may consist of others, whose steps do not count."""
         self._stepped: set[WeakIdRef] = set()
         self._all: set[WeakIdRef] | None = None
         self._reading: Usages = {}
@@ -181,8 +183,9 @@ class StepRecorder:
         probes.probing = excluded
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._searching:
+        if self._searching or self._stepping not in (None, optimizer):
             return
+        self._stepping = optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             copies = 2 * optimizer.param_groups[0]["history_size"] + 5
             raise CannotRehearse(
@@ -193,8 +196,9 @@ class StepRecorder:
         self._history.begin(self._current_step, UPDATE)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._searching:
+        if self._searching or optimizer is not self._stepping:
             return
+        self._stepping = None
         usage, parameter = self._peaks.read(), _parameter_of(optimizer)
         if parameter not in self._have_stepped:
             self._state_bytes += max(_allocated() - self._allocated, 0)

@@ -193,9 +193,14 @@ def test_model_sharded_after_its_runner_is_refused():
     run_on_ranks(2, shard_what_a_runner_has)
 
 
-def lose_a_peer() -> str:
-    runner = runner_of(build(ModelConfig()), 2)
-    samples = samples_of(dist.get_rank(), 2)
+def lose_a_peer(kind: str) -> str:
+    if kind == "FSDP":
+        model = build(ModelConfig())
+        runner = runner_of(model, 2)
+    else:
+        [model], train = parts_of(MeshCase("tensor parallel", tensor_parallel))
+        runner = runner_of(model, 2, train)
+    samples = samples_of(0, 2)
     runner.run(samples, step=0)
     runner.model.zero_grad()
     if dist.get_rank() == 1:
@@ -207,9 +212,10 @@ def lose_a_peer() -> str:
     return str(raised.value)
 
 
-def test_error_inside_a_collective_is_fatal_with_a_clear_message():
-    message, _ = run_on_ranks(2, lose_a_peer)
-    assert "(an FSDP collective failed on rank 0: " in message
+@pytest.mark.parametrize(("kind", "what"), [("FSDP", "an FSDP collective"), ("TP", "a collective of the model")])
+def test_error_inside_a_collective_is_fatal_with_a_clear_message(kind: str, what: str) -> None:
+    message, _ = run_on_ranks(2, lose_a_peer, kind)
+    assert f"({what} failed on rank 0: " in message
     assert message.endswith("restart, from the last checkpoint if there is one")
 
 

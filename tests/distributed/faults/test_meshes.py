@@ -1,5 +1,6 @@
 """Steps recover from out-of-memory errors if ranks exchange activations. `make faults` tries every operation."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from torchtune_adaptive.engine import ghost
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 CASES = {case.name: case for case in MESH_CASES}
@@ -121,6 +122,29 @@ def sized_by_values(value: Tensor) -> Tensor:
     return value + 0 * value[value.detach()[:, 0] > 0].sum()
 
 
+def sized_by_a_count(value: Tensor) -> Tensor:
+    dist.all_reduce(count := (value.detach() > 0).sum())
+    dist.all_reduce(torch.ones(1 + int(count)))
+    return value
+
+
+def reduced_if_very_large(value: Tensor) -> Tensor:
+    if value.detach().square().sum().item() > 5:
+        dist.all_reduce(torch.ones(1))
+    return value
+
+
+def sized_at_random(value: Tensor) -> Tensor:
+    dist.all_reduce(torch.ones(int(torch.randint(1, 100, ()))))
+    return value
+
+
+def sized_by_rank_0(value: Tensor) -> Tensor:
+    dist.broadcast(size := torch.rand(()), 0)
+    dist.all_reduce(torch.ones(1 + int(10 * size.item())))
+    return value
+
+
 def to_the_neighbour(value: Tensor) -> Tensor:
     other = 1 - dist.get_rank()
     pairs = [dist.P2POp(dist.isend, torch.ones(2), other), dist.P2POp(dist.irecv, torch.ones(2), other)]
@@ -141,6 +165,10 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "no fake implementation": (doubled, "at test_meshes.py:.*torchtune_adaptive_tests::doubled"),
     "a number of collectives that depends on values": (reduced_if_large, "allreduce_.* at test_meshes.py:"),
     "a size that depends on values": (sized_by_values, "index.* at test_meshes.py:"),
+    "a size that depends on a count of values": (sized_by_a_count, "allreduce_.* at test_meshes.py:"),
+    "a collective that depends on a large value": (reduced_if_very_large, "allreduce_.* at test_meshes.py:"),
+    "a random size": (sized_at_random, "allreduce_.* at test_meshes.py:"),
+    "a random size from rank 0": (sized_by_rank_0, "allreduce_.* at test_meshes.py:"),
     "messages to one rank": (to_the_neighbour, "c10d::send at test_meshes.py:"),
     "a tensor kept outside of modules": (kept_outside, r"keeps a tensor of \[4, 8\]"),
 }
@@ -152,9 +180,18 @@ def test_pass_that_cannot_run_without_data_ends_all_ranks_with_the_reason(kind: 
         run_on_ranks(2, fail_inside, kind, timeout_s=15)
 
 
+def masked_on_all_ranks(value: Tensor) -> Tensor:
+    dist.barrier()
+    mask = value.detach().mean(-1) > 0
+    masks = torch.empty((2, *mask.shape), dtype=torch.bool)
+    dist.all_gather_into_tensor(masks.flatten(), mask)
+    return value * masks.all(0).unsqueeze(-1)
+
+
 EXTENSIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "custom autograd function that communicates": Scaled.apply,
     "custom operator with a fake implementation": tripled,
+    "computed mask that ranks exchange, and a barrier": masked_on_all_ranks,
 }
 
 
@@ -217,6 +254,73 @@ def in_compiled_layers() -> tuple[int, bool]:
 
 def test_compiled_layers_recover():
     assert run_on_ranks(2, in_compiled_layers, timeout_s=30) == [(1, True)] * 2
+
+
+def gathered_twice(value: Tensor) -> Tensor:
+    """A compiler gathers once."""
+    first, second = (functional.all_gather_tensor_autograd(value, 0, dist.group.WORLD) for _ in range(2))
+    return value * (first + second).mean()
+
+
+def fail_in_compiled_layers_that_gather_twice(steps_before: int) -> None:
+    runner = runner_with(gathered_twice)
+    runner.model.compile(backend="aot_eager", fullgraph=True)
+    for step in range(steps_before):
+        runner.run(samples(), step=step)
+        runner.model.zero_grad(set_to_none=True)
+    with FaultInjector(runner).fail_at(rank=1, step=steps_before, operation=2):
+        runner.run(samples(), step=steps_before)
+
+
+@pytest.mark.parametrize(("steps_before", "times"), [(0, "an unknown number of"), (1, r"\d+")])
+def test_compiled_code_with_other_collectives_than_eager_code_ends_all_ranks(steps_before: int, times: str) -> None:
+    message = rf"it is compiled, and communicates \d+ times in eager mode, but {times} times in compiled code"
+    with pytest.raises(RankFailed, match=f"RecoveryUnsupportedError: out of memory on rank 1, .*{message}"):
+        run_on_ranks(2, fail_in_compiled_layers_that_gather_twice, steps_before, timeout_s=30)
+
+
+class Stored:
+    """A sample in which a stage stores a result."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.reference = value, None
+
+
+def recover_in_a_stage_that_stores_results() -> int:
+    model = runner_with(torch.sin).model
+
+    def store(stored: Sequence[Stored]) -> Totals:
+        with torch.no_grad():
+            for each in stored:
+                each.reference = model(each.value[None])[0]
+        return Totals(torch.zeros(()), 0)
+
+    runner = StepRunner(model, store, limit=RowLimit(4), kind=SampleKind(length_of=lambda _: 1, filler=copy.copy))
+    stored = [*map(Stored, samples())]
+    with FaultInjector(runner).fail_at(rank=1, step=0, operation=30):
+        runner.run(stored, step=0)
+    expected = model(torch.stack([each.value for each in stored]))
+    torch.testing.assert_close(torch.stack([each.reference for each in stored]), expected)
+    return runner.recoveries
+
+
+def test_stage_that_stores_results_in_its_samples_recovers() -> None:
+    assert run_on_ranks(2, recover_in_a_stage_that_stores_results, timeout_s=20) == [1, 1]
+
+
+def close_the_first_of_two() -> int:
+    first, second = (runner_with(torch.sin) for _ in range(2))
+    first.close()
+    second.run(samples(), step=0)
+    patched = dist.ProcessGroup.allreduce
+    second.close()
+    return patched is not dist.ProcessGroup.allreduce
+
+
+def test_runners_may_be_closed_in_any_order() -> None:
+    stock = dist.ProcessGroup.allreduce
+    assert run_on_ranks(2, close_the_first_of_two, timeout_s=20) == [True, True]
+    assert dist.ProcessGroup.allreduce is stock
 
 
 class Context(nn.Module):
