@@ -22,6 +22,12 @@ for _ in range(3):
 LIBRARY = "import os, torch\nwith open(os.environ['LOG'], 'a') as log: log.write('imported\\n')\n"
 
 
+def test_script_that_python_cannot_parse_has_no_answer(rehearse: Rehearse) -> None:
+    answer = rehearse("def (", "--ranks", "1,2")
+    assert [row["fits"] for row in answer.found] == [None, None]
+    assert "SyntaxError" in answer.found[0]["verdict"]
+
+
 @pytest.mark.parametrize(
     ("reads", "imports"),
     [

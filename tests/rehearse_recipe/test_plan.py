@@ -18,7 +18,7 @@ from tests.rehearse_recipe.two_ranks import errors_and_flushes, plan_request, re
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse.remedies import that_fit
+from torchtune_adaptive.rehearse.remedies import Words, that_fit
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.sweep import row_of
 from torchtune_adaptive.rehearse_recipe import changes as changes_module
@@ -193,16 +193,18 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
     ]
 
 
-def test_signal_ends_all_rehearsals() -> None:
-    def end_this() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+def rehearse_and_end_parent(request: PlanRequest, first: Words, words: Words, *case: Any) -> RehearsalResult:
+    if tuple(words) == first:
+        threading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()
+    return rehearse_recipe(request, words, *case)
 
-    soon = threading.Timer(2, end_this)
-    soon.start()
+
+def test_signal_ends_all_rehearsals() -> None:
     request = plan_request()
+    changes = changes_to_try(request, 2)
+    rehearse = partial(rehearse_and_end_parent, request, changes[0][0])
     with pytest.raises(KeyboardInterrupt):
-        that_fit(partial(rehearse_recipe, request), (), request.gpus[0], changes_to_try(request, 2))
-    soon.join()
+        that_fit(rehearse, (), request.gpus[0], changes)
 
 
 def test_several_processes_are_refused_with_the_option_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

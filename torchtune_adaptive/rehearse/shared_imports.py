@@ -42,9 +42,10 @@ def import_libraries(script: Path) -> None:
     for name, value in known.items():
         setattr(torch.cuda, name, answer(getattr(torch.cuda, name), value))
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # makes is_available use NVML
-    for each in ast.parse(script.read_text()).body if script.is_file() else ():
-        with suppress(Exception, SystemExit):  # modules beside the script are not found
-            exec(ast.unparse(each) if isinstance(each, ast.Import | ast.ImportFrom) else "", {})
+    with suppress(OSError, SyntaxError, ValueError):  # the script will raise it, too
+        for each in ast.parse(script.read_text()).body:
+            with suppress(Exception, SystemExit):  # modules beside the script are not found
+                exec(ast.unparse(each) if isinstance(each, ast.Import | ast.ImportFrom) else "", {})
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     if (interfaces := sys.modules.get("torch._dynamo.device_interface")) is not None:
         interfaces.caching_worker_device_properties.clear()
