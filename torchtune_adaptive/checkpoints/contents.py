@@ -168,18 +168,15 @@ def _tensors(states: Mapping[str, Any]) -> dict[StateKey, Any]:
 
 def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
     """Collective: return every distinct shard once on rank 0, and an empty list on other ranks."""
-    local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    dimensions = zip(coordinate, tensor.placements, strict=True)
-    is_first_replica = not any(index for index, placement in dimensions if placement.is_replicate())
+    local = tensor.to_local()
     own_shard: tuple[tuple[int, ...], bytes] | None = None
-    if is_first_replica and local.numel():
+    if local.numel():
         file = io.BytesIO()  # `torch.save`, because pickle alone does not support 8-bit types
         torch.save(copied_to_host(local), file)
         own_shard = _offset(tensor), file.getvalue()
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own_shard, gathered)
-    # a dictionary removes duplicates: under tensor parallelism, ranks outside the tensor's mesh have the same shards
+    # a dictionary removes duplicates, which replicas have, and under tensor parallelism ranks outside the tensor's mesh
     shards = dict(sorted(shard for shard in gathered or [] if shard is not None))
     return [(offset, torch.load(io.BytesIO(shard), weights_only=True)) for offset, shard in shards.items()]
 

@@ -57,9 +57,8 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
     """Return the section of a checkpointer, with the staging directory as its output directory."""
     section = components.require(cfg, key)
     _check_directory(section, key)
-    plain = OmegaConf.to_container(section, resolve=True)
-    assert isinstance(plain, dict)
-    return {**{str(name): value for name, value in plain.items()}, "output_dir": str(staging)}
+    plain: Any = OmegaConf.to_container(section, resolve=True)
+    return {**plain, "output_dir": str(staging)}
 
 
 def load(checkpointer: Checkpointer, files: Files | None) -> State:
