@@ -8,11 +8,10 @@ Accepts every config of torchtune's full_finetune_distributed unchanged.
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
-from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.tune.batch_size import set_batch_sizes
 from torchtune_adaptive.tune.data import build_data
-from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner, build_validation
+from torchtune_adaptive.tune.finetuning import build_loss, build_stages, build_validation
 from torchtune_adaptive.tune.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.training_loop import Run, TrainingLoop
@@ -35,9 +34,9 @@ class AdaptiveFullFinetuneDistributed:
         loss_fn = build_loss(settings, self.model)
         tokenizer = components.build("tokenizer", settings.config)
         self.data = build_data(settings, tokenizer, loss_fn, devices.mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, devices, run.journal.event)
+        stages = build_stages(self.model, loss_fn, self.data, settings, devices, run.journal.event)
+        self.runner = stages.training
         validation = build_validation(self.runner, loss_fn, self.data, tokenizer, settings, devices)
-        stages = Stages({"": self.runner})
         self.loop = TrainingLoop(
             run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn, validation=validation
         )

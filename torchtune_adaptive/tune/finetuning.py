@@ -19,17 +19,16 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.governor import Change
-from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_data
 from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device, is_padded, targets_of
-from torchtune_adaptive.tune.validation import VALIDATION_STAGE, Validation, build_validation_data
+from torchtune_adaptive.tune.validation import VALIDATION_STAGE, Validation, build_validation_data, stages_of
 
 OnChange = Callable[[Change], object]
 
@@ -165,18 +164,13 @@ def build_validation(
     return Validation(settings, validated, {VALIDATION_STAGE: (training.model, evaluate)}, training.recovery)
 
 
-def build_step_runner(
+def build_stages(
     model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, devices: Devices, on_change: OnChange
-) -> StepRunner[Sample]:
-    """Collective: build the step runner, with an initial limit of `batch_size` rows."""
+) -> Stages[Sample]:
+    """Collective: build the only stage of a step, with an initial limit of `batch_size` rows."""
     plan_padding(data, model, settings, devices.device)
-    return StepRunner(
-        model,
-        ForwardBackward(model, loss_fn, data, settings, devices.device),
-        kind=data.kind.for_steps(model),
-        limit=RowLimit(settings.batch_size),
-        recovery=build_recovery(settings, on_change, model),
-    )
+    run = ForwardBackward(model, loss_fn, data, settings, devices.device)
+    return stages_of({"": (model, run)}, data, settings.batch_size, build_recovery(settings, on_change, model))
 
 
 def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> None:
