@@ -76,17 +76,12 @@ def build() -> Path:
         shutil.rmtree(library.parent, ignore_errors=True)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache))
-    except OSError as error:
-        raise NullCudaError(f"cannot write to {cache} ({error.strerror}): set XDG_CACHE_HOME") from None
-    try:
-        _compile(folder, torch_folder, cuda)
-        folder.rename(library.parent)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache, ignore_cleanup_errors=True) as folder:
+            _compile(Path(folder), torch_folder, cuda)
+            Path(folder).rename(library.parent)
     except OSError as error:
         if not library.exists():  # otherwise another process was first
             raise NullCudaError(f"cannot build in {cache} ({error.strerror}): set XDG_CACHE_HOME") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return library
 
 
