@@ -97,7 +97,7 @@ def write_checkpoint(cfg: DictConfig) -> None:
     with shrunk_models() as builds, training.set_default_dtype(dtype):
         model = config.instantiate(cfg.model)
     adapter = get_adapter_params(model)
-    weights = {key: _opened(weight) for key, weight in model.state_dict().items() if key not in adapter}
+    weights = {key: opened(weight) for key, weight in model.state_dict().items() if key not in adapter}
     (directory / "config.json").write_text(json.dumps(_huggingface_config(builds)))
     names = file_names(cfg)
     for name in names:
@@ -106,7 +106,7 @@ def write_checkpoint(cfg: DictConfig) -> None:
     _save_in_format(cfg, weights, names)
 
 
-def _opened(weight: torch.Tensor) -> torch.Tensor:
+def opened(weight: torch.Tensor) -> torch.Tensor:
     """Open the gates of new vision models: gates of 0 block gradients, and trained models have open gates."""
     return weight if weight.any() else torch.full_like(weight, 0.1)
 

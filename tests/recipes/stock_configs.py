@@ -40,6 +40,8 @@ RECIPES = {
 BYTES_PER_TOKEN = 4
 # more rows than fit into a pack
 ROWS_PER_PACK = 24
+MOST_IMAGES = 2
+"""Images of every second row; other rows have one."""
 VISION = "torchtune.models.llama3_2_vision._transform"
 TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
@@ -107,7 +109,7 @@ def _train_each(stocks: Sequence[StockConfig], folder: Path) -> None:
         _spare_garbage_collector()
         use_next_port()
         cfg = on_cpu(stock.load(), stock.folder(folder))
-        with _offline(cfg, int(os.environ["WORLD_SIZE"])):
+        with offline(cfg, int(os.environ["WORLD_SIZE"])):
             run_ours(RECIPES[stock.recipe], cfg)
         stock.mark_done(folder)
 
@@ -156,10 +158,10 @@ def steps_of(cfg: DictConfig) -> int:
 
 
 @contextlib.contextmanager
-def _offline(cfg: DictConfig, world_size: int) -> Iterator[None]:
+def offline(cfg: DictConfig, world_size: int, steps: int | None = None) -> Iterator[None]:
     """While open, models are small, and rows, image tiles and the vision tokenizer are generated."""
     import_model(cfg)
-    rows = cfg.batch_size * cfg.gradient_accumulation_steps * world_size * steps_of(cfg)
+    rows = cfg.batch_size * cfg.gradient_accumulation_steps * world_size * (steps or steps_of(cfg))
     if cfg.dataset.get("packed"):
         rows *= ROWS_PER_PACK
     with contextlib.ExitStack() as patches:
@@ -185,19 +187,22 @@ def _row(source: str, index: int) -> dict[str, Any]:
         return {"instruction": row["input"], "input": "", "output": row["output"]}
     if "stack-exchange" in source:
         return {"question": row["input"], "response_j": row["output"], "response_k": row["output"][::-1]}
-    return {"images": [index], "texts": [{"user": row["input"], "assistant": row["output"]}]}
+    images = [index, index // 2][: 1 + index % MOST_IMAGES]
+    return {"images": images, "texts": [{"user": row["input"], "assistant": row["output"]}]}
 
 
 class RandomTiles:
     """Replaces CLIPImageTransform: an image is a number and yields one to four tiles of noise."""
+
+    dtype = torch.bfloat16
 
     def __init__(self, *, tile_size: int, max_num_tiles: int, **_: Any) -> None:
         assert (tile_size, max_num_tiles) == (IMAGE_SIZE, MAX_TILES)
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         tiles = sample["image"] % MAX_TILES + 1
-        noise = torch.rand(tiles, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.bfloat16)
-        return {"image": noise, "aspect_ratio": torch.tensor([1, tiles])}
+        noise = torch.rand(tiles, 3, IMAGE_SIZE, IMAGE_SIZE, generator=torch.Generator().manual_seed(sample["image"]))
+        return {"image": noise.to(self.dtype), "aspect_ratio": torch.tensor([1, tiles])}
 
 
 class SmallTokenizer(DemoTokenizer):

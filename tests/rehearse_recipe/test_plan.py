@@ -131,6 +131,12 @@ def test_config_of_an_unknown_recipe_is_refused(config: str) -> None:
         read_request(read_config(locate(config), ["memory_limit=h100"]), config, ())
 
 
+def test_config_with_images_is_refused() -> None:
+    config = "llama3_2_vision/11B_full"
+    with pytest.raises(ConfigError, match=r"no images .* train with use_maximum_batch_size=True"):
+        read_request(read_config(locate(config), ["memory_limit=h100"]), config, ())
+
+
 def demo_request(*words: str) -> PlanRequest:
     words = ("device=cuda", "use_maximum_batch_size=False", *words)
     return read_request(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)

@@ -142,6 +142,8 @@ def read_request(cfg: DictConfig, config_name: str, overrides: Sequence[str]) ->
         )
     if not str(cfg.get("device", "cuda")).startswith("cuda"):
         raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not support: set device=cuda")
+    if "image" in str(cfg.get("collate_fn")):
+        raise ConfigError(f"adaptive_plan has no images for {cfg.collate_fn}: train with use_maximum_batch_size=True")
     request.recipe.read(cfg)
     request.gpus  # noqa: B018
     return request

@@ -36,6 +36,7 @@ from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
+from torchtune_adaptive.tune.images import with_most_images
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE_LOG_PROBS
 from torchtune_adaptive.tune.samples import INDEX, Sample, TokenKind
@@ -124,7 +125,8 @@ def _measure_limits(
     if adaptive.token_budget is None:
         return limits
     if isinstance(adaptive.token_budget, int):
-        limits = dict.fromkeys(stages, TokenLimit(adaptive.token_budget, data.kind.padded_rows))
+        rows_per_sample = data.kind.rows if data.kind.padded else 1
+        limits = dict.fromkeys(stages, TokenLimit(adaptive.token_budget, rows_per_sample))
     elif memory is None:
         log_rank_0(f"token budget · {SEARCH_SKIPPED}, or the budget to a number")
     else:
@@ -183,23 +185,18 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
     """Collective: return a sample of the greatest possible length in which every token is a target.
 
     The length is the smallest of `sequence_length`, the tokenizer's limit and the model's limit. If neither of the
-    first two is set, it is the length of the longest sample in the dataset.
+    first two is set, it is the length of the longest sample in the dataset. If samples have images, it has the most.
     """
     sample: Sample = data.dataset[0]
-    if "encoder_input" in sample:
-        raise ConfigError(
-            "use_maximum_batch_size is True, or adaptive.token_budget is auto, but the dataset has images: their "
-            "memory differs from sample to sample, so there is no worst case to measure; set batch_size yourself"
-        )
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
-    tokens = sample[data.kind.sequences[0].tokens]
-    token = int(tokens[0]) if len(tokens) else 0
     if sequence_length is None and data.max_seq_len is None:
         longest = data.dataset.longest()
-        return {**data.kind.uniform(token, max(1, longest.length)), INDEX: longest.at}
-    known = min(filter(None, (sequence_length, data.max_seq_len, data.dataset.most_tokens)))
-    return data.kind.uniform(token, data.kind.length_at(known))
+        worst = {**data.kind.uniform(0, max(1, longest.length)), INDEX: longest.at}
+    else:
+        known = min(filter(None, (sequence_length, data.max_seq_len, data.dataset.most_tokens)))
+        worst = data.kind.uniform(0, data.kind.length_at(known))
+    return with_most_images(worst, data.dataset, data.max_tiles) if "encoder_input" in sample else worst
 
 
 def _worst_step(loop: TrainingLoop, stage: str) -> TrainingStep[Sample]:

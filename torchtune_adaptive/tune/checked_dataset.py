@@ -152,8 +152,8 @@ def name_of(sample: Sample) -> str:
 
 def max_seq_len_of(models: Iterable[nn.Module]) -> int | None:
     """Return the smallest max_seq_len of the models; None if unknown."""
-    lengths: list[int] = [model.max_seq_len for model in models if hasattr(model, "max_seq_len")]  # type: ignore[misc]
-    return min(lengths, default=None)
+    decoders: list[Any] = [getattr(model, "decoder", model) for model in models]
+    return min((each.max_seq_len for each in decoders if hasattr(each, "max_seq_len")), default=None)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

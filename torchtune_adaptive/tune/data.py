@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-from torchtune.data import padded_collate_packed, padded_collate_sft
+from torchtune.data import padded_collate_packed, padded_collate_sft, padded_collate_tiled_images_and_mask
 from torchtune.datasets import ConcatDataset, TextCompletionDataset
 
 from torchtune_adaptive.config import components
@@ -32,12 +32,12 @@ from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
+from torchtune_adaptive.tune.images import collate_images
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Sample, TokenKind
 from torchtune_adaptive.tune.unpadded import Batch, concatenated
 
 Item = TypeVar("Item")
 Collate = Callable[[Sequence[Sample]], Batch]
-PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"
 
 
 class Tokenizer(Protocol):
@@ -59,6 +59,8 @@ class Data:
     max_seq_len: int | None
     """The length to which the tokenizer truncates samples; None if it does not."""
     fingerprint: Fingerprint | None = None
+    max_tiles: int | None = None
+    """The most tiles into which the transform cuts an image; None if unknown."""
 
     @property
     def kind(self) -> TokenKind:
@@ -119,7 +121,7 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     """Collective: build the data of preference training: each sample is a pair of answers."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
-        raise ConfigError(PAIRS_ARE_NOT_PACKED)
+        raise ConfigError("dataset.packed is True, but pairs cannot be packed: set it to False")
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
     return data_of(CheckedDataset(dataset, PAIR), collate, settings, tokenizer, mesh, packed=False)
 
@@ -129,7 +131,8 @@ def data_of(
 ) -> Data:
     """Collective: combine the samples with a loader and a fingerprint."""
     loader, max_seq_len = build_step_loader(samples, settings, mesh), getattr(tokenizer, "max_seq_len", None)
-    return Data(samples, packed, collate, loader, max_seq_len, fingerprint_of(samples, max_seq_len))
+    fingerprint, max_tiles = fingerprint_of(samples, max_seq_len), getattr(tokenizer, "max_num_tiles", None)
+    return Data(samples, packed, collate, loader, max_seq_len, fingerprint, max_tiles)
 
 
 @log_if_slow("built the dataset")
@@ -137,7 +140,7 @@ def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample
     """Build `cfg.dataset`; a list of datasets is concatenated. Return it, and True if its rows are packed."""
     section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
-        return components.build_section("dataset", section, tokenizer), is_packed(cfg)
+        return components.build_section("dataset", section, tokenizer), bool(section.get("packed"))
     parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
     try:
         joined = ConcatDataset(datasets=parts)
@@ -146,17 +149,12 @@ def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample
     return joined, bool(getattr(joined, "packed", False))
 
 
-def is_packed(cfg: DictConfig) -> bool:
-    """Return True if the config sets `dataset.packed`; always False for a list of datasets."""
-    section = cfg.get("dataset")
-    return isinstance(section, DictConfig) and bool(section.get("packed"))
-
-
 def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, *, packed: bool) -> Collate:
     """Return a function that pads samples to the longest; packed rows already have equal lengths."""
     if packed:
         return cast(Collate, padded_collate_packed)
     function = components.imported("collate_fn", settings.collate_fn)
+    function = collate_images if function is padded_collate_tiled_images_and_mask else function
     return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
 
 

@@ -255,4 +255,5 @@ def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, n
     decoder: Any = getattr(model, "decoder", model)
     if not hasattr(decoder, "norm"):
         return {}
-    return {"layers": decoder.norm, **({} if loss_fn is None else {"head": loss_fn})}
+    parts = {"encoder": getattr(model, "encoder", None), "layers": decoder.norm, "head": loss_fn}
+    return {name: part for name, part in parts.items() if part is not None}

@@ -59,11 +59,6 @@ class TokenKind:
         """Return the word for a sample in tables."""
         return "row" if self.rows == 1 else "pair"
 
-    @property
-    def padded_rows(self) -> int:
-        """Return how many rows of a sample are padded to its length; 1 if sequences are concatenated."""
-        return self.rows if self.padded else 1
-
     def for_steps(self, model: nn.Module) -> SampleKind[Sample]:
         """Return this kind for the engine, with the costs of this model."""
         return SampleKind(
@@ -108,12 +103,11 @@ class TokenKind:
         return {**short, "seq_lens": torch.tensor([tokens])} if "seq_lens" in sample else short
 
     def filler(self, sample: Sample) -> Sample:
-        """Return a filler: the first two tokens of each sequence, without labels.
+        """Return a filler: the first two tokens of each sequence, without labels, and all images.
 
-        Two tokens are the fewest that run through the whole model. Samples with images are not shortened, since their
-        masks connect every token with the images.
+        Two tokens are the fewest that run through the whole model.
         """
-        return self.without_labels(sample if "encoder_input" in sample else self.cut(sample, self.length_at(2)))
+        return self.without_labels(self.cut(sample, self.length_at(2)))
 
     def without_labels(self, sample: Sample) -> Sample:
         """Return a filler that is as long as the sample."""
@@ -141,7 +135,10 @@ class TokenKind:
 
     def _beginnings(self, sample: Sample, tokens: int) -> Sample:
         keys = [key for fields in self.sequences for key in (fields.tokens, fields.labels, *fields.others)]
-        return {**sample, **{key: sample[key][:tokens] for key in keys if key in sample}}
+        short = {**sample, **{key: sample[key][:tokens] for key in keys if key in sample}}
+        if "encoder_mask" in sample:  # for each image, which tokens attend to it
+            short["encoder_mask"] = [mask[:tokens] for mask in sample["encoder_mask"]]
+        return short
 
 
 TEXT = TokenKind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))

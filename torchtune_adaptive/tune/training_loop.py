@@ -32,6 +32,7 @@ from torchtune_adaptive.tune.data import Data, LongestSamples, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
 from torchtune_adaptive.tune.fingerprint import check_same_data
+from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
@@ -100,6 +101,8 @@ class BatchSchedule:
         )
         if self.dealer is not None:
             samples = self.dealer.deal(samples)
+        rows = sizes.samples_per_step if self.looks_ahead else sizes.microbatch_rows
+        samples = (with_equal_tiles(each, rows) for each in samples)
         if self.looks_ahead:
             return pairwise(chain(samples, [None]))  # type: ignore[list-item]
         return ((each, None) for each in samples)

@@ -25,6 +25,7 @@ from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.fingerprint import seeded
+from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import evaluating
 
@@ -110,7 +111,7 @@ class Validation:
         with isolated_random_state(), evaluating(self._model), _naming_dataset_val():
             for share in shares:
                 samples = [self._data.kind.without_labels(each) if repeated else each for each, repeated in share]
-                *_, result = self.stages.run(samples, step=step).values()
+                *_, result = self.stages.run(with_equal_tiles(samples, len(samples)), step=step).values()
                 if result.stop_requested:
                     return None
                 counted = {COUNT: torch.tensor(result.target_tokens), **result.sums}

@@ -1,0 +1,115 @@
+"""Samples with images: how tiles are padded, and the worst case of a search."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torchtune import config
+from torchtune.data import padded_collate_tiled_images_and_mask
+
+from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, opened, shrunk_models
+from tests.recipes.stock_configs import import_model
+from tests.unit.tune.models import furthest, totals_and_gradients
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune import images
+from torchtune_adaptive.tune.batch_size import worst_sample
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.images import collate_images, tiles_of, with_equal_tiles
+from torchtune_adaptive.tune.samples import TEXT, Sample
+
+TOKENS_PER_TILE = (IMAGE_SIZE // 14) ** 2 + 1
+
+
+def sample_of(length: int, *tiles: int) -> Sample:
+    """Return a sample with images of these numbers of tiles, each of which has a token."""
+    draw = torch.Generator().manual_seed(length)
+    masks = [torch.zeros(length, number * TOKENS_PER_TILE, dtype=torch.bool) for number in tiles]
+    for at, mask in enumerate(masks):
+        mask[at + 1 :] = True
+    return {
+        "tokens": torch.randint(200, (length,), generator=draw).tolist(),
+        "labels": [*range(length)],
+        "encoder_input": {
+            "images": [torch.rand(number, 3, IMAGE_SIZE, IMAGE_SIZE, generator=draw) for number in tiles],
+            "aspect_ratio": [torch.tensor([1, number]) for number in tiles],
+        },
+        "encoder_mask": masks,
+    }
+
+
+SAMPLES = [sample_of(9, 1), sample_of(5, 3), sample_of(12, 2, 1), sample_of(7, 1)]
+
+
+def collated(rows: list[Sample]) -> dict[str, Any]:
+    return collate_images(rows, padding_idx=0, ignore_idx=-100)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    section = {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b", "decoder_trainable": True}
+    cfg = OmegaConf.create({"model": {**section, "image_size": IMAGE_SIZE}})
+    import_model(cfg)
+    torch.manual_seed(0)
+    with shrunk_models():
+        built: Any = config.instantiate(cfg.model)
+    built.load_state_dict({name: opened(weight) for name, weight in built.state_dict().items()})
+    built.set_num_output_chunks(8)
+    return built.train()  # type: ignore[no-any-return]
+
+
+def test_split_of_a_batch_changes_neither_loss_nor_gradients(model: nn.Module) -> None:
+    batch = with_equal_tiles(SAMPLES, 4)
+    whole, gradients = totals_and_gradients(model, collated, batch)
+    split, of_split = totals_and_gradients(model, collated, batch[:1], batch[1:])
+    assert float(split.loss_sum) == pytest.approx(float(whole.loss_sum), rel=1e-6)
+    assert furthest(of_split, gradients) < 1e-4
+
+
+def test_images_are_padded_to_the_most_tiles_of_their_batch() -> None:
+    assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 4)] == [[3], [3], [3, 3], [3]]
+    assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 1)] == [[1], [3], [2, 2], [1]]
+    assert with_equal_tiles([{"tokens": [1]}], 2) == [{"tokens": [1]}]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_batches_with_one_image_a_sample_are_those_of_torchtune(rows: int) -> None:
+    ours = collated(with_equal_tiles(SAMPLES[:rows], rows))
+    stock = padded_collate_tiled_images_and_mask(SAMPLES[:rows], padding_idx=0, ignore_idx=-100)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=0)
+
+
+def test_tokens_attend_to_their_own_images() -> None:
+    masks = collated(with_equal_tiles(SAMPLES[1:3], 2))["encoder_mask"].unflatten(2, (2, 3, TOKENS_PER_TILE))
+    assert masks[0, 1:5, 0].all()
+    assert not masks[0, 0].any()
+    assert not masks[0, :, 1].any(), "the first sample has one image"
+    assert masks[1, 1:, 0, :2].all()
+    assert masks[1, 2:, 1, :1].all()
+    assert int(masks[1].sum()) == TOKENS_PER_TILE * (11 * 2 + 10)
+
+
+def data_of(samples: list[Sample], max_tiles: int | None) -> Data:
+    dataset: Any = CheckedDataset(samples)
+    nothing: Any = None
+    return Data(dataset, False, collated, nothing, max_seq_len=20, max_tiles=max_tiles)
+
+
+@pytest.mark.parametrize(("max_tiles", "expected"), [(MAX_TILES, 4), (None, 3)])
+def test_worst_sample_has_the_most_images_each_with_the_most_tiles(max_tiles: int | None, expected: int) -> None:
+    with mock.patch.object(images, "log_rank_0") as log:
+        worst = worst_sample(data_of(SAMPLES, max_tiles), None)
+    log.assert_called_once_with(f"probes have 2 images of {expected} tiles a sample, the most images in 4 samples")
+    assert tiles_of(worst) == [expected] * 2
+    assert TEXT.length_of(worst) == 20
+    short = TEXT.cut(worst, 3)
+    assert [mask.shape for mask in short["encoder_mask"]] == [(3, expected * TOKENS_PER_TILE)] * 2
+    assert collated([worst, worst])["encoder_mask"].all()
+
+
+def test_search_of_samples_without_images_for_an_encoder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sample 0 of the dataset has no images"):
+        worst_sample(data_of([{"tokens": [1], "labels": [1], "encoder_input": "audio"}], None), None)
