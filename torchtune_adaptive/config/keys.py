@@ -42,7 +42,6 @@ SEED = Rule(lambda v: COUNT_OR_0.accepts(v) and v < 2**32 - 2**16, f"a whole num
 """Every rank adds its number to the seed, and the sum must have 32 bits."""
 NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
-TO_A_DAY = Rule(lambda v: NUMBER.accepts(v) and 1 <= v <= 86400, "a number of seconds from 1 to 86400 (one day),")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a string")
 PATH = Rule(lambda v: TEXT.accepts(v) and is_path(v), "a path")
@@ -161,10 +160,6 @@ class AdaptiveConfig:
     max_skipped_steps: int = setting(COUNT_OR_0, 10)
     """end the run, on all ranks, after more than this many consecutive steps with a NaN or infinite loss or gradient.
     Such a gradient never updates the weights"""
-    silent_rank_timeout: float | None = setting(TO_A_DAY | Rule(NULL.accepts, "null, for never"), 120)
-    """end the run when a rank has not responded for this many seconds, for example because its process is stopped or
-    its machine hangs. The error names the rank. A rank that is busy saving, compiling or reading its dataset still
-    responds. null: rely on the timeout of the process group"""
     memory_limit: tuple[MemorySize, ...] | None = setting(SIZES, None, convert=parse_sizes)
     """memory that a rank may use: an amount (`24GiB`, `500MiB`, `80GB`), a fraction of the device (`0.9`), or a list
     with one value per rank. On a GPU the CUDA allocator enforces the limit; on a CPU a meter does. A search on a CPU

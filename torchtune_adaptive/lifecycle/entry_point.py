@@ -34,7 +34,6 @@ from torchtune_adaptive.errors import (
 )
 from torchtune_adaptive.formatting import ranks_named
 from torchtune_adaptive.lifecycle.console import log_to_stderr, printing
-from torchtune_adaptive.lifecycle.heartbeat import exit_if_blocked, exit_on_silent_rank
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
@@ -50,7 +49,6 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
     listen()
     faulthandler.enable(file=2)  # prints a traceback if a library aborts the process
     exit_with_one_message(lambda: _run(recipe_type, keys), remedies)
-    exit_if_blocked(0)
 
 
 def run_query(query: Callable[[DictConfig, Path, Sequence[str]], None], keys: Collection[str]) -> None:
@@ -76,11 +74,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     try:
         with without_active_remedies(cfg):
             recipe = recipe_type(cfg)
-            adaptive = recipe.run.settings.adaptive
-            with (
-                exit_on_silent_rank(adaptive.silent_rank_timeout),
-                explain_out_of_memory(adaptive.recover_from_oom),
-            ):
+            with explain_out_of_memory(recipe.run.settings.adaptive.recover_from_oom):
                 _run_methods(recipe)
     except RunFinished as finished:
         if rank() == 0:
@@ -181,7 +175,6 @@ def _report(error: AdaptiveError, message: str) -> None:
 def _exit(status: int) -> NoReturn:
     """Exit this rank. The launcher then ends the other ranks."""
     sys.unraisablehook = lambda _: None  # partly constructed objects may raise in `__del__`
-    exit_if_blocked(status)
     sys.exit(status)
 
 

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.ranks import PATIENCE, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.checkpoints.store import find_checkpoints
-from torchtune_adaptive.lifecycle.heartbeat import exit_on_silent_rank
 
 ROWS, EPOCHS, READINGS = 2, 2, 30
 SAVE_EVERY, KEEP = 25, 2
-SILENT_S = 60.0
 MODEL = ("num_layers=1", "embed_dim=32", "intermediate_dim=32")
 KIB = 2**10
 
@@ -45,7 +43,7 @@ DEALT_BYTES = 4 * KIB
 class Case:
     kind: str
     ranks: int = 1
-    """Several ranks agree, use heartbeats, and deal samples under a token budget."""
+    """Several ranks agree and deal samples under a token budget."""
 
     def __str__(self) -> str:
         ranks = f", {self.ranks} ranks under a budget" if self.ranks > 1 else ""
@@ -91,25 +89,24 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
     """Collective: run; return the readings of each rank."""
     recipe = load_ours(case.kind)(config_of(case, folder, steps))
     every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
-    with exit_on_silent_rank(SILENT_S * PATIENCE):
-        recipe.setup()
-        watch, run = recipe.runner.measure_memory, recipe.runner.run
+    recipe.setup()
+    watch, run = recipe.runner.measure_memory, recipe.runner.run
 
-        def watch_too(memory: Any) -> None:
-            meters.append(memory)
-            watch(memory)
+    def watch_too(memory: Any) -> None:
+        meters.append(memory)
+        watch(memory)
 
-        def run_and_read(samples: Any, *, step: int, **options: Any) -> Any:
-            each_step()
-            result = run(samples, step=step, **options)
-            if step % every == 0:
-                gc.collect()
-                readings.append(Reading(process_bytes(), len(gc.get_objects()), meters[-1].live_bytes))
-            return result
+    def run_and_read(samples: Any, *, step: int, **options: Any) -> Any:
+        each_step()
+        result = run(samples, step=step, **options)
+        if step % every == 0:
+            gc.collect()
+            readings.append(Reading(process_bytes(), len(gc.get_objects()), meters[-1].live_bytes))
+        return result
 
-        recipe.runner.measure_memory, recipe.runner.run = watch_too, run_and_read
-        recipe.train()
-        recipe.cleanup()
+    recipe.runner.measure_memory, recipe.runner.run = watch_too, run_and_read
+    recipe.train()
+    recipe.cleanup()
     return readings
 
 

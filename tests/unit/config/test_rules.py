@@ -29,7 +29,6 @@ class Section:
         (keys.TEXT, ["a"], ["", 1, None]),
         (keys.PATH, ["a", "/ü/b c", "\udcff"], ["", None, "a\0b", "\ud800"]),
         (NULL, [None], [0, "", False]),
-        (keys.TO_A_DAY, [1, 0.5e3, 86400], [0.5, 1e30, float("inf"), None]),
         (NAMES, [[], ["a", "b"]], ["a", [1], None]),
         (keys.some_of("a", "b"), [["a"], ["b", "a"]], [[], ["c"], ["a", "c"], "a", None]),
         (keys.one_of("a", 1), ["a", 1], ["b", 2, None]),

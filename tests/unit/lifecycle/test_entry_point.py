@@ -80,7 +80,7 @@ def test_other_errors_are_unchanged(error: Exception) -> None:
 class EndsWithoutMemory:
     """A recipe that runs out of memory in its cleanup."""
 
-    run = SimpleNamespace(settings=SimpleNamespace(adaptive=AdaptiveConfig(silent_rank_timeout=None)))
+    run = SimpleNamespace(settings=SimpleNamespace(adaptive=AdaptiveConfig()))
 
     def __init__(self, cfg: object) -> None: ...
 

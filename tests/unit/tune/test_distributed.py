@@ -67,7 +67,7 @@ CONFIG = {
     "epochs": 1,
     "output_dir": "/disk/run",
     "metric_logger": {"name": "run"},
-    "adaptive": {"memory_limit": None, "silent_rank_timeout": 120},
+    "adaptive": {"memory_limit": None, "regrow_after": 120},
 }
 
 
@@ -92,8 +92,8 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], str]] = {
         "optimizer.lr is 0.003 on rank 0 and 0.01 on rank 1: start all",
     ),
     "null": (
-        ("adaptive.silent_rank_timeout=null",),
-        "silent_rank_timeout is 120 on rank 0 and null on rank 1",
+        ("adaptive.regrow_after=null",),
+        "regrow_after is 120 on rank 0 and null on rank 1",
     ),
     "a key on one rank only": (("shuffle=False",), "shuffle is null on rank 0 and False on rank 1"),
     "a dataset on the hub": (("dataset.source=org/one",), "dataset.source is null on rank 0 and 'org/one' on rank 1"),
