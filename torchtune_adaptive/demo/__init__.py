@@ -1,1 +1,1 @@
-"""Small models, a tokenizer, datasets and a checkpointer for the demo configs. None of them needs a download."""
+"""Small models, a tokenizer, datasets and a checkpointer for the demo configs, without downloads."""
