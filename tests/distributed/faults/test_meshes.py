@@ -1,6 +1,7 @@
 """Steps recover from out-of-memory errors if ranks exchange activations. `make faults` tries every operation."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,13 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from tests.distributed.faults.meshes import MESH_CASES
+from tests.distributed.faults.meshes import MESH_CASES, parts_of
 from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import gradients_equal, gradients_of, runner_of
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine import ghost
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
@@ -321,6 +323,22 @@ def test_runners_may_be_closed_in_any_order() -> None:
     stock = dist.ProcessGroup.allreduce
     assert run_on_ranks(2, close_the_first_of_two, timeout_s=20) == [True, True]
     assert dist.ProcessGroup.allreduce is stock
+
+
+def change_a_step_with_a_late_replica() -> int:
+    """Replicas take part in no common collective before the last microbatch."""
+    [model], train = parts_of(CASES["tensor parallel and replicas"])
+    runner, trained = runner_of(model, 2, train), 0
+    for step, count in enumerate((4, 3)):
+        if step and dist.get_rank() > 1:
+            time.sleep(2 * LATE_S)
+        trained += runner.run([torch.arange(8)] * count, step=step).target_tokens
+        model.zero_grad(set_to_none=True)
+    return trained
+
+
+def test_late_replica_does_not_end_a_step_with_another_number_of_samples() -> None:
+    assert run_on_ranks(4, change_a_step_with_a_late_replica, timeout_s=30) == [4 * 7 * 7] * 4
 
 
 class Context(nn.Module):
