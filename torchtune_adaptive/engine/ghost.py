@@ -212,9 +212,10 @@ class GhostPasses:
         eager, compiled = Counter(each.group for each in seen), self._completed.get(stage, Counter())
         for name in {*eager, *compiled} - of_replicas:
             if eager[name] != compiled[name]:
+                times = compiled[name] if stage in self._completed else "an unknown number of"
                 raise refusal(
-                    f"it is compiled, and communicates {eager[name]} times in eager mode, but "
-                    f"{compiled[name] or 'an unknown number of'} times in compiled code"
+                    f"it is compiled, and communicates {eager[name]} times in eager mode, but {times} times in "
+                    "compiled code"
                 )
 
     @contextmanager

@@ -431,10 +431,10 @@ class StepRunner(Generic[Sample]):
             self._ledger.end_microbatch()
             return added if totals is None else totals.plus(added)
         except Exception as error:
-            if comes_from_a_collective(error):  # FSDP's errors are explained already
-                with explaining_failures("a collective of the model"):
-                    raise
             if not (self.recovery.enabled and is_oom(error)):
+                if comes_from_a_collective(error):  # FSDP's errors are explained already
+                    with explaining_failures("a collective of the model"):
+                        raise
                 raise
             clear_frames(error)
         # outside of `except`, because the traceback in it keeps the activations of the failed pass alive
