@@ -1,12 +1,13 @@
 """Compare the step time of transformers' Trainer with and without the mixin, alternating in one process group.
 
-Goal 1.00 to 1.03 in the median of CPU seconds. Both kinds of runs train the same model on the same samples in the same
-microbatches. A pair is the ratio of two neighbouring runs: of the CPU seconds from the end of the third step to the end
-of the last. One-time work, such as the check how losses add up, is excluded. Figures are those of rank 0.
+Goal 0.98 to 1.02 in the median of CPU seconds. Both kinds of runs train the same model on the same samples in the
+same microbatches. A pair is the ratio of two neighbouring runs: of the mean CPU seconds of steps 5 to 7 and 9 to 15.
+The loss checks before steps 4 and 8 are reported separately. Figures are those of rank 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -20,16 +21,16 @@ from tests.ranks import run_on_ranks
 SIZES = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "use_cache": False}
 TOKENS = 256
-WARM_UP, STEPS = 3, 13
+WARM_UP, STEPS = 4, 15
 
 
 def run(pairs: int) -> Result:
     note = (
-        "ratio: CPU seconds of AdaptiveTrainer over Trainer; wall ratio: of median step times. With FSDP2, stock "
-        "accumulates with no_sync and communicates once a step, ours after every microbatch: with one microbatch a "
-        "step the loops are compared."
+        "ratio: CPU seconds of AdaptiveTrainer over Trainer; wall ratio: of median step times; loss check: CPU seconds "
+        "of step 8 minus those of other steps, divided by those of other steps. There is a check before steps 1, 2, 4, "
+        "8 and so on."
     )
-    cases = [("one process", 1, 2), ("FSDP2", 2, 1), ("FSDP2", 2, 2)]
+    cases = [("one process", 1, 2), ("FSDP2", 2, 1), ("FSDP2", 2, 4)]
     return Result([measure(*case, pairs) for case in cases], note)
 
 
@@ -38,7 +39,7 @@ def measure(placement: str, ranks: int, microbatches: int, pairs: int) -> dict[s
         told = run_on_ranks(
             ranks, time_both, placement, microbatches, Path(folder), pairs, timeout_s=600, in_group=False
         )
-    times: list[tuple[Moment, Moment]] = told[0]
+    times: list[tuple[Moment, Moment]] = [(stock, ours) for (stock, _), (ours, _) in told[0]]
     return {
         "placement": placement,
         "ranks": ranks,
@@ -47,13 +48,14 @@ def measure(placement: str, ranks: int, microbatches: int, pairs: int) -> dict[s
         "ours cpu ms": statistics.median(ours.cpu_s for _, ours in times) * 1e3,
         **compared([(stock.cpu_s, ours.cpu_s) for stock, ours in times]),
         "wall ratio": compared([(stock.wall_s, ours.wall_s) for stock, ours in times])["ratio"],
+        "loss check": statistics.median(check_s / ours.cpu_s for _, (ours, check_s) in told[0]),
     }
 
 
 def time_both(
     placement: str, microbatches: int, folder: Path, pairs: int, **options: Any
-) -> list[tuple[Moment, Moment]]:
-    """Collective: return the time of a step with stock and with ours. The order alternates; the first pair warms up."""
+) -> list[tuple[tuple[Moment, float], tuple[Moment, float]]]:
+    """Collective: time a step with stock and with ours. The order alternates, and the first pair warms up."""
     from transformers import Trainer
 
     from tests.hf.trainers import use_fsdp2
@@ -69,8 +71,8 @@ def time_both(
     return times[1:]
 
 
-def time_of_a_step(kind: type, microbatches: int, folder: Path, **changes: Any) -> Moment:
-    """Collective."""
+def time_of_a_step(kind: type, microbatches: int, folder: Path, **changes: Any) -> tuple[Moment, float]:
+    """Collective: return the time of a step, and the additional CPU seconds of step 8."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
     from transformers.utils.logging import set_verbosity_error
 
@@ -97,8 +99,10 @@ def time_of_a_step(kind: type, microbatches: int, folder: Path, **changes: Any) 
         callbacks=[Clock()],
     ).train()
     assert len(moments) == STEPS
-    walls = [
-        after.wall_s - before.wall_s for before, after in zip(moments[WARM_UP:], moments[WARM_UP + 1 :], strict=False)
-    ]
-    first, last = moments[WARM_UP - 1], moments[-1]
-    return Moment(statistics.median(walls), (last.cpu_s - first.cpu_s) / (STEPS - WARM_UP))
+    durations = {
+        number: Moment(end.wall_s - begin.wall_s, end.cpu_s - begin.cpu_s)
+        for number, (begin, end) in enumerate(itertools.pairwise(moments), 2)
+    }
+    steps = [each for number, each in durations.items() if number > WARM_UP and number.bit_count() > 1]
+    step = Moment(statistics.median(each.wall_s for each in steps), statistics.mean(each.cpu_s for each in steps))
+    return step, durations[8].cpu_s - step.cpu_s

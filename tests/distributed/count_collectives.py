@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ALL_REDUCE = "c10d.allreduce_.default"
 """FSDP2 never uses it for parameters: it is an agreement or a reduction of figures."""
+REDUCE_SCATTER = "c10d._reduce_scatter_base_.default"
 
 
 class CountCollectives(TorchDispatchMode):

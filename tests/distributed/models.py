@@ -164,12 +164,13 @@ def runner_of(
     forward_backward: Callable[[Sequence[Tensor]], Totals] | None = None,
     recovery: Recovery | None = None,
     stage: str = "",
+    **options: Any,
 ) -> StepRunner[Tensor]:
     """Collective: return a runner for token sequences; an integer limit is a row limit."""
     limit = RowLimit(limit) if isinstance(limit, int) else limit
     kind = SampleKind(length_of=len, filler=lambda sample: sample[:2])
     forward_backward = forward_backward or forward_backward_of(model)
-    return StepRunner(model, forward_backward, limit=limit, kind=kind, recovery=recovery, stage=stage)
+    return StepRunner(model, forward_backward, limit=limit, kind=kind, recovery=recovery, stage=stage, **options)
 
 
 def _joined_forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Totals:

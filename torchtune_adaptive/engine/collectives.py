@@ -104,15 +104,17 @@ class CountedReplicas:
 
 
 class PlaceInStep(Enum):
-    """Place of a microbatch in its step. If there are replicas, the collectives of a microbatch depend on its place.
+    """Place of a microbatch in its step. If there are replicas, or if gradients are reduced once per step, the
+    collectives of a microbatch depend on its place.
 
-    Only the last microbatch of a step all-reduces gradients over replicas. The first one differs from the others if a
+    Only the last microbatch of a step then reduces gradients: the all-reduce over replicas, or also the reduce-scatter.
+    The first one differs from the others if a
     module runs several times in a microbatch, for example a head that is applied in chunks: such a module issues more
     collectives if there are gradients of earlier microbatches.
     """
 
     ONLY = auto()
-    """The only microbatch of a step; without replicas, every microbatch."""
+    """The only microbatch of a step; every microbatch if they all reduce gradients."""
     FIRST = auto()
     MIDDLE = auto()
     LAST = auto()
@@ -189,6 +191,7 @@ class CollectiveLedger:
         self._owned = self._roots
         self._groups: list[Any] = []
         self._replicated: list[FSDPModule] = []
+        self._reducing_once: list[FSDPModule] = []
         self._microbatches = 0
         # State of the current microbatch:
         self._number = -1
@@ -212,6 +215,7 @@ class CollectiveLedger:
 
     def abandon(self) -> None:
         """Drop the gradients of an aborted step, so that a later backward does not add to them."""
+        self._set_reductions(True)
         for root in self._roots:
             fsdp.abandon(root)
 
@@ -221,8 +225,13 @@ class CollectiveLedger:
         if self._ghosts:
             self._ghosts.forget(stage)
 
-    def begin_attempt(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
-        """Begin an attempt at a step of a stage that owns these models: prepare FSDP, and count collectives from 0."""
+    def begin_attempt(
+        self, microbatches: int, models: Sequence[object], stage: str = "", *, reduce_once: bool = False
+    ) -> None:
+        """Begin an attempt at a step of a stage that owns these models: prepare FSDP, and count collectives from 0.
+
+        With `reduce_once`, only the last microbatch reduce-scatters gradients.
+        """
         self.position = 0
         self._stage, self._microbatches, self._number = stage, microbatches, -1
         if self._counts:
@@ -230,6 +239,7 @@ class CollectiveLedger:
         self._owned = [root for root in self._roots if root in models]
         self._groups = [group for root in self._owned for group in self._groups_of[root]]
         self._replicated = [root for root in self._owned if root in self._with_replicas]
+        self._reducing_once = self._owned if reduce_once and microbatches > 1 else []
         for root in self._owned:
             fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
@@ -242,7 +252,7 @@ class CollectiveLedger:
     def begin_microbatch(self, number: int) -> None:
         """Begin a microbatch of the step. Microbatches are numbered from 0."""
         self._current, self._fsdp_messages, self._number = [], 0, number
-        self._set_all_reduce(number == self._microbatches - 1)
+        self._set_reductions(number == self._microbatches - 1)
         self._messages_before = self._messages()
         if self._ghosts:
             self._ghosts.begin_microbatch()
@@ -254,8 +264,9 @@ class CollectiveLedger:
         if self._ghosts:
             self._ghosts.end_microbatch(self._stage)
         self._compare(complete=True)
-        self._record.varying_setting = self._record.varying_setting or fsdp.varying_setting(self._groups)
         is_last = self._number == self._microbatches - 1
+        if is_last or not self._reducing_once:
+            self._record.varying_setting = self._record.varying_setting or fsdp.varying_setting(self._groups)
         if self._record.varying_setting and is_last:
             fsdp.check_gradients_reduced(self._groups)
         # In the last microbatch, FSDP all-reduces the gradients of a parameter group only if this microbatch adds to
@@ -285,7 +296,7 @@ class CollectiveLedger:
         record.non_fsdp_messages = max(record.non_fsdp_messages, sent)
 
     def _place(self, number: int) -> PlaceInStep:
-        if not self._replicated or self._microbatches == 1:
+        if not (self._replicated or self._reducing_once) or self._microbatches == 1:
             return PlaceInStep.ONLY
         if number == 0:
             return PlaceInStep.FIRST
@@ -359,6 +370,11 @@ class CollectiveLedger:
             self._issuing = False
 
     @property
+    def reduces_once(self) -> bool:
+        """True if only the last of several microbatches reduce-scatters gradients in this attempt."""
+        return bool(self._reducing_once)
+
+    @property
     def progress(self) -> int:
         """A number that grows with every collective that this rank issues."""
         return messages().total() if self._ghosts else self.position
@@ -404,21 +420,23 @@ class CollectiveLedger:
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
-                self._set_all_reduce(number == self._microbatches - 1)
+                self._set_reductions(number == self._microbatches - 1)
                 ghosts.finish(ghost, passes[number])
                 for root in self._owned:
                     fsdp.end_pass_without_backward(root)
 
     def _make_gradients(self, number: int, run: Callable[[], object]) -> None:
         """Run a pass that issues no collective, so that this rank has gradients of earlier microbatches, as its peers
-        have. FSDP may issue additional all-reduces for such gradients."""
-        if self._replicated and number:
-            self._set_all_reduce(False)
+        have. FSDP may issue additional reductions for such gradients."""
+        if (self._replicated or self._reducing_once) and number:
+            self._set_reductions(False)
             run()
 
-    def _set_all_reduce(self, wanted: bool) -> None:
+    def _set_reductions(self, wanted: bool) -> None:
         for root in self._replicated:
             root.set_requires_all_reduce(wanted)
+        for root in self._reducing_once:
+            root.set_requires_gradient_sync(wanted)
 
     def _issue_from_record(self, collective: Collective) -> None:
         """Collective: issue this collective with the parameters of this rank, or with zeros."""
@@ -445,7 +463,7 @@ class CollectiveLedger:
         if number > self._number:
             self.begin_microbatch(number)
         self._current = []
-        self._set_all_reduce(number == self._microbatches - 1)
+        self._set_reductions(number == self._microbatches - 1)
         self._run_filler(issued, run_filler)
         schedule = self._record.schedules[self._place(number)] = tuple(self._current)
         return schedule
@@ -463,6 +481,7 @@ class CollectiveLedger:
 
     def reset(self) -> None:
         """Reset the models of this stage to their state between two steps, and drop their gradients."""
+        self._set_reductions(True)
         for root in self._owned:
             fsdp.reset(root)
         if self._ghosts:

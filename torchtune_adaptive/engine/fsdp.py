@@ -33,7 +33,7 @@ __all__ = ["AllGather", "FSDPModule", "FSDPParamGroup", "ReduceScatter"]
 
 _TOUCHED: dict[Any, str] = {
     FSDPModule: "_get_fsdp_state reset_iter_state reshard set_custom_all_gather set_custom_reduce_scatter "
-    "set_requires_all_reduce",
+    "set_requires_all_reduce set_requires_gradient_sync",
     FSDPState: "_comm_ctx _fsdp_param_groups _lazy_init",
     FSDPCommContext: "post_forward_order",
     FSDPParamGroup: "_all_gather_comm _all_reduce_hook _module_fqn _partial_reduce_output _post_forward_indices "
@@ -206,6 +206,12 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return list(cast(Any, module._get_fsdp_state())._fsdp_param_groups)
 
 
+def bytes_of_whole_gradients(model: nn.Module) -> int:
+    """Return the memory of the gradients of the whole model, in fp32 or the larger data type of its parameters."""
+    trained = (each for each in model.parameters() if each.requires_grad)
+    return sum(each.numel() * max(4, each.element_size()) for each in trained)
+
+
 def names_of_replica_groups(model: nn.Module) -> Iterator[str]:
     """Yield the names of the process groups over which FSDP all-reduces gradients."""
     for group in groups_of(model):
@@ -225,7 +231,6 @@ def modules_awaiting_all_reduce(root: FSDPModule) -> list[str]:
 
 def abandon(root: FSDPModule) -> None:
     """Drop unreduced gradients of an aborted step, without waiting for collectives: peers may have exited."""
-    root.set_requires_all_reduce(True)
     for group in groups_of(root):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
@@ -296,8 +301,6 @@ def end_pass_without_backward(root: FSDPModule) -> None:
 def reset(root: FSDPModule) -> None:
     """Return FSDP to its state between two steps, and drop the gradients of an unfinished pass."""
     root.reset_iter_state()
-    # It is False if the step ended before its last microbatch. A backward outside of steps needs True.
-    root.set_requires_all_reduce(True)
     # `reset_iter_state` does not clear the following, which the next pass would use:
     for group in groups_of(root):
         for parameter in group.fsdp_params:

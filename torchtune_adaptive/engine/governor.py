@@ -107,17 +107,20 @@ class Governor:
         """Return to the allowed limit, for example because microbatches need less memory from now on."""
         self._switch_to(None)
 
-    def out_of_memory(self, failed: Mapping[int, MicrobatchSize], step: int) -> Change:
+    def out_of_memory(self, failed: Mapping[int, MicrobatchSize], step: int, *, reduced_once: bool = False) -> Change:
         """Lower the limit after microbatches ran out of memory. `failed` maps ranks to their failed microbatch.
 
         Returns a change of kind EXHAUSTED at the smallest limit. A single row may fail because larger microbatches have
         fragmented the memory, or because of another process on the device. So the first time that only single rows fail
-        in a step, the limit stays. On probation, the previous limit returns.
+        in a step, the limit stays. On probation, the previous limit returns. The limit also stays if gradients were
+        reduced only once in the step (`reduced_once`), because the repeated step needs less memory.
         """
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
         event = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
-        if not self._retried_single_row and all(microbatch.rows == 1 for microbatch in failed.values()):
+        if reduced_once:
+            wait_text, reaction = "", f"gradients are reduced in every microbatch from now on, at most {before}"
+        elif not self._retried_single_row and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._retried_single_row = True
             wait_text = self._step_down(self._size)  # keeps the current size, unless on probation
             reaction = f"a single row failed, which may be temporary: microbatch at most {self.limit}"

@@ -158,6 +158,13 @@ class AttemptReports(tuple[AttemptReport, ...]):
         measured = [Fullest(*report.reading[1:]) for report in self if report.reading.budget_bytes]
         return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
 
+    def have_room_for(self, additional_bytes: float) -> bool:
+        """Return True if every rank has this much memory beyond its peak, or if memory is not measured."""
+        if self.flushed_cache or math.isinf(additional_bytes):
+            return False
+        readings = [report.reading for report in self if report.reading.budget_bytes]
+        return all(each.peak_bytes + additional_bytes <= each.budget_bytes for each in readings)
+
     @property
     def target_tokens(self) -> int:
         """Target tokens of all ranks."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,6 +204,9 @@ class StepRunner(Generic[Sample]):
         recovery: shared by the runners of all stages, if a step has several. By default, a new one for this model.
         stage: the name of the stage in messages and records, if a step has several. A stage without a backward stores
             its results in the samples. A repeated attempt overwrites them.
+        reduce_once: under FSDP2, reduce-scatter gradients only in the last microbatch of a step, if the memory of the
+            latest step leaves room for the gradients of the whole model. Without a memory limit, a CPU has room.
+            After an out-of-memory error in such a step, every microbatch reduces gradients.
     """
 
     def __init__(
@@ -214,6 +218,7 @@ class StepRunner(Generic[Sample]):
         limit: Limit,
         recovery: Recovery | None = None,
         stage: str = "",
+        reduce_once: bool = False,
     ) -> None:
         """Collective, because it creates a Recovery."""
         self.model, self.kind, self.stage = model, kind, stage
@@ -231,6 +236,9 @@ class StepRunner(Generic[Sample]):
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         self._gathers_from_all = fsdp.gathers_from_all(model)
+        can_reduce_once = reduce_once and self._gathers_from_all and not self._ledger.uses_ghost_passes
+        self._whole_gradients = fsdp.bytes_of_whole_gradients(model) if can_reduce_once else math.inf
+        self._reduces_once = False  # in the next step
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
@@ -313,11 +321,14 @@ class StepRunner(Generic[Sample]):
                 self._equal_steps.announce(f"{len(samples)} in {len(plan)}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
-            outcome = self._attempt(samples, plan)
+            outcome = self._attempt(samples, plan, reduce_once=self._reduces_once)
             upcoming_plan = self._plan_upcoming(upcoming)
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
                 self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
+                if self.trains:  # in later steps than the first, memory includes the optimizer state
+                    room_needed = 0 if self._reduces_once else self._whole_gradients
+                    self._reduces_once = reports.have_room_for(room_needed)
                 # without recovery, the limit stays: a larger one could run out of memory
                 if self.recovers and (change := self._governor.completed(step, reports.flushed_cache)):
                     self._announce(change, reports)
@@ -395,7 +406,7 @@ class StepRunner(Generic[Sample]):
                 limit, lengths, spread(plan, lengths, limit, microbatches, padded=self.kind.padded)
             )
 
-    def _attempt(self, samples: Sequence[Sample], plan: Plan) -> Totals | int:
+    def _attempt(self, samples: Sequence[Sample], plan: Plan, *, reduce_once: bool = False) -> Totals | int:
         """Collective: run all microbatches. Return their totals, or the index of the one that ran out of memory.
 
         In both cases, this rank has issued all collectives of the step when this returns.
@@ -405,7 +416,8 @@ class StepRunner(Generic[Sample]):
         microbatches = [[samples[index] for index in rows] or [self.kind.filler(samples[0])] for rows in plan]
         totals: Totals | None = None
         try:
-            self._ledger.begin_attempt(len(microbatches), self.recovery.owned_by(self.model), self.stage)
+            owned = self.recovery.owned_by(self.model)
+            self._ledger.begin_attempt(len(microbatches), owned, self.stage, reduce_once=reduce_once)
             for number, microbatch in enumerate(microbatches):
                 target_tokens = totals.target_tokens if totals else 0
                 totals = self._run_microbatch(number, microbatch, totals)
@@ -488,7 +500,9 @@ class StepRunner(Generic[Sample]):
             raise RecoveryUnsupportedError(
                 f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}", Remedy.NO_RECOVERY
             )
-        change = self._governor.out_of_memory(reports.failed, step)
+        if reduced_once := self._ledger.reduces_once:
+            self._reduces_once, self._whole_gradients = False, math.inf
+        change = self._governor.out_of_memory(reports.failed, step, reduced_once=reduced_once)
         if change.kind == EXHAUSTED:
             raise self._exhausted(change, reports)
         self._announce(replace(change, lost_seconds=time.perf_counter() - began), reports)

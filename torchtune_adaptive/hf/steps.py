@@ -76,7 +76,7 @@ class OptimizerSteps:
         self.model = _unwrap_ddp(model, trainer.accelerator)
         self._wrapped: Any = getattr(model, "_orig_mod", model)  # accelerate applies torch.compile to the DDP module
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
-        self._steps_run = 0
+        self._steps_run = self._way = 0
         self._kept_gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients from an incomplete step; see `keep_gradients`."""
         self._ended_at_step: int | None = None
@@ -116,6 +116,7 @@ class OptimizerSteps:
                 regrow_after=adaptive.regrow_after,
                 on_attempt=lambda stage, *_: trainer._evaluator.begin_attempt() if stage else self._restore(),
             ),
+            reduce_once=True,
         )
         stack.callback(self.runner.close)
         self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
@@ -280,13 +281,17 @@ class OptimizerSteps:
         """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches.
 
         The model is in training mode, since some terms of a loss exist only there. If a forward pass draws random
-        numbers on any rank, try again without dropout, and if this still happens, in evaluation mode.
+        numbers on any rank, try again without dropout, and if this still happens, in evaluation mode. To save time,
+        later checks begin in the mode that was used last, and try one candidate each.
         """
         firsts, second = self._candidates()
+        if self._steps_run:
+            firsts = [firsts[self._steps_run.bit_length() % len(firsts)]]
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         # Compiling for two samples could exceed the limit of recompilations. flex_attention has to be compiled.
         eager = attention != "flex_attention"
-        for training, context in ((True, nullcontext()), (True, WithoutDropout()), (False, nullcontext())):
+        ways = ((True, nullcontext()), (True, WithoutDropout()), (False, nullcontext()))
+        for training, context in ways[self._way :]:
             with torch.compiler.set_stance("force_eager" if eager else "default"), context:
                 of_second, *of_firsts = (self._loss_of([each], training=training) for each in (second, *firsts))
                 of_both = [self._loss_of([first, second], training=training) for first in firsts]
@@ -294,6 +299,7 @@ class OptimizerSteps:
             on_ranks = [*chain(*from_all_ranks(tried))]
             if not any(each.both.is_random for each in on_ranks):
                 break
+            self._way = min(self._way + 1, len(ways) - 1)
         return [each for each in on_ranks if math.isfinite(each.first.loss + each.second.loss)]
 
     def _candidates(self) -> tuple[list[RawSample], RawSample]:

@@ -76,8 +76,9 @@ class Bench:
 
     def operations(self) -> list[str]:
         """Collective: list the operations of the first failing rank in a step."""
-        self._start()
         runner = self.new_runner()
+        self.warm_up(runner)
+        self._start()
         names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
         runner.close()
         return names
@@ -97,9 +98,16 @@ class Bench:
         """Collective: return a new runner, with a new model if the case fails in the first pass."""
         if self.case.first_pass:
             self.models, self.forward_backward = self._build()
-        runner = runner_of(self.model, self.case.rows, self.forward_backward, Recovery(*self.models))
+        recovery, once = Recovery(*self.models), self.case.reduce_once
+        runner = runner_of(self.model, self.case.rows, self.forward_backward, recovery, reduce_once=once)
         self.fresh = runner.state_dict()
         return runner
+
+    def warm_up(self, runner: StepRunner[Tensor], place: int = 0) -> None:
+        """Collective: run the steps that a runner needs before it reduces gradients once per step. For every second
+        place, run one step more, so that the collectives of such a step are recorded."""
+        for _ in range((2 + place % 2) * self.case.reduce_once):
+            self.disturbed(runner, None)
 
     def _start(self) -> None:
         self.model.zero_grad(set_to_none=True)

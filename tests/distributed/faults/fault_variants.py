@@ -28,6 +28,9 @@ class Failing(Protocol):
     @property
     def first_pass(self) -> bool: ...
 
+    @property
+    def reduce_once(self) -> bool: ...
+
 
 def ways_to_fail(plain: Plain, others: Mapping[str, dict[str, Any]]) -> Iterator[Plain]:
     """Yield variants of a case: other ranks, a second failure, the first pass, and `others` (changes by name)."""

@@ -29,6 +29,8 @@ class Case:
     first_pass: bool = False
     """Fail in the very first step of the model."""
     error: Callable[[str], Exception] = torch.OutOfMemoryError
+    reduce_once: bool = False
+    """Reduce-scatter gradients only in the last microbatch of a step, until a rank runs out of memory."""
     with_frozen_model: bool = False
     """Call a frozen model in each microbatch too, so that collectives of two models interleave."""
     stride: int = 1
@@ -79,6 +81,13 @@ CASES = (
     Case("without padding, full checkpointing", replace(JOINED, checkpointing="full")),
     Case("without padding, lora", replace(JOINED, lora=True)),
     Case("bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), stride=3),
+    Case("reduce once", reduce_once=True),
+    Case("reduce once, fails in the retry too", rows=4, samples=8, reduce_once=True, again="retry", stride=3),
+    Case("reduce once, fails in the drain too", samples=6, reduce_once=True, again="drain", stride=3),
+    Case("reduce once, head in chunks", ModelConfig(head_chunks=4), reduce_once=True, stride=3),
+    Case("reduce once, bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), reduce_once=True),
+    Case("reduce once, lora", ModelConfig(lora=True), reduce_once=True, stride=3),
+    Case("reduce once, offloaded", OFFLOADED, reduce_once=True, stride=3),
     Case("with a frozen model", with_frozen_model=True),
     Case("with a frozen model, first pass", with_frozen_model=True, first_pass=True, stride=3),
     Case("with a frozen model, no reshard", ModelConfig(reshard_after_forward=False), with_frozen_model=True, stride=3),

@@ -55,6 +55,7 @@ class MeshCase:
     rows: int = 2
     again: str = "never"
     first_pass: bool = False
+    reduce_once: bool = False
     stride: int = 1
 
     def bench(self) -> Bench:

@@ -60,6 +60,7 @@ class RecipeCase:
     rows: int = 2
     again: str = "never"
     first_pass: bool = False
+    reduce_once: bool = False
     """Use models that have never run."""
     stride: int = 1
 
@@ -206,6 +207,9 @@ class RecipeBench:
             self._build()
         runner: StepRunner[Any] = self.runners[self.case.stage]
         return runner
+
+    def warm_up(self, runner: StepRunner[Any], place: int = 0) -> None:
+        """Do nothing: recipes reduce gradients in every microbatch."""
 
     def disturbed(self, runner: StepRunner[Any], at: int | None) -> tuple[Stepped, int]:
         """Collective: run a step that runs out of memory at `at`; return its outcome and the failures on this rank."""

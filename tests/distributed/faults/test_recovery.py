@@ -36,6 +36,7 @@ SAMPLED_NAMES = {
     *("full checkpointing", "selective checkpointing", "lora, full checkpointing", "no reshard after forward", "bf16"),
     *("without padding", "without padding, fails in the drain too", "with a frozen model", "offloaded"),
     *("hybrid", "hybrid, fails in the drain too", "head in chunks, hybrid"),
+    *("reduce once", "reduce once, fails in the drain too", "reduce once, head in chunks"),
 }
 """Cases that differ in communication and stored tensors, and a few that differ in failing ranks."""
 SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
@@ -43,6 +44,7 @@ SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
 
 @pytest.mark.smoke(
     "plain",
+    "reduce_once",
     "fails_in_the_drain_too",
     "plain-3_ranks-two_fail",
     "lora-full_checkpointing",

@@ -5,11 +5,22 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
-from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
+from tests.captured_logs import captured_log
+from tests.distributed.count_collectives import ALL_REDUCE, REDUCE_SCATTER, CountCollectives
+from tests.distributed.models import (
+    ModelConfig,
+    build,
+    forward_backward_of,
+    gradients_equal,
+    gradients_of,
+    runner_of,
+    samples_of,
+)
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.step import Recovery
+from torchtune_adaptive.testing import FaultInjector
 
 Figures = tuple[float, float]
 """The loss and its number of tokens."""
@@ -69,3 +80,62 @@ def recoveries_of_one_model() -> int:
 
 def test_model_has_one_recovery_at_a_time():
     assert run_on_ranks(2, recoveries_of_one_model) == [1, 1]
+
+
+class RoomAbovePeak:
+    """Memory with this much room above a constant peak, in bytes."""
+
+    retries, fullness, peak_bytes = 0, 0.0, 1000
+
+    def __init__(self, room: int) -> None:
+        self.budget_bytes = 1000 + room
+
+
+def gradients_of_steps(room_for_gradients: float | None) -> tuple[list[int], list[bool], list[bool]]:
+    """Collective: run four steps of two microbatches with `reduce_once`, and run out of memory in a fifth one.
+
+    Return for each step the number of reduce-scatters, and whether the gradients are bitwise those of a plain loop
+    that reduces them in every microbatch, and of a plain loop that reduces them in the last one only. If
+    `room_for_gradients` is 1, there is exactly enough memory for the gradients of the whole model.
+    """
+    model = build(ModelConfig(dropout=0.0))
+    assert isinstance(model, FSDPModule)
+    samples, forward_backward = samples_of(dist.get_rank(), 4), forward_backward_of(model)
+    plain_loops, same_as = [], ([], [])
+    for reduces in (True, False):
+        model.zero_grad()
+        model.set_requires_gradient_sync(reduces)
+        forward_backward(samples[:2])
+        model.set_requires_gradient_sync(True)
+        forward_backward(samples[2:])
+        plain_loops.append(gradients_of(model))
+    runner, scatters = runner_of(model, 2, reduce_once=True), []
+    if room_for_gradients is not None:
+        of_the_model = 4 * sum(parameter.numel() for parameter in model.parameters())
+        runner.measure_memory(RoomAbovePeak(int(room_for_gradients * of_the_model)))
+    with FaultInjector(runner).fail_at(rank=1, step=5, operation=300), captured_log() as log:
+        for step in range(1, 7):
+            model.zero_grad()
+            with CountCollectives() as counted:
+                runner.run(samples, step=step)
+            scatters.append(counted.seen[REDUCE_SCATTER])
+            for same, plain in zip(same_as, plain_loops, strict=True):
+                same.append(gradients_equal(gradients_of(model), plain))
+    if dist.get_rank() == 0:
+        in_every_microbatch = "gradients are reduced in every microbatch from now on, at most 2 rows"
+        assert any(in_every_microbatch in line for line in log) == (room_for_gradients != 0.99)
+    return scatters, *same_as
+
+
+@pytest.mark.parametrize("room_for_gradients", [None, 1, 0.99], ids=["not_measured", "enough", "too_little"])
+def test_gradients_are_reduced_once_per_step_while_memory_allows(room_for_gradients: float | None):
+    [scatters, in_every, in_last], other = run_on_ranks(2, gradients_of_steps, room_for_gradients)
+    assert [scatters, in_every, in_last] == [*other]
+    every, once = scatters[0], scatters[0] // 2
+    if room_for_gradients == 0.99:
+        assert scatters[:4] == [every] * 4
+        assert all(in_every[:4])
+    else:  # the first two steps measure memory, and step 5 runs out of it
+        assert scatters == [every, every, once, once, once + every, every]
+        assert in_every == [True, True, False, False, True, True]
+        assert in_last[2:4] == [True, True]
