@@ -17,15 +17,12 @@ import torch.distributed as dist
 from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_query
-from torchtune_adaptive.rehearse.remedies import that_fit
+from torchtune_adaptive.rehearse.remedies import ENOUGH, that_fit
 from torchtune_adaptive.rehearse.start import share_imports
 from torchtune_adaptive.rehearse.sweep import as_table, compare, ranking_of
 from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
 from torchtune_adaptive.rehearse_recipe.request import PLAN_KEYS, read_request
 from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
-
-ENOUGH = 2
-"""Stop after this many changes with which the config fits."""
 
 
 def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:

@@ -206,12 +206,6 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return list(cast(Any, module._get_fsdp_state())._fsdp_param_groups)
 
 
-def bytes_of_whole_gradients(model: nn.Module) -> int:
-    """Return the memory of the gradients of the whole model, in fp32 or the larger data type of its parameters."""
-    trained = (each for each in model.parameters() if each.requires_grad)
-    return sum(each.numel() * max(4, each.element_size()) for each in trained)
-
-
 def names_of_replica_groups(model: nn.Module) -> Iterator[str]:
     """Yield the names of the process groups over which FSDP all-reduces gradients."""
     for group in groups_of(model):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import combinations
 from typing import NamedTuple
 
 from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.start import program_of
 from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, ranking_of, row_of
 
 
@@ -41,6 +43,11 @@ TRAINERS = (
     ),
 )  # fmt: skip
 """transformers' TrainingArguments, and torchtitan."""
+UNKNOWN_TRAINER = TrainerArguments("", "", "", ())
+OF_ACCELERATE = ("--fsdp_activation_checkpointing", "true"), ("--fsdp_offload_params", "true")
+"""Options of `accelerate launch`, which have no effect without FSDP. They precede the script."""
+ENOUGH = 2
+"""Stop after this many combinations that fit."""
 MORE_RANKS = 2, 4, 8
 """The multiples of the number of ranks that are tried."""
 Words = tuple[str, ...]
@@ -56,7 +63,7 @@ def that_fit(
     example because the script rejects an argument, is left out.
     """
     fitting: list[SweepRow] = []
-    attempts = {(words, ranks): ([*command, *words], card, ranks) for words, ranks in cases}
+    attempts = {(words, ranks): (_with_arguments(command, words), card, ranks) for words, ranks in cases}
     with closing(in_parallel(rehearse, attempts)) as results:
         for (words, _), found in results:
             row = row_of(found, card, found.usable_bytes, {}, " ".join(words))
@@ -68,27 +75,39 @@ def that_fit(
 
 
 def try_remedies(rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int) -> list[SweepRow]:
-    """Return the changes of a trainer's arguments with which the command fits, the fastest first.
+    """Return the changes of a command's arguments with which it fits, the fastest first. If none fits on as many ranks,
+    two of them together.
 
     More ranks are tried only if there are several already, because a script for one process may not shard its model.
     """
+    single: list[tuple[Words, int]] = [(words, ranks) for words in argument_changes(command)]
     more: list[tuple[Words, int]] = [((), times * ranks) for times in MORE_RANKS if ranks > 1]
-    return that_fit(rehearse, command, card, [*((words, ranks) for words in argument_changes(command)), *more])
+    found = that_fit(rehearse, command, card, [*single, *more])
+    if any(row.ranks == ranks for row in found):
+        return found
+    pairs = [((*one, *other), ranks) for (one, _), (other, _) in combinations(single, 2) if one[0] != other[0]]
+    return that_fit(rehearse, command, card, pairs, ENOUGH) + found
 
 
 def argument_changes(command: Sequence[str]) -> list[Words]:
-    """Return single changes of a trainer's arguments: smaller batches with the same samples per step, then others."""
+    """Return single changes of a command's arguments: smaller batches with the same samples per step, then others."""
     given = _arguments(command)
-    trainer = next((each for each in TRAINERS if any(re.match(each.recognized_by, name) for name in given)), None)
-    if trainer is None:
-        return []
-    found: list[Words] = []
+    options = [*OF_ACCELERATE] if program_of(command).startswith("accelerate") else []
+    known = (each for each in TRAINERS if any(re.match(each.recognized_by, name) for name in given))
+    trainer, found = next(known, UNKNOWN_TRAINER), list[Words]()
     batch, accumulated = given.get(trainer.batch_size, ""), given.get(trainer.accumulation, "1")
     for parts in (2, 4, 8) if batch.isdecimal() and accumulated.isdecimal() else ():
         if int(batch) % parts == 0:
             kept = (trainer.accumulation, str(int(accumulated) * parts)) if trainer.accumulation else ()
             found.append((trainer.batch_size, str(int(batch) // parts), *kept))
-    return found + [(name, value) for name, value in trainer.others if given.get(name) != value]
+    return found + [(name, value) for name, value in (*trainer.others, *options) if given.get(name) != value]
+
+
+def _with_arguments(command: Sequence[str], words: Words) -> list[str]:
+    """Return the command with more arguments: options of accelerate before the script, others at the end."""
+    script = next((at for at, word in enumerate(command) if word.endswith(".py")), len(command))
+    options = [word for each in OF_ACCELERATE if each[0] in words for word in each]
+    return [*command[:script], *options, *command[script:], *(word for word in words if word not in options)]
 
 
 def _arguments(command: Sequence[str]) -> dict[str, str]:
