@@ -1,11 +1,11 @@
 """Issues the remaining collectives of a failed rank if ranks exchange activations, by repeating its pass without data.
 
 Under tensor, context and expert parallelism, the sizes of collectives depend on the samples, so the record of an
-earlier microbatch does not show which collectives the peers expect. A rank that ran out of memory therefore repeats the
-forward and the backward of the failed microbatch under FakeTensorMode. This repetition is called a ghost pass:
+earlier microbatch does not show which collectives the peers expect. A rank that ran out of memory therefore runs the
+failed microbatch again, and all later ones, under FakeTensorMode. Each of these passes is called a ghost pass:
 
 - It skips the collectives that this rank issued before it failed, and issues all later ones. FSDP's all-gathers carry
-  this rank's parameters, so peers that gather a layer again compute what they computed before. Others carry zeros.
+  this rank's parameters, so peers that gather a layer again compute the same as before. Other floats are sent as zeros.
 - Floating-point tensors are fake: they have a size, but neither memory nor values.
 - Integers (token ids, masks, tokens per expert) are real, because they determine sizes. Operations on integers run
   normally. Integers that depend on fake values are made up: a router's choices are spread evenly over the experts.
@@ -189,7 +189,7 @@ class GhostPasses:
         if first.used_unknown_values:
             seen = first.seen
             with self.ghost_mode(roots, made_up=1) as second:
-                torch.manual_seed(torch.initial_seed() + 1)  # before the step is repeated, generators are restored
+                torch.manual_seed(torch.initial_seed() + 1)  # generators are restored before the step is repeated
                 try:
                     second.run(run)
                 except RecoveryUnsupportedError as error:
@@ -331,8 +331,8 @@ class GhostMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, log: list[Exchange], made_up: int) -> None:
-        """`made_up` is the value, 0 or 1, that the model reads from fake masks; it reads `_LARGE` times this value from
-        fake numbers. See also `_make_up`."""
+        """`made_up` is 0 or 1. A model that reads a fake mask gets this value. A model that reads a fake number gets
+        `_LARGE` times this value. See also `_make_up`."""
         super().__init__()
         self.seen: list[SeenCollective] = []
         self.used_unknown_values = False
@@ -408,7 +408,7 @@ class GhostMode(TorchDispatchMode):
         self._passed[group.group_name] += 1
         skips = self._issued is None or self._passed[group.group_name] <= self._issued[group.group_name]
         carries_integers = any(_is_known(each) and not _is_float(each) for each in tensors)
-        if carries_integers and call.name != "barrier":  # whose tensor has no meaning
+        if carries_integers and call.name != "barrier":  # the tensor of a barrier has no meaning
             result = self._exchange(call, group, skips=skips)
         else:
             if not skips:
@@ -417,7 +417,7 @@ class GhostMode(TorchDispatchMode):
                     if self._gathered is not None and call.name == "_allgather_base_":
                         fsdp.copy_shards(self._gathered, args[1])
                 self._issue(_Call(call.func, args, kwargs), group)
-            _mark(tensors, known=False)  # collectives in place write into them
+            _mark(tensors, known=False)  # a collective in place overwrites them
             result = None if call.in_place else call.run()
         if not call.in_place:
             return result
@@ -425,7 +425,7 @@ class GhostMode(TorchDispatchMode):
         return (call.args[0], work) if len(call.func._schema.returns) == 2 else work
 
     def _with_real_masks(self, call: _Call) -> _Call:
-        """Replace masks that are computed, and therefore fake, by zeros, because ranks exchange integers for real."""
+        """Replace computed masks, which are fake, by real zeros, because the call sends masks and integers to peers."""
         if not any(isinstance(each, FakeTensor) and not _is_float(each) for each in call.tensors):
             return call
         self.used_unknown_values = True
@@ -502,7 +502,7 @@ class GhostMode(TorchDispatchMode):
             self.used_unknown_values |= is_random
             result = _mark(call.run_for_real(), known=True)
             if "empty" in name or (is_random and self._made_up and all(map(_is_float, tree_iter(result)))):
-                with unset_fake_temporarily():  # random integers are not 0: this may be invalid
+                with unset_fake_temporarily():  # but not random integers, whose range may exclude 0
                     tree_map(torch.zero_, result)
             return result
         if name in _INDEXING:
@@ -651,7 +651,7 @@ def _is_known(value: object) -> bool:
 
 def _is_small(call: _Call) -> bool:
     """Return True if an operation on known tensors returns integers or small tensors, or writes into its arguments."""
-    if call.mutates:  # inferring the shape would write twice, and known arguments are small or integers
+    if call.mutates:  # inferring shapes would write once more; known arguments are small or integers
         return True
     try:
         shapes = call.run()

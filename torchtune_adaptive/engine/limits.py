@@ -45,7 +45,7 @@ _PAIR_TERM_THRESHOLD = 0.01
 bytes. The range, maximum minus minimum, does not contain resident memory, which would make any error seem small."""
 
 _HALF_A_BYTE = 0.5
-"""Tolerance for rounding errors of a prediction. Memory is a whole number of bytes, so this admits no larger size."""
+"""Tolerance for rounding errors of a prediction. Real needs are whole bytes, so this admits no larger microbatch."""
 
 _FIXED, _ROW, _TOKEN, _PAIR, _LATE = range(5)
 """Terms of a surface, in the order of its fields."""
@@ -196,8 +196,8 @@ class Limit(Protocol):
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Self | None:
         """Return the next smaller limit after this microbatch ran out of memory, or None.
 
-        Its size is the largest power of two below the need of the microbatch: 8 -> 4 and 6 -> 4. It is None at size 1,
-        or if the microbatch already exceeds the limit, because it is then a single sample.
+        Its size is the largest power of two below the need of the microbatch: 8 -> 4 and 6 -> 4. Returns None at size
+        1, or if the microbatch exceeds the limit: only a single sample may, and it cannot be split.
         """
         if self.size == 1 or not self.fits(rows, length, tokens):
             return None
@@ -234,7 +234,7 @@ class RowLimit(Limit):
 
 @dataclass(frozen=True)
 class TokenLimit(Limit):
-    """At most `tokens` tokens in a microbatch. Padding counts: if rows are padded, rows × longest row."""
+    """At most `tokens` tokens in a microbatch. Padding counts: if sequences are padded, their number × the longest."""
 
     tokens: int
     rows_per_sample: int = 1

@@ -53,7 +53,7 @@ from torchtune_adaptive.errors import (
 from torchtune_adaptive.formatting import count_of
 
 _UNLIMITED_ROWS = 2
-"""Probes of up to this many rows run without the memory limit: the error message needs one row, a line needs two."""
+"""Probes of up to this many rows ignore the memory limit. One row is for the error message, two are for the line."""
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
@@ -172,11 +172,11 @@ class ProbeReport(NamedTuple):
 
 
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
-    """Combine the peaks of all ranks into one, relative to the budget of the rank with the least free memory.
+    """Combine the peaks of all ranks into one peak of the tightest rank, which has the least free memory.
 
-    Ranks have different peaks and different budgets. Each rank needs a share of its free memory. The largest share is
-    converted to bytes of the rank with the least free memory. The result is within the budget of that rank if and only
-    if every rank is within its own budget. Like the peak of each rank, it is a maximum of affine functions of the rows.
+    Ranks have different peaks and different budgets. Each rank needs a share of its free memory. The result is the peak
+    at which the tightest rank needs the largest of these shares. It is within the budget of the tightest rank if and
+    only if every rank is within its own. Like the peak of each rank, it is a maximum of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 
@@ -286,7 +286,7 @@ class Prober:
         self, step: TrainingStep[Any], microbatches: list[list[Any]], *, limited: bool
     ) -> tuple[dict[str, int], list[int]]:
         """Collective: run one step; return the peak of each phase and the ranks that ran out of memory."""
-        # If the step cannot be repeated, exceeding the limit would end the run, so its peak is measured without one.
+        # If the step cannot be repeated, exceeding the limit would end the run, so the peak is measured without limit.
         memory_limit = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
         with PhaseMeter(self._memory, step.runner.model, step.boundaries) as meter:
             with memory_limit:
@@ -379,8 +379,8 @@ def find_max_batch_size(
         round_to: "power_of_two" rounds the result down; "none" does not.
         max_rows: the most rows that are measured.
         whole_step_rows: the rows of a whole training step. If a microbatch can hold that many, each step is a single
-            microbatch and needs no memory for accumulated gradients. The search then runs without them first, and
-            with them if it finds fewer rows. Without this argument, gradients are in memory.
+            microbatch and accumulates no gradients. If this is given, a first search therefore runs without accumulated
+            gradients. If it finds fewer rows, or if this is None, a search with them in memory gives the result.
         progress: called after each probe, with its rows and its peak.
     """
     check_choice("strategy", strategy, STRATEGIES)

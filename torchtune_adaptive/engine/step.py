@@ -196,8 +196,8 @@ class StepRunner(Generic[Sample]):
             succeeded.
         forward_backward: runs one microbatch. It collates the given samples, runs forward and backward on the sum of
             their losses, and returns the totals. It must not divide the loss by a number that differs between
-            microbatches, such as their tokens. To train on the mean over tokens, divide the gradients by
-            `result.target_tokens` after `run`. A repeated step splits the same samples differently.
+            microbatches, such as their tokens, because a repeated step splits the samples differently. To train on the
+            mean over tokens, multiply the gradients, which are means over ranks, by `ranks / result.target_tokens`.
         kind: describes the samples.
         limit: the largest microbatch, equal on all ranks. Under a limit by rows, every rank must have equally many
             samples.
@@ -427,7 +427,7 @@ class StepRunner(Generic[Sample]):
                 if totals is None:
                     self._drain(microbatches, samples[0])
                     return number
-                if number == 0 and self._gathers_from_all:  # all peers have then written their numbers
+                if number == 0 and self._gathers_from_all:  # now all peers have announced their step
                     self._equal_steps.check()
                 if not plan[number] and totals.target_tokens > target_tokens:
                     raise ValueError("`filler` returned a sample that counts in the loss; return one without labels")

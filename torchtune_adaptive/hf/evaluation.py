@@ -59,7 +59,7 @@ class Evaluator:
 
     @contextmanager
     def keeping_samples(self, dataloader: Any) -> Iterator[None]:
-        """Collective: add the samples to the batches of this dataloader within the context, if it is supported."""
+        """Collective: within the context, add the samples to the dataloader's batches, if evaluation can recover."""
         trainer, loader = self.trainer, getattr(dataloader, "base_dataloader", dataloader)
         dispatches, several = isinstance(dataloader, DataLoaderDispatcher), trainer.accelerator.num_processes > 1
         generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
@@ -156,14 +156,14 @@ class Evaluator:
         nested = any(isinstance(each, Mapping | list | tuple) for each in self._inputs.values())
         if nested or media_in(self._inputs) or any(len(tensor) != len(self._samples) for tensor in tensors.values()):
             return CollatedBatch.of([self._samples[row] for row in rows], self._collate).inputs
-        # A tensor that is as long for one sample, such as a weight for each class, does not consist of rows.
+        # A tensor that keeps its length if one sample is collated, such as class weights, has no row for each sample.
         restore, one = remember_random_state(self.trainer), CollatedBatch.of(self._samples[:1], self._collate).inputs
         restore()
         sliced = (name for name in tensors if getattr(one.get(name), "shape", ())[:1] != tensors[name].shape[:1])
         return {**self._inputs, **{name: tensors[name][list(rows)] for name in sliced}}
 
     def _preprocess_piece(self, piece: Piece) -> Piece:
-        """Collective: as Trainer does, pad outputs to the longest rank and call `preprocess_logits_for_metrics`."""
+        """Collective: as Trainer does, pad outputs to the longest of all ranks, and preprocess the logits."""
         if self._preprocess is None or piece.outputs[0] is None:
             return piece
         pad = partial(self.trainer.accelerator.pad_across_processes, dim=1, pad_index=-100)

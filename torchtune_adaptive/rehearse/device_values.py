@@ -1,7 +1,7 @@
 """Supply the values that a script reads from a null device, which runs no kernels; report guesses of sizes.
 
-If a script reads an integer by `.item()`, `int(...)` or `float(...)`, its source is parsed to find out how the integer
-is used: through arithmetic, names, attributes, constant keys and returns. An integer that is only divided, printed,
+If a script reads an integer by `.item()`, `int(...)` or `float(...)`, the source of the script is parsed to follow the
+integer through arithmetic, names, attributes, constant keys and returns. An integer that is only divided, printed,
 logged or passed to a Triton kernel does not become the size of a tensor, so it is not reported.
 """
 
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchtune_adaptive.rehearse.result import INTEGER, MASK, ROUTING
 
 LARGE, LARGE_TO_SEND = 2**23, 2**20
-"""The values of tensors with this many elements or more are not computed, or not sent to other ranks."""
+"""Tensors with at least `LARGE` elements are not computed, and those with at least `LARGE_TO_SEND` are not sent."""
 _RETURN_INTEGERS = (
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge",
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
@@ -138,7 +138,7 @@ class DeviceValues:
             self._messages.impl(name, partial(self._carry, operation, kernel), "CUDA", with_keyset=True)
 
     def _carry(self, operation: Any, kernel: Any, keys: Any, *args: Any) -> Any:
-        """Run a collective: through gloo for small tensors if other ranks run; otherwise, by the fake process group."""
+        """Run a collective: if other ranks run, by gloo and only for small tensors; otherwise, by the fake group."""
         boxed = {str(each._type()).rpartition(".")[2]: each for each in args if isinstance(each, torch.ScriptObject)}
         group, name = dist.ProcessGroup.unbox(boxed["ProcessGroup"]), operation.__name__
         reduction: Any = dist.ReduceOp.unbox(boxed["ReduceOp"]) if "ReduceOp" in boxed else None
@@ -251,7 +251,7 @@ class DeviceValues:
         return top
 
     def _scatter_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap `scatter_`: a router may mark the experts of each token in a mask."""
+        """Wrap `scatter_`, by which a router may mark experts: if all inputs are known, the host computes it."""
 
         @functools.wraps(function)
         def scatter(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -467,7 +467,7 @@ class _Parsed:
 
 
 def _may_become_size(frame: FrameType | None, by: tuple[str, ...] = ()) -> bool:
-    """Return False if the result of the call in this frame, of a function `by`, cannot become the size of a tensor."""
+    """Return False if the result of this frame's call, of a function in `by` (empty: any), cannot become a size."""
     source = _parsed(frame.f_code.co_filename) if frame else None
     if frame is None or source is None:
         return True

@@ -112,7 +112,7 @@ class StepRecorder:
         torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = read
 
     def _watch(self) -> None:
-        """Print the traceback of every thread if this is not called again in time. Real steps may be slow."""
+        """Print all tracebacks if this is not called again in time. Not on a GPU, where steps may be slow."""
         if not self.real:
             faulthandler.dump_traceback_later(SILENT_S, repeat=True, file=2)
 

@@ -72,8 +72,8 @@ class LimitFinder:
         if budget is None and not self._settings.use_maximum_batch_size:
             return configured
         if memory is None:
-            what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
-            log_rank_0(f"{what} · {SEARCH_SKIPPED}{remedy}")
+            remedy = "" if budget is None else ", or adaptive.token_budget to a number"
+            log_rank_0(f"{'token budget' if remedy else 'batch search'} · {SEARCH_SKIPPED}{remedy}")
             return configured
         with self._optimizer_state_in_memory(memory):
             if budget is not None:
