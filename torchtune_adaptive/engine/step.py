@@ -237,10 +237,8 @@ class StepRunner(Generic[Sample]):
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         self._gathers_from_all = fsdp.gathers_from_all(model)
         can_reduce_once = reduce_once and self._gathers_from_all and not self._ledger.uses_ghost_passes
-        of_parameters = (
-            each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad
-        )
-        self._whole_gradients = sum(of_parameters) if can_reduce_once else math.inf  # bytes, at least of fp32
+        sizes = (each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad)
+        self._whole_gradients = sum(sizes) if can_reduce_once else math.inf  # bytes; fp32 at least
         self._reduces_once = False  # in the next step
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
