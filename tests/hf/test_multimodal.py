@@ -309,8 +309,10 @@ def test_limits_hold_for_tokens_that_the_collator_adds(kind: str, sharded: bool,
 
 
 def long_texts_and_large_images(here: Path) -> tuple[list[float], list[float]]:
-    """Collective: train after a search; return the recoveries and the rows of microbatches. One half of the samples are long texts with a small image, and the other half
-    short texts with two large ones."""
+    """Collective: train after a search; return the recoveries and the rows of microbatches.
+
+    One half of the samples are long texts with a small image, and the other half short texts with two large ones.
+    """
     use_fsdp2(*Qwen2VL.layers)
     small, large = (Image.new("RGB", (size, size)) for size in (8, 32))
     of_kinds = {"text": [5] * 60, "images": [small]}, {"text": [5] * 4, "images": [large, large]}
