@@ -62,6 +62,9 @@ model.cuda()
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20
 
 # autotuning does not compare kernels
+from torch.nn.attention.flex_attention import flex_attention
+heads = torch.zeros(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")(heads, heads, heads)
 step(torch.compile(torch.nn.Linear(1024, 1024, device="cuda"), mode="max-autotune"), rows=1024)
 """
 

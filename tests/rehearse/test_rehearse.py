@@ -738,6 +738,20 @@ def test_document_mask_is_computed_from_host_values(rehearse: Rehearse) -> None:
     assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
 
 
+def test_mask_that_looks_up_positions_compiles(rehearse: Rehearse) -> None:
+    """Dynamo finds out once, in a torch function mode, which function of torch each operator calls."""
+    script = """
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        positions = torch.arange(512, device="cuda")
+        create = torch.compile(create_block_mask, fullgraph=True)
+        create(lambda batch, head, query, key: positions[query] >= positions[key], 1, None, 512, 512, device="cuda")
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
+
+
 MANUAL = """
     import torch
 

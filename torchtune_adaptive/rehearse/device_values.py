@@ -30,6 +30,7 @@ from torch.optim.optimizer import _get_value
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.result import INTEGER, MASK, ROUTING
 
 LARGE, LARGE_TO_SEND = 2**23, 2**20
@@ -125,9 +126,15 @@ class DeviceValues:
                 self.on_guess(INTEGER, _caller())
             return to_int(tensor)
 
+        def original_operators(dynamo: Any) -> None:
+            dynamo.populate_builtin_to_tensor_fn_map()  # now, because Dynamo cannot trace the replacements
+            for operators in dynamo.BUILTIN_TO_TENSOR_FN_MAP, dynamo.BUILTIN_TO_TENSOR_RFN_MAP:
+                operators.update({each: getattr(by, "__wrapped__", by) for each, by in operators.items()})
+
         torch.isfinite = torch.Tensor.isfinite = isfinite  # type: ignore[assignment]
         torch.Tensor.__int__ = int_of_float  # type: ignore[method-assign,assignment]
         self._carry_messages()
+        after_import("torch._dynamo.variables.builtin", original_operators)
         atexit.register(self._writes.clear)  # at the end of the process, a StorageWeakRef cannot be deleted
 
     def _carry_messages(self) -> None:
@@ -222,7 +229,7 @@ class DeviceValues:
                 if self._routes and function.__name__ in _COUNTS:
                     self.on_guess(ROUTING, _caller())
                 # the CPU's histc supports only floats
-                convert = _float_on_host if function.__name__ == "histc" else _on_host
+                convert = partial(_on_host, as_float=function.__name__ == "histc")
                 found = function(*tree_map(convert, args), **tree_map(convert, kwargs))
                 # the device has read the size of a bincount as 1
                 if found.shape != result.shape:
@@ -278,14 +285,10 @@ class DeviceValues:
         return create
 
     def _can_be_known(self, tensor: Any) -> bool:
-        return (
-            isinstance(tensor, torch.Tensor)
-            and not tensor.is_floating_point()
-            and not torch.compiler.is_compiling()
-            and _is_plain(tensor)
-            and tensor.is_cuda
-            and tensor.numel() < LARGE
-        )
+        if torch.compiler.is_compiling() or not _is_plain(tensor):
+            return False
+        with torch._C.DisableTorchFunction():  # Dynamo takes the last function in a mode for the one that was called
+            return not tensor.is_floating_point() and tensor.is_cuda and tensor.numel() < LARGE
 
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:
         """Replace values in a copy on the host if a kernel would have computed them."""
@@ -322,7 +325,9 @@ class DeviceValues:
             # Optimizers divide by their step count, which is on the device after their state was loaded: return 1.
             return float(reader.f_code is _get_value.__code__)
         if tensor.dtype is torch.bool and source is not Source.HOST:
-            return any(_is_in_assert(frame) for frame in (reader, reader.f_back) if frame)
+            frames = (each for each in (reader, reader.f_back) if each)
+            lines = (linecache.getline(each.f_code.co_filename, each.f_lineno) for each in frames)
+            return any(line.lstrip().startswith("assert") for line in lines)
         if source is not Source.HOST and self._may_become_size(reader):
             self.on_guess(INTEGER, reader)
         return 0 if source is Source.DEVICE else self._cpu(tensor).item()
@@ -370,7 +375,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() < LARGE_TO_SEND and (tensor.numel() <= 1 or not tensor.is_floating_point())
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: Any, as_float: bool = False) -> Any:
     """Return a CPU tensor that uses the memory of a tensor on the device, because no kernel could copy it."""
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return "cpu" if isinstance(value, torch.device) else value
@@ -379,13 +384,9 @@ def _on_host(value: Any) -> Any:
     storage = value.untyped_storage()
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     raw = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=value.dtype, device="cpu").set_(
-        raw, value.storage_offset(), value.size(), value.stride()
-    )
-
-
-def _float_on_host(value: Any) -> Any:
-    return _on_host(value).float() if isinstance(value, torch.Tensor) else _on_host(value)
+    found = torch.empty(0, dtype=value.dtype, device="cpu")
+    found.set_(raw, value.storage_offset(), value.size(), value.stride())
+    return found.float() if as_float else found
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -406,10 +407,6 @@ def _outside(frame: FrameType) -> FrameType:
     return frame
 
 
-def _is_in_assert(frame: FrameType) -> bool:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert")
-
-
 def _ends_loop(frame: FrameType) -> bool:
     source = _parsed(frame.f_code.co_filename)
     return source is not None and source.ends_loop_at(frame.f_lineno)
@@ -424,13 +421,13 @@ def _all(tensor: torch.Tensor) -> torch.Tensor:
 
 _NOT_SIZES = {
     "print", "float", "str", "repr", "log", "debug", "info", "warning", "write", "set_postfix", "set_description",
-    "add_scalar", "add_scalars", "log_metrics", "isnan", "isfinite",
+    "add_scalar", "add_scalars", "log_metrics", "log_trace_scalar", "isnan", "isfinite",
 }  # fmt: skip
 """Functions whose arguments do not become sizes."""
 _PASS_ON = {"int", "max", "min", "abs", "round", "sum"}
 """Functions whose result may become a size if their argument may."""
-_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "nested_numpify"}
-"""Functions of libraries that read values, but not as sizes: Liger divides by them, Trainer computes metrics."""
+_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "nested_numpify", "add_node_replacement"}
+"""Functions that read values, but not as sizes: Liger divides, Trainer computes metrics, Inductor folds constants."""
 _Variable = tuple[str, str]
 """The kind of a variable (name, attribute or key), and its name."""
 

@@ -206,19 +206,22 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
 
 
 def _skip_autotuning() -> None:
-    """Let autotuners use one candidate, instead of compiling all: Triton the first, and Inductor ATen's kernel."""
+    """Let autotuners use one candidate, instead of compiling all: ATen's kernel, or else the first."""
     os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"] = "ATEN"
     os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_CONV_BACKENDS"] = "ATEN"
-    try:
-        from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
-    except ImportError:
-        return
-    construct = Autotuner.__init__
 
-    def init(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, fn, arg_names, list(configs or ())[:1], *args, **kwargs)
+    def take_first(owner: str, method: str, position: int, module: Any) -> None:
+        choose = getattr(getattr(module, owner), method)
 
-    Autotuner.__init__ = init
+        def take(*args: Any, **kwargs: Any) -> Any:
+            first = [list(each or ())[:1] for each in args[position : position + 1]]
+            return choose(*args[:position], *first, *args[position + 1 :], **kwargs)
+
+        setattr(getattr(module, owner), method, take)
+
+    after_import("triton.runtime.autotuner", functools.partial(take_first, "Autotuner", "__init__", 3))
+    select = functools.partial(take_first, "AlgorithmSelectorCache", "__call__", 2)
+    after_import("torch._inductor.select_algorithm", select)
 
 
 def run(command: Sequence[str]) -> None:
