@@ -85,6 +85,35 @@ def test_each_step_has_seconds_in_proportion_to_its_matrices(script: str, rehear
     assert seconds[3] > 1.5 * seconds[2]
 
 
+@pytest.mark.parametrize(("split", "tokens"), [("tp", 2 * 64), ("cp", 4 * 64)])
+def test_ranks_of_a_mesh_dimension_share_samples_and_wait_for_its_collectives(
+    split: str, tokens: int, rehearse: Rehearse
+) -> None:
+    """Ranks of a context-parallel group look up different tokens of a sample."""
+    script = f"""
+    {LAYERS.strip()}
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("nccl")
+    group = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "{split}"))["{split}"].get_group()
+    words = nn.Embedding(1000, 4096, device="cuda")
+    optimizer = torch.optim.SGD(words.parameters())
+    for _ in range(2):
+        rows = words(torch.zeros(1, 64, dtype=torch.long, device="cuda"))
+        for _ in range(100):
+            all_reduce(rows.detach(), "sum", dist.group.WORLD)
+            all_reduce(rows.detach(), "sum", group)
+        rows.sum().backward()
+        optimizer.step()
+"""
+    time = rehearse(script, "--ranks", "4").found["time"]
+    assert (time["tokens_per_step"], time["samples_per_step"]) == (tokens, 2)
+    bandwidth = 0.7 * 450e9
+    seconds = 200 * 20e-6 + 100 * 64 * 4096 * 4 * (2 * 3 / 4 + 2 * 1 / 2) / bandwidth
+    assert time["parts"]["communication"] == pytest.approx(seconds, rel=0.01)
+
+
 def test_bytes_are_those_of_the_dtype(rehearse: Rehearse) -> None:
     found = [
         rehearse(script).found["time"] for script in (PLAIN, PLAIN.replace("bfloat16", "float32"))

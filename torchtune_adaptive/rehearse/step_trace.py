@@ -116,6 +116,8 @@ RECORDER = Recorder()
 def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = None) -> Work:
     """Return the work in a trace. The trace lists inner operations before the operation that calls them."""
     trace = _Trace()
+    if torch.distributed.is_initialized():
+        trace.know_groups(torch.distributed.distributed_c10d._world.pg_config_info)
     identity, name, parent, text = 0, "", 0, dict[str, str]()
     for line in lines:
         key = line.lstrip()[:4]
@@ -131,7 +133,7 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = 
     counted = trace.counted() + (untraced or Counter())
     operations = [(each, times) for each, times in counted.items() if isinstance(each, Operation)]
     collectives = [(each, times) for each, times in counted.items() if isinstance(each, Transfer)]
-    return Work(operations, collectives, trace.tokens, trace.samples, trace.ranks_per_sample)
+    return Work(operations, collectives, trace.tokens, trace.samples, math.prod(trace.sharing.values()))
 
 
 class _Trace:
@@ -142,7 +144,7 @@ class _Trace:
         """Operations that a tensor subclass or a dispatch mode handles by calling others."""
         self._threads: set[int] = set()
         self._groups: dict[str, list[int]] = {}
-        self.ranks_per_sample = 1
+        self.sharing: dict[str, int] = {}  # the number of ranks by mesh dimension, if they share samples
         self._looked_up: Counter[tuple[int, ...]] = Counter()
         """The number of tokens, by the shape of the embedding that looks them up."""
         self._rows: Counter[tuple[int, ...]] = Counter()
@@ -155,9 +157,7 @@ class _Trace:
             self._threads.add(identity)
             self._inner[identity] = inner
             return
-        if name.startswith("## process_group:init"):
-            self._know_groups(text['"inp'])
-        elif name.startswith("Python"):
+        if name.startswith("Python"):
             self._dispatched.add(parent)
         elif name.startswith("Optimizer.step"):
             inner = _with(inner, Operation, update=True)
@@ -189,7 +189,8 @@ class _Trace:
 
     @property
     def tokens(self) -> int:
-        return self._looked_up[max(self._looked_up)] if self._looked_up else 0
+        parts = math.prod(self.sharing.get(name, 1) for name in ("cp", "sp", "context"))  # each has its own tokens
+        return self._looked_up[max(self._looked_up)] * parts if self._looked_up else 0
 
     @property
     def samples(self) -> int:
@@ -200,18 +201,17 @@ class _Trace:
     def _know_inputs(self, given: _Side) -> None:
         """Count the tokens of a model that is compiled with its embedding."""
         shapes = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if kind == "Tensor(long int)"]
-        longest = max(shapes, key=math.prod, default=None)
-        if longest:
+        if longest := max(shapes, key=math.prod, default=None):
             # () is the smallest key, so these numbers are only used if there is no embedding.
             self._looked_up[()] += math.prod(longest)
             self._rows[()] += longest[0]
 
-    def _know_groups(self, text: str) -> None:
-        for group in json.loads(_side(text).values[0]):
-            ranks = group["ranks"] or list(range(group["group_size"]))
-            self._groups[group["pg_name"]] = ranks
-            if _SHARE_SAMPLES.fullmatch(group["pg_desc"]):
-                self.ranks_per_sample *= len(ranks)
+    def know_groups(self, groups: Iterable[Any]) -> None:
+        """Remember the process groups of this rank."""
+        for group in groups:
+            self._groups[group["pg_name"]] = group["ranks"] or list(range(group["group_size"]))
+            if (named := _SHARE_SAMPLES.fullmatch(group["pg_desc"])) is not None:
+                self.sharing[named[1]] = group["group_size"]
 
     def _operation(self, name: str, about: _About, text: dict[str, str], inner: _Items) -> _Items:
         multiplies = name in _FIRST_MATRIX or name in _CONVOLUTIONS or _ATTENTION.fullmatch(name) is not None
