@@ -126,15 +126,18 @@ class DeviceValues:
                 self.on_guess(INTEGER, _caller())
             return to_int(tensor)
 
-        def original_operators(dynamo: Any) -> None:
-            dynamo.populate_builtin_to_tensor_fn_map()  # now, because Dynamo cannot trace the replacements
-            for operators in dynamo.BUILTIN_TO_TENSOR_FN_MAP, dynamo.BUILTIN_TO_TENSOR_RFN_MAP:
-                operators.update({each: getattr(by, "__wrapped__", by) for each, by in operators.items()})
+        def show_originals(dynamo: Any) -> None:
+            def populate(fill: Callable[[], None] = dynamo.populate_builtin_to_tensor_fn_map) -> None:
+                fill()
+                for operators in dynamo.BUILTIN_TO_TENSOR_FN_MAP, dynamo.BUILTIN_TO_TENSOR_RFN_MAP:
+                    operators.update({each: getattr(by, "__wrapped__", by) for each, by in operators.items()})
+
+            dynamo.populate_builtin_to_tensor_fn_map = populate  # Dynamo cannot trace the replacements
 
         torch.isfinite = torch.Tensor.isfinite = isfinite  # type: ignore[assignment]
         torch.Tensor.__int__ = int_of_float  # type: ignore[method-assign,assignment]
         self._carry_messages()
-        after_import("torch._dynamo.variables.builtin", original_operators)
+        after_import("torch._dynamo.variables.builtin", show_originals)
         atexit.register(self._writes.clear)  # at the end of the process, a StorageWeakRef cannot be deleted
 
     def _carry_messages(self) -> None:

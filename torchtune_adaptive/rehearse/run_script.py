@@ -220,8 +220,9 @@ def _skip_autotuning() -> None:
         setattr(getattr(module, owner), method, take)
 
     after_import("triton.runtime.autotuner", functools.partial(take_first, "Autotuner", "__init__", 3))
-    select = functools.partial(take_first, "AlgorithmSelectorCache", "__call__", 2)
-    after_import("torch._inductor.select_algorithm", select)
+    after_import(
+        "torch._inductor.select_algorithm", functools.partial(take_first, "AlgorithmSelectorCache", "__call__", 2)
+    )
 
 
 def run(command: Sequence[str]) -> None:

@@ -254,11 +254,7 @@ class _Trace:
         return [Transfer(sizes[-1], share, len(ranks), max(near, 1), hidden=False)]
 
     def _group_of(self, ratio: int) -> list[int]:
-        """Return the ranks of a collective that does not name its group.
-
-        The outputs of a gather are `ratio` times as large as its inputs. Take the widest group of that size, or else
-        the largest.
-        """
+        """Return the widest group whose gathers return `ratio` times as much as they take, or else the largest."""
         groups = [ranks for ranks in self._groups.values() if len(ranks) == ratio > 1] or list(self._groups.values())
         return max(groups, key=lambda ranks: (len(ranks), ranks[-1] - ranks[0]), default=[0])
 
