@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtune_adaptive.errors import ConfigError
+
 pytestmark = pytest.mark.timeout(900)
 BIN = Path(sys.executable).parent
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
@@ -115,6 +117,28 @@ adaptive:
         (tmp_path / f"{name}.yaml").write_text(text + f"output_dir: {tmp_path / name}\n")
         run(tmp_path, "axolotl", "train", f"{name}.yaml")
     check(tmp_path)
+
+
+def test_the_plugin_checks_its_section_and_extends_the_trainer_of_another_plugin() -> None:
+    needs("axolotl")
+    from axolotl.core.trainers import AxolotlTrainer
+    from axolotl.integrations.base import PluginManager
+    from axolotl.integrations.diffusion import DiffusionPlugin
+    from axolotl.integrations.diffusion.trainer import DiffusionTrainer
+    from axolotl.utils.dict import DictDefault
+
+    from torchtune_adaptive.hf.axolotl import AdaptivePlugin
+
+    manager, plugin = PluginManager.get_instance(), AdaptivePlugin()
+    manager.plugins |= {"ours": plugin, "other": DiffusionPlugin()}
+    with pytest.raises(TypeError, match="memory_limt"):
+        plugin.register({"adaptive": {"memory_limt": "5MiB"}})
+    plugin.register({"adaptive": None})  # a section whose lines are commented out
+    assert issubclass(manager.get_trainer_cls(DictDefault(adaptive=None)), DiffusionTrainer)
+    with pytest.raises(ConfigError, match="remove rl or the plugin"):
+        plugin.register({"rl": "dpo"})
+    with pytest.raises(ConfigError, match=r"AxolotlTrainer .* list AdaptivePlugin first"):
+        plugin.post_trainer_create(DictDefault(), object.__new__(AxolotlTrainer))
 
 
 def example(framework: str, arguments: str) -> str:

@@ -13,31 +13,18 @@ from torchtune_adaptive.formatting import parse_size
 class AdaptiveArguments:
     """Settings of AdaptiveMixin. HfArgumentParser turns the fields into command-line options."""
 
-    recover_from_oom: bool = field(
-        default=True,
-        metadata={"help": "After an out-of-memory error, repeat the step on all ranks in smaller microbatches."},
-    )
-    regrow_after: int = field(
-        default=200, metadata={"help": "Steps without OOM errors before a reduced limit grows again; 0: never."}
-    )
-    use_maximum_batch_size: bool = field(
-        default=False, metadata={"help": "Measure the largest microbatch of the longest sample before training."}
-    )
-    token_budget: int | str | None = field(
-        default=None, metadata={"help": "Limit of a microbatch in tokens, including padding, or 'auto' to measure it."}
-    )
-    memory_limit: str | None = field(
-        default=None, metadata={"help": "Memory limit of each rank, for example 24GiB or 0.9 (of its GPU)."}
-    )
+    recover_from_oom: bool = field(default=True, metadata={"help": "Repeat a step that ran out of memory, in parts."})
+    regrow_after: int = field(default=200, metadata={"help": "Steps without OOM before a limit grows; 0: never."})
+    use_maximum_batch_size: bool = field(default=False, metadata={"help": "Measure the largest microbatch that fits."})
+    token_budget: int | str | None = field(default=None, metadata={"help": "Limit in padded tokens, or auto: measure."})
+    memory_limit: str | None = field(default=None, metadata={"help": "Memory limit of each rank: 24GiB or a fraction."})
 
     def __post_init__(self) -> None:
         for name in ("recover_from_oom", "use_maximum_batch_size"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is invalid; allowed: True or False")
         if type(self.regrow_after) is not int or self.regrow_after < 0:
-            raise ConfigError(
-                f"regrow_after: {self.regrow_after!r} is invalid; allowed: a number of steps, or 0: never"
-            )
+            raise ConfigError(f"regrow_after: {self.regrow_after!r} is invalid; allowed: a number of steps; 0: never")
         if isinstance(self.token_budget, str) and self.token_budget.isdecimal():
             self.token_budget = int(self.token_budget)
         number = type(self.token_budget) is int and self.token_budget > 0
