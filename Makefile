@@ -21,10 +21,11 @@ export OMP_NUM_THREADS := 1
 VERSIONS ?= 2.13.0 2.14.1
 
 # the frameworks and versions that docs/huggingface.md names
-FRAMEWORKS := axolotl llamafactory ray
+FRAMEWORKS := axolotl llamafactory ray lightning
 axolotl := 0.19.0
 llamafactory := 0.9.5
 ray := 2.60.0
+lightning := 2.6.6
 
 .PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
 

@@ -176,11 +176,12 @@ def test_llamafactory(tmp_path: Path, model: Path, samples: Path) -> None:
     check(tmp_path)
 
 
-def test_ray_train(tmp_path: Path) -> None:
-    needs("ray")
-    shutil.copy(PAGE.parents[1] / "examples" / "ray_train.py", tmp_path)
-    output = run(tmp_path, sys.executable, "ray_train.py")
+@pytest.mark.parametrize(("package", "example"), [("ray", "ray_train.py"), ("lightning", "lightning_fsdp2.py")])
+def test_example_with_a_step_runner_recovers_and_learns(package: str, example: str, tmp_path: Path) -> None:
+    needs(package)
+    shutil.copy(PAGE.parents[1] / "examples" / example, tmp_path)
+    output = run(tmp_path, sys.executable, example)
     assert re.search(r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated", output)
     losses = dict(re.findall(r"step (\d): loss (\d+\.\d+)", output))  # Ray may print a line twice
-    assert len(losses) == 8
+    assert len(losses) >= 8
     assert float(losses["8"]) < float(losses["1"])
