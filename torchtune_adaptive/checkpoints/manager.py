@@ -77,7 +77,7 @@ class CheckpointManager:
         named = start.files if settings.resume_from_checkpoint is True else None
         self._never_pruned = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
-        # Rank 0 writes it into the manifest. `identity_of` reads files that the demo creates in `build`.
+        # for the manifest, which rank 0 writes; after `build`, in which the demo creates files that `identity_of` reads
         self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
         self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
         self._stop_requested = False

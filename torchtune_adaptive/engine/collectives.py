@@ -108,9 +108,8 @@ class PlaceInStep(Enum):
     collectives of a microbatch depend on its place.
 
     Only the last microbatch of a step then reduces gradients: the all-reduce over replicas, or also the reduce-scatter.
-    The first one differs from the others if a
-    module runs several times in a microbatch, for example a head that is applied in chunks: such a module issues more
-    collectives if there are gradients of earlier microbatches.
+    The first one differs from the others if a module runs several times in a microbatch, for example a head that is
+    applied in chunks: such a module issues more collectives if there are gradients of earlier microbatches.
     """
 
     ONLY = auto()

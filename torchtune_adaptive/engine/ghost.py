@@ -11,8 +11,8 @@ failed microbatch again, and all later ones, under FakeTensorMode. Each of these
   normally. Integers that depend on fake values are made up: a router's choices are spread evenly over the experts.
 - Collectives of integers exchange real values. This rank sends the same integers as in the failed pass.
 
-This works only if the collectives do not depend on computed values. (The sizes of all-to-alls may.) Therefore, before
-the first ghost pass, the collectives of two dry runs with different made-up values are compared.
+This works only if the collectives do not depend on computed values. (The sizes of all-to-alls may.) Therefore a dry run
+precedes the first ghost pass. If it uses made-up values, a second one uses others, and their collectives are compared.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ class GhostMode(TorchDispatchMode):
         return (call.args[0], work) if len(call.func._schema.returns) == 2 else work
 
     def _with_real_masks(self, call: _Call) -> _Call:
-        """Replace computed masks, which are fake, by real zeros, because the call sends masks and integers to peers."""
+        """Replace computed masks, which are fake, by real zeros, because the collective sends masks as they are."""
         if not any(isinstance(each, FakeTensor) and not _is_float(each) for each in call.tensors):
             return call
         self.used_unknown_values = True
@@ -502,7 +502,7 @@ class GhostMode(TorchDispatchMode):
             self.used_unknown_values |= is_random
             result = _mark(call.run_for_real(), known=True)
             if "empty" in name or (is_random and self._made_up and all(map(_is_float, tree_iter(result)))):
-                with unset_fake_temporarily():  # but not random integers, whose range may exclude 0
+                with unset_fake_temporarily():  # random integers are kept, because 0 may be out of their range
                     tree_map(torch.zero_, result)
             return result
         if name in _INDEXING:
@@ -651,7 +651,7 @@ def _is_known(value: object) -> bool:
 
 def _is_small(call: _Call) -> bool:
     """Return True if an operation on known tensors returns integers or small tensors, or writes into its arguments."""
-    if call.mutates:  # inferring shapes would write once more; known arguments are small or integers
+    if call.mutates:  # not run here, because it would write twice; its known arguments are small or integers
         return True
     try:
         shapes = call.run()

@@ -159,7 +159,7 @@ class Limit(Protocol):
     """The largest microbatch that is allowed, described by a single number, its `size`.
 
     Methods take the fields of a `MicrobatchSize`. Longer rows never allow more rows. The methods defined here are for
-    limits by rows or tokens; `SurfaceLimit` overrides them.
+    limits by rows or tokens; `SurfaceLimit` overrides those that do not apply to it.
     """
 
     unit: str

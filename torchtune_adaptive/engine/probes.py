@@ -53,7 +53,7 @@ from torchtune_adaptive.errors import (
 from torchtune_adaptive.formatting import count_of
 
 _UNLIMITED_ROWS = 2
-"""Probes of up to this many rows ignore the memory limit. One row is for the error message, two are for the line."""
+"""Probes of up to this many rows ignore the memory limit: errors show the peak of 1 row, and lines need 2 points."""
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
@@ -172,11 +172,11 @@ class ProbeReport(NamedTuple):
 
 
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
-    """Combine the peaks of all ranks into one peak of the tightest rank, which has the least free memory.
+    """Return one peak for all ranks, to be compared with the budget of the tightest rank (with the least free memory).
 
-    Ranks have different peaks and different budgets. Each rank needs a share of its free memory. The result is the peak
-    at which the tightest rank needs the largest of these shares. It is within the budget of the tightest rank if and
-    only if every rank is within its own. Like the peak of each rank, it is a maximum of affine functions of the rows.
+    Ranks have different peaks and budgets. Each peak takes a share of the free memory of its rank. The result is the
+    peak that takes the largest of these shares on the tightest rank. So it is within the budget of the tightest rank if
+    and only if every rank is within its own. Like each rank's peak, it is a maximum of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 
@@ -219,7 +219,7 @@ class Prober:
         """Collective: run all stages once, so that optimizer state and communication buffers are in memory.
 
         Returns the budget of the rank with the least free memory. Raises OneRowDoesNotFitError if the shortest sample
-        exceeds the budget of any rank: such a rank would also have no memory for a drain.
+        exceeds the budget of any rank. Such a rank could not drain a failed probe either.
         """
         for other in self._step.other_stages:
             with _explaining_errors(1):
@@ -378,9 +378,9 @@ def find_max_batch_size(
         strategy: "linear" predicts from few probes; "binary" doubles and bisects; "decrease" halves from `max_rows`.
         round_to: "power_of_two" rounds the result down; "none" does not.
         max_rows: the most rows that are measured.
-        whole_step_rows: the rows of a whole training step. If a microbatch can hold that many, each step is a single
-            microbatch and accumulates no gradients. If this is given, a first search therefore runs without accumulated
-            gradients. If it finds fewer rows, or if this is None, a search with them in memory gives the result.
+        whole_step_rows: the rows of a whole training step. A first search then runs without accumulated gradients. If
+            it finds that many rows, each step is a single microbatch, and the search is complete. If it finds fewer, a
+            second search runs with accumulated gradients in memory. None: only the second search runs.
         progress: called after each probe, with its rows and its peak.
     """
     check_choice("strategy", strategy, STRATEGIES)

@@ -1,7 +1,7 @@
 """Runs a training step, and repeats it in smaller microbatches if any rank runs out of memory.
 
 A step is a fixed list of samples. The limit is the largest microbatch that is allowed. An out-of-memory error lowers
-the limit, but does not change the samples:
+the limit, but does not change the samples. `StepRunner.run` is this loop:
 
 1. Plan (`plans.py`): split the samples into microbatches within the limit, equally many on every rank.
 2. Attempt: run the forward and backward of every microbatch, while the ledger counts collectives.
@@ -9,9 +9,8 @@ the limit, but does not change the samples:
    that peers still expect (`collectives.py`). Now all ranks have issued equally many collectives.
 4. Agree: one small all-reduce gives every rank the reports of all ranks (`results.py`).
 5. Recover, if any rank failed: all ranks discard their gradients (`fsdp.py`), restore the random generators, lower the
-   limit (`governor.py`) and start again at 1. If only microbatches of one row failed, the first retry keeps the limit.
-
-`StepRunner.run` is this loop.
+   limit (`governor.py`) and start again at 1. There are two exceptions: the limit stays when only microbatches of one
+   row fail for the first time in this step, and after an attempt that reduced gradients only once (`reduce_once`).
 """
 
 from __future__ import annotations
@@ -109,9 +108,9 @@ class Recovery:
         models: all models that the stages run, including frozen ones. A stage owns its runner's model and all frozen
             models. If the stage fails, only these are reset, so gradients in the models of other stages remain.
         enabled: False to let an out-of-memory error end the run.
-        exchanges_activations: True if microbatches communicate outside FSDP2 in a way that is not detected, as in
-            context parallelism. Tensor and expert parallelism are detected. Ranks that share samples, for example
-            under tensor parallelism, must pass the same samples to `StepRunner.run`.
+        exchanges_activations: True if ranks exchange activations, but no mesh of a parameter shows it, as in context
+            parallelism. Tensor and expert parallelism are detected by these meshes. Ranks that share samples, for
+            example under tensor parallelism, must pass the same samples to `StepRunner.run`.
         regrow_after: a lowered limit grows again after this many steps without out-of-memory errors or allocator
             retries; 0 to keep it low.
         stop_requested: called once per attempt. If it returns True on any rank, for example after a signal, the
@@ -205,7 +204,7 @@ class StepRunner(Generic[Sample]):
         stage: the name of the stage in messages and records, if a step has several. A stage without a backward stores
             its results in the samples. A repeated attempt overwrites them.
         reduce_once: under FSDP2, reduce-scatter gradients only in the last microbatch of a step, if the memory of the
-            latest step leaves room for the gradients of the whole model. Without a memory limit, a CPU has room.
+            latest step leaves room for the gradients of the whole model. If memory is not measured, it always does.
             After an out-of-memory error in such a step, every microbatch reduces gradients.
     """
 
@@ -247,7 +246,7 @@ class StepRunner(Generic[Sample]):
 
     @property
     def limit(self) -> Limit:
-        """The limit in use: the one that was passed in, or a smaller one after an out-of-memory error."""
+        """The limit in use: the one that was passed in, or a smaller one that the governor has chosen."""
         return self._governor.limit
 
     @property
@@ -327,7 +326,7 @@ class StepRunner(Generic[Sample]):
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
                 self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
-                if self.trains:  # in later steps than the first, memory includes the optimizer state
+                if self.trains:  # not after the first step, whose memory lacks the optimizer state
                     room_needed = 0 if self._reduces_once else self._whole_gradients
                     self._reduces_once = reports.have_room_for(room_needed)
                 # without recovery, the limit stays: a larger one could run out of memory
@@ -425,7 +424,7 @@ class StepRunner(Generic[Sample]):
                 if totals is None:
                     self._drain(microbatches, samples[0])
                     return number
-                if number == 0 and self._gathers_from_all:  # now all peers have announced their step
+                if number == 0 and self._gathers_from_all:  # all ranks took part, so all have announced their step
                     self._equal_steps.check()
                 if not plan[number] and totals.target_tokens > target_tokens:
                     raise ValueError("`filler` returned a sample that counts in the loss; return one without labels")
@@ -484,7 +483,7 @@ class StepRunner(Generic[Sample]):
             failed_at = position
 
     def _run_on_copies(self, microbatch: Sequence[Sample]) -> None:
-        """Run a microbatch without data on copies of its samples, because a stage may store results in them."""
+        """Run a microbatch as a ghost pass, on copies of its samples, in which a stage may store its (fake) results."""
         self._forward_backward([*map(copy.copy, microbatch)])
 
     def _discard(self) -> None:

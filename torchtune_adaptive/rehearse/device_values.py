@@ -73,10 +73,10 @@ class Source(Enum):
 class DeviceValues:
     """Replaces the functions that read values from the device.
 
-    Values are correct if they are integers, masks or single floats that come from the host, or counts and comparisons
-    of these. All other values are guessed: numbers are 0, masks select everything, checks for NaN are false, and `all`
-    and assertions are true. But `all` is false in a condition that ends a loop, so that the loop runs to its limit.
-    The indices of `topk` are spread evenly, so that each expert of a mixture gets equally many tokens.
+    Values are correct if they are integers, masks or single floats that come from the host, or integers and masks that
+    are computed from these (`_RETURN_INTEGERS`). All other values are guessed: numbers are 0, masks select everything,
+    checks for NaN are false, and `all` and assertions are true. But `all` is false in a condition that ends a loop, so
+    that the loop runs to its limit. Indices of `topk` are spread evenly, so that all experts get equally many tokens.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class DeviceValues:
         return copy
 
     def _write(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values without a kernel, and without a new version, which selective checkpointing would refuse."""
+        """Write values without a kernel. The tensor keeps its version, because selective checkpointing compares it."""
         _on_host(tensor).copy_(values)
         self._note_write(tensor)
 
@@ -234,7 +234,7 @@ class DeviceValues:
                 # the CPU's histc supports only floats
                 convert = partial(_on_host, as_float=function.__name__ == "histc")
                 found = function(*tree_map(convert, args), **tree_map(convert, kwargs))
-                # the device has read the size of a bincount as 1
+                # bincount reads its size from the device: the largest value is read as 0, so the size is 1
                 if found.shape != result.shape:
                     return found.to(result.device)
                 self._write(result, found)
@@ -467,7 +467,8 @@ class _Parsed:
 
 
 def _may_become_size(frame: FrameType | None, by: tuple[str, ...] = ()) -> bool:
-    """Return False if the result of this frame's call, of a function in `by` (empty: any), cannot become a size."""
+    """Return False if the result of the call in this frame cannot become a size. If `by` is not empty, only calls of
+    these functions are followed, and others return True."""
     source = _parsed(frame.f_code.co_filename) if frame else None
     if frame is None or source is None:
         return True

@@ -3,8 +3,8 @@
 1. Search for the largest number of rows of the stage that trains, if the config sets `use_maximum_batch_size` or a
    batch size that grows (`engine/probes.py` measures, `engine/search.py` chooses what to measure).
 2. Compute the batch size of every epoch (`schedule.py`). It grows at most to the number of rows found.
-3. Search for the limits of the other stages. Under `adaptive.token_budget`, 1 is skipped, and 3 sets limits by length
-   for all stages.
+3. Search for the limits of the other stages. Under `adaptive.token_budget`, 1 is skipped, and 3 sets the limits of all
+   stages: by length or, if the dataset is packed, by rows.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
     """Collective: return a sample of the greatest possible length in which every token is a target.
 
     The length is the smallest of `sequence_length`, the tokenizer's limit and the model's limit. If neither of the
-    first two is set, it is that of the longest sample in the dataset. If samples have images, the sample has the most.
+    first two is set, it is that of the longest sample in the dataset. If samples have images, it gets the most images.
     """
     sample: Sample = data.dataset[0]
     if data.packed:
