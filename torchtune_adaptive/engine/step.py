@@ -238,7 +238,7 @@ class StepRunner(Generic[Sample]):
         can_reduce_once = reduce_once and self._gathers_from_all and not self._ledger.uses_ghost_passes
         sizes = (each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad)
         self._whole_gradients = sum(sizes) if can_reduce_once else math.inf  # bytes; fp32 at least
-        self._reduces_once = False  # in the next step
+        self._reduces_once, self._complete_steps = False, 0
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
         self._averages_gradients = world_size() > 1 and self._is_whole
@@ -326,7 +326,8 @@ class StepRunner(Generic[Sample]):
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
                 self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
-                if self.trains:  # not after the first step, whose memory lacks the optimizer state
+                self._complete_steps += 1
+                if self._complete_steps > 1:  # the peak of the first step lacks the optimizer state
                     room_needed = 0 if self._reduces_once else self._whole_gradients
                     self._reduces_once = reports.have_room_for(room_needed)
                 # without recovery, the limit stays: a larger one could run out of memory

@@ -356,6 +356,7 @@ class OptimizerSteps:
             largest = [max(from_all_ranks(max(samples, key=length)), key=length)]
         # The worst microbatch has the longest sample, to which the others are padded, or only the largest images.
         found = min((self._find_rows(first, largest[-1]) for first in largest), key=attrgetter("unrounded_rows"))
+        self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if rank() == 0:
             print(search_table(found, largest[0].length), flush=True)
         if self.trainer.adaptive.token_budget != "auto" or self._media:  # memory is not proportional to tokens

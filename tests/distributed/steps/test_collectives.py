@@ -110,6 +110,8 @@ def gradients_of_steps(room_for_gradients: float | None) -> tuple[list[int], lis
         forward_backward(samples[2:])
         plain_loops.append(gradients_of(model))
     runner, scatters = runner_of(model, 2, reduce_once=True), []
+    model.zero_grad()
+    runner.attempt([samples[:2], samples[2:]])  # a probe does not count as a step
     if room_for_gradients is not None:
         of_the_model = 4 * sum(parameter.numel() for parameter in model.parameters())
         runner.measure_memory(RoomAbovePeak(int(room_for_gradients * of_the_model)))
