@@ -221,7 +221,7 @@ class CheckpointManager:
 
 def describe_failure(error: Exception, directory: Path) -> str:
     """Return the cause of a failed save, with a remedy if memory ran out, or else the free space of the disk."""
-    if is_oom(error) or isinstance(error, MemoryError):
+    if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
     number, file = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
     if number is None:

@@ -1,6 +1,6 @@
 """Find settings with which a run fits: rehearse changes of its arguments in parallel, and return those that fit.
 
-This module has the arguments of transformers' Trainer and of torchtitan. `rehearse_recipe` has config keys.
+This module has the arguments of transformers' Trainer, torchtitan and accelerate. `rehearse_recipe` has config keys.
 """
 
 from __future__ import annotations
