@@ -30,7 +30,8 @@ def rehearsed(folder: Path, script: str, *options: str) -> str:
     program = [str(Path(sys.executable).parent / "tune-adaptive"), "rehearse"]
     command = [*program, "--steps", "0", "--format", "json", *options]
     ended = subprocess.run([*command, "--", "train.py"], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert json.loads(ended.stdout)["fits"], ended.stderr
+    answer = json.loads(ended.stdout)
+    assert (answer["fits"], answer["guesses"]) == (True, []), ended.stderr
     return ended.stderr
 
 
@@ -66,6 +67,11 @@ from torch.nn.attention.flex_attention import flex_attention
 heads = torch.zeros(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
 torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")(heads, heads, heads)
 step(torch.compile(torch.nn.Linear(1024, 1024, device="cuda"), mode="max-autotune"), rows=1024)
+
+# Inductor reads constants
+scores, labels = torch.zeros(64, 10, device="cuda", requires_grad=True), torch.randint(10, (64,)).cuda() + 0
+labels = torch.nn.functional.pad(labels[1:], (0, 1), value=-100)
+torch.compile(torch.nn.functional.cross_entropy)(scores, labels).backward()
 """
 
 

@@ -500,6 +500,9 @@ def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehears
     script = """
         import torch
 
+        def size(value):
+            return value
+
         left, kept = torch.tensor(3).cuda(), (torch.arange(100) < 7).cuda()
         same, repeated = torch.tensor([5, 6]).cuda(), torch.tensor([1, 1, 2]).cuda()
         assert same[1:].item() == 6
@@ -510,13 +513,13 @@ def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehears
         while left.item() > 0:  # guessed
             left -= 1
         print(kept.nonzero().shape[0])  # guessed
-        print(same.tolist(), same[1].item())  # guessed
+        print(size(same.tolist()), size(same[1].item()))  # guessed
         repeated.unique()  # guessed
         padded, ids = torch.zeros(2, 4, dtype=torch.long).cuda(), torch.tensor([[1, 2], [3, 4]])
         assert ids.cuda().clone().tolist() == ids.tolist()
         padded[:, :2].copy_(ids)
-        print(padded.tolist())  # guessed
-        print(ids.cuda()[:, 1].clone().tolist())  # guessed
+        print(size(padded.tolist()))  # guessed
+        print(size(ids.cuda()[:, 1].clone().tolist()))  # guessed
         with torch.inference_mode():
             kept = torch.tensor([True, False]).cuda()
             kept.logical_not_()
@@ -532,6 +535,9 @@ def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehea
     script = """
         import torch
 
+        def size(value):
+            return value
+
         rows, shown = torch.randint(1, 9, (8, 1024), device="cuda"), []
         shown += rows.sum(1).tolist()  # guessed
         shown.append(int(rows.sum(1).cpu().sum()))  # guessed
@@ -544,13 +550,13 @@ def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehea
         with torch.inference_mode():
             rows = torch.full((4,), 8).cuda()
             rows *= 2
-            rows.tolist()  # guessed
+            size(rows.tolist())  # guessed
         lengths = torch.tensor([3, 4]).cuda()
         rows = torch.tensor([5, 6, 7]).cuda().clone()
         del rows
         shown.append(torch.randint(1, 9, (8,), device="cuda").sum().item())  # guessed
         shown += torch.repeat_interleave(torch.zeros(2, 5, device="cuda"), lengths, dim=0).shape
-        print(shown, lengths.cpu().tolist(), torch.tensor([True, False]).cuda().tolist(), flush=True)
+        print(size(shown), lengths.cpu().tolist(), torch.tensor([True, False]).cuda().tolist(), flush=True)
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.printed.startswith(f"{[0] * 8 + [0, 64, 64, 64, 0, 0, 7, 5]} [3, 4] [True, False]\n"), answer.printed
@@ -581,6 +587,38 @@ def test_number_that_can_become_no_size_is_not_reported(rehearse: Rehearse) -> N
         torch.zeros(max(1, state.rows), 3)
         if labels.max().item() > 3:  # guessed
             pass
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert answer.status == 0, answer.printed
+    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+
+
+def test_predictions_that_are_counted_or_decoded_on_the_host_are_not_reported(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+        from torch.nn.utils.rnn import pad_packed_sequence, pack_padded_sequence
+
+        class Tokenizer:
+            def batch_decode(self, rows):
+                return ["" for _ in rows]
+
+        answers, labels, correct, best = torch.zeros(64, 10, device="cuda"), torch.zeros(64, dtype=torch.long), 0, 0.0
+        predictions, seen = [], []
+        for _ in range(2):
+            predicted = answers.argmax(-1).cpu()
+            correct += (predicted == labels).sum().item()
+            predictions.append(answers.argmax(-1).cpu())
+            seen.extend(answers.argmax(-1).tolist())  # guessed
+        if correct / 128 > best or (torch.cat(predictions) == torch.cat([labels, labels])).float().mean() > best:
+            best = 1.0
+        print(Tokenizer().batch_decode(answers.argmax(-1).to("cpu").numpy()), max(seen))
+        print(answers, answers.argmax(-1), answers > 0, f"{answers.argmax()} {torch.ones(()).cuda() + 1:.3f}")
+        stop = bool((answers.argmax(-1) > 10).sum().item())
+        if not stop:
+            torch.zeros(64, 1)[answers.argmax(-1).cpu()]  # guessed
+        lengths = 1 + answers.argmax(-1).cpu()  # guessed
+        pad_packed_sequence(pack_padded_sequence(torch.zeros(8, 64, 4), lengths))
+        [torch.zeros(size) for size in seen]
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.status == 0, answer.printed
@@ -662,9 +700,12 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
         assert images.grad.shape == (8, 4)
         range((patches + (images[0, 0] > 0)).max().item())  # guessed
         hidden.masked_select(hidden > 0)  # guessed
+        images = torch.zeros(64, device="cuda", requires_grad=True)
+        hidden.masked_scatter(hidden > 0, images).sum().backward()  # guessed
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.status == 0, answer.printed
+    assert {Path(each["file"]).name for each in answer.found["guesses"]} == {"train.py"}
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 

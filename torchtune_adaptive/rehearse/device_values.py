@@ -305,8 +305,8 @@ class DeviceValues:
             is_mask = original.dtype is torch.bool and original.numel() > 1
             if source is Source.DEVICE:
                 copied.fill_(is_mask)
-            reader, is_check = _outside(_caller()), original.dtype is torch.bool and not is_mask  # a check for NaN
-            if not is_check and reader.f_code.co_name not in _HARMLESS_READERS:
+            reader, is_check = _caller(), original.dtype is torch.bool and not is_mask  # a check for NaN
+            if not is_check and (is_mask or self._may_become_size(reader)):
                 self.on_guess(MASK if is_mask else INTEGER, reader)
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
@@ -336,10 +336,9 @@ class DeviceValues:
         return 0 if source is Source.DEVICE else self._cpu(tensor).item()
 
     def _may_become_size(self, frame: FrameType) -> bool:
-        frame = _outside(frame)
         place = tuple((each.f_code, each.f_lasti) for each in (frame, frame.f_back) if each)
         if place not in self._reads:
-            read = _may_become_size(frame, ("item", "int", "float"))
+            read = _may_become_size(frame, ("item", "int", "float", "cpu", "to", "tolist"))
             self._reads[place] = read and frame.f_code.co_name not in _HARMLESS_READERS
         return self._reads[place]
 
@@ -398,16 +397,11 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _caller() -> FrameType:
-    """Return the caller's caller; in a thread of autograd, which has no Python caller, the frame of the main thread."""
-    called = sys._getframe(1)
-    return called.f_back or sys._current_frames()[threading.main_thread().ident or 0]
-
-
-def _outside(frame: FrameType) -> FrameType:
-    """Return the innermost frame that is not in this module."""
-    while frame.f_code.co_filename == __file__ and frame.f_back:
+    """Return the innermost frame outside this module; in a thread of autograd without one, that of the main thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    return frame
+    return frame or sys._current_frames()[threading.main_thread().ident or 0]
 
 
 def _ends_loop(frame: FrameType) -> bool:
@@ -423,14 +417,15 @@ def _all(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _NOT_SIZES = {
-    "print", "float", "str", "repr", "log", "debug", "info", "warning", "write", "set_postfix", "set_description",
-    "add_scalar", "add_scalars", "log_metrics", "log_trace_scalar", "isnan", "isfinite",
+    "print", "float", "bool", "str", "repr", "log", "debug", "info", "warning", "write", "set_postfix", "add_scalar",
+    "set_description", "add_scalars", "log_metrics", "log_trace_scalar", "isnan", "isfinite", "decode", "batch_decode",
+    "f1_score",
 }  # fmt: skip
 """Functions whose arguments do not become sizes."""
-_PASS_ON = {"int", "max", "min", "abs", "round", "sum"}
+_PASS_ON = {"int", "max", "min", "abs", "round", "sum", "cat", "concatenate"}
 """Functions whose result may become a size if their argument may."""
-_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "nested_numpify", "add_node_replacement"}
-"""Functions that read values, but not as sizes: Liger divides, Trainer computes metrics, Inductor folds constants."""
+_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "nested_numpify", "__format__", "add_node_replacement"}
+"""Functions that read values, but not as sizes: for divisors, metrics, texts, and constants of Inductor."""
 _Variable = tuple[str, str]
 """The kind of a variable (name, attribute or key), and its name."""
 
@@ -496,6 +491,13 @@ def _place(node: ast.AST) -> _Variable | None:
     return None
 
 
+def _reaches_by(place: _Variable, near: ast.AST, source: _Parsed, frame: FrameType, seen: set[_Variable]) -> bool:
+    """Return True if a read of this variable can become a size."""
+    reads = () if place in seen else source.reads(place, near)
+    seen.add(place)
+    return any(_reaches_size(each, source, frame, seen) for each in reads)
+
+
 def _reaches_size(node: ast.AST, source: _Parsed, frame: FrameType, seen: set[_Variable]) -> bool:
     above = source.parents.get(node)
     match above:
@@ -504,20 +506,18 @@ def _reaches_size(node: ast.AST, source: _Parsed, frame: FrameType, seen: set[_V
         case ast.Call(func=ast.Subscript()):  # kernel[grid](...)
             return False
         case ast.Call() if above.func is not node and _name(above.func) not in _PASS_ON:
-            return _name(above.func) not in _NOT_SIZES
-        case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
-            for target in above.targets if isinstance(above, ast.Assign) else [above.target]:
-                if (place := _place(target)) is None:
-                    return True
-                if place not in seen:
-                    seen.add(place)
-                    if any(_reaches_size(each, source, frame, seen) for each in source.reads(place, target)):
-                        return True
+            listed = _place(getattr(above.func, "value", above)) if _name(above.func) in ("append", "extend") else None
+            return _reaches_by(listed, above, source, frame, seen) if listed else _name(above.func) not in _NOT_SIZES
+        case ast.Attribute(attr="mean"):
             return False
+        case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
+            targets = above.targets if isinstance(above, ast.Assign) else [above.target]
+            places = [(_place(each), each) for each in targets]
+            return any(place is None or _reaches_by(place, each, source, frame, seen) for place, each in places)
         case ast.Return():
             return _may_become_size(frame.f_back)
         case ast.Attribute() if isinstance(source.parents.get(above), ast.Call):  # a method of the number
             return _reaches_size(above, source, frame, seen)
-        case ast.BinOp() | ast.UnaryOp() | ast.keyword() | ast.Dict() | ast.Call():
+        case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.keyword() | ast.Dict() | ast.Call():
             return _reaches_size(above, source, frame, seen)
     return True

@@ -278,9 +278,9 @@ class StepRecorder:
         )
 
     def guessed(self, what: str, frame: FrameType) -> None:
-        """Record the place where the script reads a guessed value, unless it is recorded already."""
+        """Record the place where the script reads a guessed value, unless it is recorded already or a tensor's text."""
         file, line = innermost(frame)
-        if (what, file, line) not in self._guesses:
+        if (what, file, line) not in self._guesses and frame.f_code.co_filename != torch._tensor_str.__file__:
             self._guesses.add((what, file, line))
             self.write("guess", {"what": what, "file": file, "line": line})
 
