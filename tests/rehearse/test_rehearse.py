@@ -921,10 +921,14 @@ def test_tokens_are_spread_evenly_over_the_experts_of_all_ranks(rehearse: Rehear
     script = """
         import torch, torch.distributed as dist
 
+        def load_balancing_loss_func(chosen):  # as transformers' models count tokens for a loss
+            return torch.histc(chosen, bins=16, min=0, max=16).sum().item()
+
         dist.init_process_group("nccl")
         for _ in range(2):
             chosen = torch.rand(512, 16, device="cuda").softmax(-1).topk(2, sorted=False).indices.flatten()
             counts = torch.histc(chosen, bins=16, min=0, max=16)  # guessed
+            assert load_balancing_loss_func(chosen) == 1024
             assert counts.tolist() == torch.bincount(chosen).tolist() == [64] * 16  # guessed
             received = torch.empty_like(counts)
             dist.all_to_all_single(received, counts)

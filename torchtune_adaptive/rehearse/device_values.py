@@ -229,7 +229,7 @@ class DeviceValues:
             small = [each for each in given if not each.is_cuda or each.numel() < LARGE]
             known = [each for each in small if not each.is_cuda or self._source_of(each) is Source.HOST]
             if len(known) == len(given):
-                if self._routes and function.__name__ in _COUNTS:
+                if self._routes and function.__name__ in _COUNTS and _caller().f_code.co_name not in _HARMLESS_READERS:
                     self.on_guess(ROUTING, _caller())
                 # the CPU's histc supports only floats
                 convert = partial(_on_host, as_float=function.__name__ == "histc")
@@ -424,8 +424,9 @@ _NOT_SIZES = {
 """Functions whose arguments do not become sizes."""
 _PASS_ON = {"int", "max", "min", "abs", "round", "sum", "cat", "concatenate"}
 """Functions whose result may become a size if their argument may."""
-_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "nested_numpify", "__format__", "add_node_replacement"}
-"""Functions that read values, but not as sizes: for divisors, metrics, texts, and constants of Inductor."""
+_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "load_balancing_loss_func", "nested_numpify"}
+_HARMLESS_READERS |= {"__format__", "add_node_replacement"}
+"""Functions that read values, but not as sizes: for divisors, losses, metrics, texts, and constants of Inductor."""
 _Variable = tuple[str, str]
 """The kind of a variable (name, attribute or key), and its name."""
 
