@@ -655,6 +655,27 @@ def test_generation_without_known_tokens_ends_at_its_limit(rehearse: Rehearse) -
     assert answer.printed.startswith("tokens 7 7\n"), answer.printed
 
 
+def test_generation_in_inference_mode_ends_at_its_limit(rehearse: Rehearse) -> None:
+    """As transformers' `generate` ends, if a script calls it in inference mode, in which torch counts no versions."""
+    script = """
+        import torch
+
+        with torch.inference_mode():
+            end, length = torch.tensor([2], device="cuda"), 0
+            running = torch.ones(4, dtype=torch.long, device="cuda")
+            while length < 20:
+                length += 1
+                done = torch.full((4,), False, device="cuda") | torch.full((4,), length >= 7, device="cuda")
+                done = done | torch.isin(torch.randint(0, 9, (4,), device="cuda"), end)
+                running = running & ~done
+                if running.max() == 0:
+                    break
+        print("tokens", length)
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP))
+    assert answer.printed.startswith("tokens 7\n"), answer.printed
+
+
 def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> None:
     script = """
         import torch

@@ -217,6 +217,7 @@ class DeviceValues:
 
     def _compute_on_host_too(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that returns integers or masks: compute its result if the values of all inputs are known."""
+        name = function.__name__
 
         @functools.wraps(function)
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -227,20 +228,20 @@ class DeviceValues:
             if any(result is each for each in given) or not any(each.is_cuda for each in given):
                 return result
             small = [each for each in given if not each.is_cuda or each.numel() < LARGE]
-            known = [each for each in small if not each.is_cuda or self._source_of(each) is Source.HOST]
+            known = [each for each in small if not each.is_cuda or self._was_written(each)]
             if len(known) == len(given):
-                if self._routes and function.__name__ in _COUNTS and _caller().f_code.co_name not in _HARMLESS_READERS:
+                if self._routes and name in _COUNTS and _caller().f_code.co_name not in _HARMLESS_READERS:
                     self.on_guess(ROUTING, _caller())
                 # the CPU's histc supports only floats
-                convert = partial(_on_host, as_float=function.__name__ == "histc")
+                convert = partial(_on_host, as_float=name == "histc")
                 found = function(*tree_map(convert, args), **tree_map(convert, kwargs))
                 # bincount reads its size from the device: the largest value is read as 0, so the size is 1
                 if found.shape != result.shape:
                     return found.to(result.device)
                 self._write(result, found)
-            elif function.__name__ == "__and__" and any(not _on_host(each).any() for each in known):
+            elif name == "__and__" and any(not _on_host(each).any() for each in known):
                 self._write(result, torch.zeros((), device="cpu"))
-            elif function.__name__ == "__or__" and any(each.dtype is torch.bool and each.all() for each in known):
+            elif name == "__or__" and any(each.dtype is torch.bool and _on_host(each).all() for each in known):
                 self._write(result, torch.ones((), device="cpu"))
             return result
 
@@ -319,17 +320,22 @@ class DeviceValues:
             return Source.UNCERTAIN
         return Source.HOST if version == _version(tensor) else Source.DEVICE
 
+    def _was_written(self, tensor: torch.Tensor) -> bool:
+        """Return True if the host wrote the values, and no kernel has changed them since, except in inference mode."""
+        unchecked = Source.UNCERTAIN if tensor.is_inference() and not tensor.is_floating_point() else Source.HOST
+        return self._source_of(tensor) in (Source.HOST, unchecked)
+
     def _number(self, tensor: torch.Tensor) -> Any:
         reader = _caller()
         if hasattr(tensor, _ALWAYS_TRUE) and self._source_of(tensor) is not Source.HOST:
-            return not _ends_loop(reader)
+            parsed = _parsed(reader.f_code.co_filename)
+            return parsed is None or not parsed.ends_loop_at(reader.f_lineno)
         source = self._source_of(tensor)
         if tensor.is_floating_point() and source is not Source.HOST:
             # Optimizers divide by their step count, which is on the device after their state was loaded: return 1.
             return float(reader.f_code is _get_value.__code__)
-        if tensor.dtype is torch.bool and source is not Source.HOST:
-            frames = (each for each in (reader, reader.f_back) if each)
-            lines = (linecache.getline(each.f_code.co_filename, each.f_lineno) for each in frames)
+        if tensor.dtype is torch.bool and source is not Source.HOST and not self._was_written(tensor):
+            lines = (linecache.getline(at.f_code.co_filename, at.f_lineno) for at in (reader, reader.f_back) if at)
             return any(line.lstrip().startswith("assert") for line in lines)
         if source is not Source.HOST and self._may_become_size(reader):
             self.on_guess(INTEGER, reader)
@@ -402,11 +408,6 @@ def _caller() -> FrameType:
     while frame and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     return frame or sys._current_frames()[threading.main_thread().ident or 0]
-
-
-def _ends_loop(frame: FrameType) -> bool:
-    source = _parsed(frame.f_code.co_filename)
-    return source is not None and source.ends_loop_at(frame.f_lineno)
 
 
 def _all(tensor: torch.Tensor) -> torch.Tensor:
