@@ -674,6 +674,7 @@ def test_generation_in_inference_mode_ends_at_its_limit(rehearse: Rehearse) -> N
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.printed.startswith("tokens 7\n"), answer.printed
+    assert answer.found["guesses"] == []
 
 
 def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> None:
@@ -711,6 +712,9 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
         patches = torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0])
         ends = pad(patches.cumsum(0, dtype=torch.int32), (1, 0))
         assert (ends[1:] - ends[:-1]).tolist() == [784, 196, 196]
+        frames, ones = torch.div(patches - 4, 2, rounding_mode="floor") + 1, torch.ones(3, dtype=torch.long).cuda()
+        torch.nn.functional.ctc_loss(torch.zeros(391, 3, 8, device="cuda"), torch.ones(3, 1).cuda(), frames, ones)
+        assert frames.tolist() == [391, 97, 97]
         assert torch.cat([patches, 1 + patches]).tolist() == [784, 196, 196, 785, 197, 197]
         mask = torch.arange(8, device="cuda") < torch.tensor([3, 5]).cuda()[:, None]
         assert torch.zeros(2, 8, device="cuda")[mask].shape == (8,)

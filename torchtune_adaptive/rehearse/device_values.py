@@ -40,7 +40,7 @@ _RETURN_INTEGERS = (
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
     "any", "all", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__", "add",
     "sub", "mul", "floor_divide", "remainder", "clamp", "prod", "cumsum", "diff", "cat", "stack", "pad",
-    "repeat_interleave", "index_select", "bincount", "histc", "reshape",
+    "repeat_interleave", "index_select", "bincount", "histc", "reshape", "div",
 )  # fmt: skip
 """Functions that can return integers or masks. If all inputs are known, the host computes their results."""
 _COUNTS = {"bincount", "histc"}
@@ -337,7 +337,7 @@ class DeviceValues:
         if tensor.dtype is torch.bool and source is not Source.HOST and not self._was_written(tensor):
             lines = (linecache.getline(at.f_code.co_filename, at.f_lineno) for at in (reader, reader.f_back) if at)
             return any(line.lstrip().startswith("assert") for line in lines)
-        if source is not Source.HOST and self._may_become_size(reader):
+        if source is not Source.HOST and tensor.dtype is not torch.bool and self._may_become_size(reader):
             self.on_guess(INTEGER, reader)
         return 0 if source is Source.DEVICE else self._cpu(tensor).item()
 
