@@ -712,6 +712,8 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
         patches = torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0])
         ends = pad(patches.cumsum(0, dtype=torch.int32), (1, 0))
         assert (ends[1:] - ends[:-1]).tolist() == [784, 196, 196]
+        rows = torch.arange(4, device="cuda")[:, None].expand(4, 3).reshape(2, 2, 3)  # a view
+        assert rows.transpose(0, 1).reshape(-1).tolist() == [0, 0, 0, 2, 2, 2, 1, 1, 1, 3, 3, 3]
         frames, ones = torch.div(patches - 4, 2, rounding_mode="floor") + 1, torch.ones(3, dtype=torch.long).cuda()
         torch.nn.functional.ctc_loss(torch.zeros(391, 3, 8, device="cuda"), torch.ones(3, 1).cuda(), frames, ones)
         assert frames.tolist() == [391, 97, 97]

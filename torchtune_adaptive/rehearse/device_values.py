@@ -225,10 +225,9 @@ class DeviceValues:
             if not self._can_be_known(result):
                 return result
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-            if any(result is each for each in given) or not any(each.is_cuda for each in given):
+            if any(torch._C._is_alias_of(result, each) for each in given) or not any(each.is_cuda for each in given):  # type: ignore[attr-defined]
                 return result
-            small = [each for each in given if not each.is_cuda or each.numel() < LARGE]
-            known = [each for each in small if not each.is_cuda or self._was_written(each)]
+            known = [each for each in given if not each.is_cuda or (each.numel() < LARGE and self._was_written(each))]
             if len(known) == len(given):
                 if self._routes and name in _COUNTS and _caller().f_code.co_name not in _HARMLESS_READERS:
                     self.on_guess(ROUTING, _caller())
@@ -420,7 +419,6 @@ def _all(tensor: torch.Tensor) -> torch.Tensor:
 _NOT_SIZES = {
     "print", "float", "bool", "str", "repr", "log", "debug", "info", "warning", "write", "set_postfix", "add_scalar",
     "set_description", "add_scalars", "log_metrics", "log_trace_scalar", "isnan", "isfinite", "decode", "batch_decode",
-    "f1_score",
 }  # fmt: skip
 """Functions whose arguments do not become sizes."""
 _PASS_ON = {"int", "max", "min", "abs", "round", "sum", "cat", "concatenate"}
