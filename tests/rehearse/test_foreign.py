@@ -126,6 +126,7 @@ for name in "org/llama", "folder":
         model = kind.from_pretrained(name, dtype="bfloat16", device_map="cuda", use_cache=False)
         assert type(model) is LlamaForCausalLM and not model.training and not model.config.use_cache
         assert model.dtype is torch.bfloat16 and model.device.type == "cuda"
+        assert model.config.name_or_path == name  # TRL loads the tokenizer by it
 assert kind.from_pretrained("org/llama").dtype is torch.float32
 optimizer = torch.optim.AdamW(model.parameters())
 model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="cuda")).logits.sum().backward()

@@ -503,13 +503,11 @@ def _reaches_size(node: ast.AST, source: _Parsed, frame: FrameType, seen: set[_V
     match above:
         case ast.BinOp(op=ast.Div()) | ast.AugAssign(op=ast.Div()) | ast.FormattedValue() | ast.Expr():
             return False
-        case ast.Call(func=ast.Subscript()):  # kernel[grid](...)
+        case ast.Call(func=ast.Subscript()) | ast.Attribute(attr="mean"):  # kernel[grid](...)
             return False
         case ast.Call() if above.func is not node and _name(above.func) not in _PASS_ON:
             listed = _place(getattr(above.func, "value", above)) if _name(above.func) in ("append", "extend") else None
             return _reaches_by(listed, above, source, frame, seen) if listed else _name(above.func) not in _NOT_SIZES
-        case ast.Attribute(attr="mean"):
-            return False
         case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
             targets = above.targets if isinstance(above, ast.Assign) else [above.target]
             places = [(_place(each), each) for each in targets]

@@ -262,6 +262,7 @@ def _build_models_without_weights(transformers: Any) -> None:
         if config is None or isinstance(config, str | os.PathLike):
             config, _ = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **kwargs)
         print(f"rehearse: this machine has no weights of {name}; the model is built from its config", file=sys.stderr)
+        config.name_or_path = str(name)
         model = cls._from_config(config, **arguments).eval()
         return model if device_map is None else _dispatch(model, device_map, max_memory)
 
