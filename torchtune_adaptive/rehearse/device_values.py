@@ -424,7 +424,7 @@ _NOT_SIZES = {
 _PASS_ON = {"int", "max", "min", "abs", "round", "sum", "cat", "concatenate"}
 """Functions whose result may become a size if their argument may."""
 _HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "load_balancing_loss_func", "nested_numpify"}
-_HARMLESS_READERS |= {"__format__", "add_node_replacement"}
+_HARMLESS_READERS |= {"__format__", "add_node_replacement", "has_overflow"}
 """Functions that read values, but not as sizes: for divisors, losses, metrics, texts, and constants of Inductor."""
 _Variable = tuple[str, str]
 """The kind of a variable (name, attribute or key), and its name."""
