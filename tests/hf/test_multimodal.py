@@ -19,6 +19,7 @@ import transformers
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import SequentialSampler
 from transformers import Trainer
 
 from tests.hf.test_evaluation import out_of_memory
@@ -230,6 +231,32 @@ def test_texts_without_an_image_train_like_stock_under_fsdp2(kind: str, tmp_path
     for _, differs, trained in found:
         assert differs < 1e-5
         assert trained == pytest.approx([1] * 48, rel=1e-4)
+
+
+class InOrder(transformers.Trainer):
+    """Trains on the samples in the order of the dataset, as if a sampler had grouped them."""
+
+    def _get_train_sampler(self, *_: Any, **__: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+def compare_grouped(here: Path) -> float:
+    """Collective: compare with stock if both ranks have batches of texts, then batches of images, and again texts. In
+    the step with both, the shortest samples of one rank have images, and those of the other rank have none."""
+    use_fsdp2(*Llava.layers)
+    data = samples(48)
+    for index, sample in enumerate(data):
+        batch, is_rank_0 = index // 8, index % 8 < 4
+        has_images = batch in (3, 4)
+        sample["text"] = [5] * ((4 if has_images == is_rank_0 else 16) + index % 2)
+        sample["images"] = sample["images"][:has_images]
+    stock, ours = (run(Llava(), here, *adaptive, data=data, base=InOrder) for adaptive in ((), (AdaptiveArguments(),)))
+    return difference(ours, stock, least=1e-3)
+
+
+def test_batches_with_and_without_images_train_like_stock_under_fsdp2(tmp_path: Path) -> None:
+    for differs in run_on_ranks(2, compare_grouped, tmp_path, in_group=False, timeout_s=150):
+        assert differs < 1e-5
 
 
 def train_without_labels(here: Path) -> str:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -284,19 +284,20 @@ class OptimizerSteps:
         numbers on any rank, try again without dropout, and if this still happens, in evaluation mode. To save time,
         later checks begin in the mode that was used last, and try one candidate each.
         """
-        firsts, second = self._candidates()
+        (firsts, second), check = self._candidates(), self._steps_run.bit_length()
+        if not (is_whole(self.model) or isinstance(second, GeneratedRow)):  # so that all ranks use the same layers
+            of_rank = check % world_size()
+            firsts, second = from_all_ranks([(firsts, second)] * (rank() == of_rank))[of_rank][0]
         if self._steps_run:
-            firsts = [firsts[self._steps_run.bit_length() % len(firsts)]]
+            firsts = [firsts[check % len(firsts)]]
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
         # Compiling for two samples could exceed the limit of recompilations. flex_attention has to be compiled.
-        eager = attention != "flex_attention"
         ways = ((True, nullcontext()), (True, WithoutDropout()), (False, nullcontext()))
         for training, context in ways[self._way :]:
-            with torch.compiler.set_stance("force_eager" if eager else "default"), context:
+            with torch.compiler.set_stance("default" if attention == "flex_attention" else "force_eager"), context:
                 of_second, *of_firsts = (self._loss_of([each], training=training) for each in (second, *firsts))
                 of_both = [self._loss_of([first, second], training=training) for first in firsts]
-            tried = [TwoSamples(both, first, of_second) for first, both in zip(of_firsts, of_both, strict=True)]
-            on_ranks = [*chain(*from_all_ranks(tried))]
+            on_ranks = [*chain(*from_all_ranks([*map(TwoSamples, of_both, of_firsts, repeat(of_second))]))]
             if not any(each.both.is_random for each in on_ranks):
                 break
             self._way = min(self._way + 1, len(ways) - 1)
