@@ -74,7 +74,7 @@ class _SamplesInTransit(NamedTuple):
 
 
 class Dealer:
-    """Distributes samples over a gloo group of its own, which keeps its collectives apart from those of training."""
+    """Distributes samples over a separate gloo group, which keeps its collectives apart from those of training."""
 
     def __init__(self, kind: TokenKind, cost: Cost, stop_requested: Callable[[], bool] = bool) -> None:
         """Collective: create the gloo group. `stop_requested` returns True to end the run."""

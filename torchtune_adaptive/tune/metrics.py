@@ -200,7 +200,7 @@ class Cause(NamedTuple):
     """The cause of a NaN or infinite loss or gradient; empty if unknown."""
 
     where: str = ""
-    """Where the number occurred, appended to it in messages: " in stage train policy"."""
+    """The place where the number occurred, appended to it in messages: " in stage train policy"."""
     remedy: str = ""
 
 

@@ -38,7 +38,7 @@ SAMPLED_VALUES = 1024
 
 
 class Unfilled(dict[str, torch.Tensor]):
-    """Stands for weights in a rehearsal, where only memory matters: parameters are allocated but not initialized."""
+    """Replaces weights in a rehearsal, where only memory matters: parameters are allocated but not initialized."""
 
 
 def build_full_model(
