@@ -7,9 +7,9 @@ failed microbatch again, and all later ones, under FakeTensorMode. Each of these
 - It skips the collectives that this rank issued before it failed, and issues all later ones. FSDP's all-gathers carry
   this rank's parameters, so peers that gather a layer again compute the same as before. Other floats are sent as zeros.
 - Floating-point tensors are fake: they have a size, but neither memory nor values.
-- Integers (token ids, masks, tokens per expert) are real, because they determine sizes. Operations on integers run
-  normally. Integers that depend on fake values are made up: a router's choices are spread evenly over the experts.
-- Collectives of integers exchange real values. This rank sends the same integers as in the failed pass.
+- Integers (token ids, tokens per expert) and masks computed from them are real, because they determine sizes. Integers
+  that depend on fake values are made up: a router's choices are spread evenly. Masks that depend on them are fake.
+- Collectives of integers carry real values. Those that are skipped return the results of the failed pass.
 
 This works only if the collectives do not depend on computed values. (The sizes of all-to-alls may.) Therefore a dry run
 precedes the first ghost pass. If it uses made-up values, a second one uses others, and their collectives are compared.
@@ -425,7 +425,7 @@ class GhostMode(TorchDispatchMode):
         return (call.args[0], work) if len(call.func._schema.returns) == 2 else work
 
     def _with_real_masks(self, call: _Call) -> _Call:
-        """Replace computed masks, which are fake, by real zeros, because the collective sends masks as they are."""
+        """Replace fake masks, which have no values, by real zeros, because collectives send the values of masks."""
         if not any(isinstance(each, FakeTensor) and not _is_float(each) for each in call.tensors):
             return call
         self.used_unknown_values = True

@@ -53,7 +53,7 @@ from torchtune_adaptive.errors import (
 from torchtune_adaptive.formatting import count_of
 
 _UNLIMITED_ROWS = 2
-"""Probes of up to this many rows ignore the memory limit: errors show the peak of 1 row, and lines need 2 points."""
+"""Probes of up to this many rows ignore the limit: errors show the peak of 1 row, and `linear` needs two probes."""
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
@@ -175,7 +175,7 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """Return one peak for all ranks, to be compared with the budget of the tightest rank (with the least free memory).
 
     Ranks have different peaks and budgets. Each peak takes a share of the free memory of its rank. The result is the
-    peak that takes the largest of these shares on the tightest rank. So it is within the budget of the tightest rank if
+    peak at which the tightest rank would have the largest of these shares. So it is within the budget of that rank if
     and only if every rank is within its own. Like each rank's peak, it is a maximum of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))

@@ -9,8 +9,8 @@ the limit, but does not change the samples. `StepRunner.run` is this loop:
    that peers still expect (`collectives.py`). Now all ranks have issued equally many collectives.
 4. Agree: one small all-reduce gives every rank the reports of all ranks (`results.py`).
 5. Recover, if any rank failed: all ranks discard their gradients (`fsdp.py`), restore the random generators, lower the
-   limit (`governor.py`) and start again at 1. There are two exceptions: the limit stays when only microbatches of one
-   row fail for the first time in this step, and after an attempt that reduced gradients only once (`reduce_once`).
+   limit (`governor.py`) and start again at 1. The limit stays in two cases: every failed microbatch has one
+   row (at most one such repetition per step), or the attempt reduced gradients only once (`reduce_once`).
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ class StepRunner(Generic[Sample]):
         recovery: shared by the runners of all stages, if a step has several. By default, a new one for this model.
         stage: the name of the stage in messages and records, if a step has several. A stage without a backward stores
             its results in the samples. A repeated attempt overwrites them.
-        reduce_once: under FSDP2, reduce-scatter gradients only in the last microbatch of a step, if the memory of the
-            latest step leaves room for the gradients of the whole model. If memory is not measured, it always does.
+        reduce_once: under FSDP2, from the third step on, reduce-scatter gradients only in the last microbatch of a
+            step, if the latest step left room for the gradients of the whole model, or if memory is not measured.
             After an out-of-memory error in such a step, every microbatch reduces gradients.
     """
 

@@ -156,7 +156,7 @@ class Evaluator:
         nested = any(isinstance(each, Mapping | list | tuple) for each in self._inputs.values())
         if nested or media_in(self._inputs) or any(len(tensor) != len(self._samples) for tensor in tensors.values()):
             return CollatedBatch.of([self._samples[row] for row in rows], self._collate).inputs
-        # Collate one sample: a tensor with the same length as in the batch, such as class weights, is not sliced.
+        # Collate one sample alone: a tensor whose length stays the same, such as class weights, is not sliced.
         restore, one = remember_random_state(self.trainer), CollatedBatch.of(self._samples[:1], self._collate).inputs
         restore()
         sliced = (name for name in tensors if getattr(one.get(name), "shape", ())[:1] != tensors[name].shape[:1])

@@ -290,7 +290,7 @@ class DeviceValues:
     def _can_be_known(self, tensor: Any) -> bool:
         if torch.compiler.is_compiling() or not _is_plain(tensor):
             return False
-        with torch._C.DisableTorchFunction():  # Dynamo takes the last function in a mode for the one that was called
+        with torch._C.DisableTorchFunction():  # function modes: Dynamo mistakes the last function for the called one
             return not tensor.is_floating_point() and tensor.is_cuda and tensor.numel() < LARGE
 
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:
@@ -320,7 +320,7 @@ class DeviceValues:
         return Source.HOST if version == _version(tensor) else Source.DEVICE
 
     def _was_written(self, tensor: torch.Tensor) -> bool:
-        """Return True if the host wrote the values, and no kernel has changed them since, except in inference mode."""
+        """Return True if the host wrote the values, and no kernel changed them since (unchecked in inference mode)."""
         unchecked = Source.UNCERTAIN if tensor.is_inference() and not tensor.is_floating_point() else Source.HOST
         return self._source_of(tensor) in (Source.HOST, unchecked)
 

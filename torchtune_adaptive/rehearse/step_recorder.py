@@ -289,7 +289,7 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
-            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # by memory: saved at the error
+            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # by memory: already saved
                 fullest = max(self._run, key=lambda device: self._run[device].reserved_bytes, default=0)
                 self._history.save(figures.get("device", fullest))
 
