@@ -110,10 +110,16 @@ def _collect(results: dict[int, Connection], processes: list[BaseProcess], timeo
             if not succeeded:
                 failed[rank] = value
             returned[rank] = value
-        # on a busy machine, the error of a rank that lost its peer can arrive together with the error of that peer
+        # the error of a rank that lost its peer can arrive before the error of that peer, or together with it
         if failed:
-            rank = min(failed, key=lambda rank: "CollectiveFailedError" in failed[rank])
-            raise RankFailed(f"rank {rank} raised:\n{failed[rank]}")
+            for connection in wait([each for each in pending if pending[each] not in returned], timeout=1.0):
+                with suppress(EOFError):
+                    succeeded, value = connection.recv()
+                    if not succeeded:
+                        failed[pending[connection]] = value
+            first = min(failed, key=lambda rank: "CollectiveFailedError" in failed[rank])
+            others = (f"\nrank {rank} raised:\n{failed[rank]}" for rank in sorted(failed.keys() - {first}))
+            raise RankFailed(f"rank {first} raised:\n{failed[first]}{''.join(others)}")
     return [returned[rank] for rank in sorted(returned)]
 
 

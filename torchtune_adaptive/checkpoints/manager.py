@@ -99,7 +99,7 @@ class CheckpointManager:
 
     @contextmanager
     def continue_random_state(self, progress: Progress) -> Iterator[None]:
-        """Collective: restore the random state of the checkpoint around the body, which starts the loader of an epoch.
+        """Collective: restore the checkpoint's random state before or after the body, which starts an epoch's loader.
 
         A starting loader draws a random number. A checkpoint between epochs was saved before that draw, so its state is
         restored before the body. A checkpoint within an epoch was saved after the draw, so its state is restored after

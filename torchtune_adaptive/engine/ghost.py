@@ -538,7 +538,7 @@ class GhostMode(TorchDispatchMode):
 
     def _make_up(self, call: _Call, fake: FakeTensor) -> Tensor:
         """Return real integers instead of a fake result. Indices, such as those of `topk`, are spread evenly over the
-        dimension or, if `made_up` is 1, equal in all rows. Other integers are `made_up`."""
+        dimension or, if `made_up` is 1, equal in all rows. Other integers get the value of `made_up`, 0 or 1."""
         self.used_unknown_values = True
         source = call.args[0]
         named = dict(zip((each.name for each in call.func._schema.arguments), call.args, strict=False)) | call.kwargs

@@ -197,7 +197,7 @@ class Limit(Protocol):
         """Return the next smaller limit after this microbatch ran out of memory, or None.
 
         Its size is the largest power of two below the need of the microbatch: 8 -> 4 and 6 -> 4. Returns None at size
-        1, or if the microbatch exceeds the limit: only a single sample may, and it cannot be split.
+        1, or if the microbatch exceeds the limit, because then it is a single sample, which cannot be split.
         """
         if self.size == 1 or not self.fits(rows, length, tokens):
             return None

@@ -168,7 +168,7 @@ class DeviceValues:
             result = kernel.call_boxed(keys, *args)
             for each in written if known and reduction == dist.ReduceOp.SUM else ():
                 _on_host(each).mul_(group.size())
-            if known and name == "alltoall_base_" and not args[3]:  # equal parts, from ranks that send the same as this
+            if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same equal parts
                 part = _on_host(sent[0]).view(group.size(), -1)[group.rank()]
                 _on_host(written[0]).view(group.size(), -1).copy_(part)
         for each in written if known else ():
@@ -290,7 +290,7 @@ class DeviceValues:
     def _can_be_known(self, tensor: Any) -> bool:
         if torch.compiler.is_compiling() or not _is_plain(tensor):
             return False
-        with torch._C.DisableTorchFunction():  # function modes: Dynamo mistakes the last function for the called one
+        with torch._C.DisableTorchFunction():  # Dynamo's function mode must not see these calls
             return not tensor.is_floating_point() and tensor.is_cuda and tensor.numel() < LARGE
 
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:

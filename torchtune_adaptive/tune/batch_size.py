@@ -185,7 +185,7 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
     """Collective: return a sample of the greatest possible length in which every token is a target.
 
     The length is the smallest of `sequence_length`, the tokenizer's limit and the model's limit. If neither of the
-    first two is set, it is that of the longest sample in the dataset. If samples have images, it gets the most images.
+    first two is set, it is that of the longest sample in the dataset. With images, the sample has the most.
     """
     sample: Sample = data.dataset[0]
     if data.packed:
