@@ -184,7 +184,7 @@ def _requested_size(increase: Increase, epoch: int, current: int) -> int:
             f"{fact} raised {components.in_a_line(error)}; allowed: {allowed}, or a section with its _component_"
         ) from error
     if type(more) is not int or current + more < 1:
-        raise ConfigError(f"{fact} returned {more!r}; allowed: {allowed}, as an int that leaves at least 1 row")
+        raise ConfigError(f"{fact} returned {more!r}; it must return an int, and the batch size must stay above 0")
     return current + more
 
 

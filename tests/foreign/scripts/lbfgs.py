@@ -1,4 +1,4 @@
-"""LBFGS: refused, with the size of its history."""
+"""LBFGS, which is refused: the error states the size of its history."""
 
 # refused: LBFGS
 import torch

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with DDP; it starts one process per GPU itself."""
+"""Lightning's Trainer with DDP, which starts one process per GPU."""
 
 # command: --ranks 8 -- SCRIPT
 # bytes: 134.2e6 * (4 + 4 + 8 + 4 + 4)

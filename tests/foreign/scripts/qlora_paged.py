@@ -1,4 +1,4 @@
-"""QLoRA with the paged optimizer, its default: NF4 weights of Llama 3.1 8B, LoRA of rank 16."""
+"""QLoRA (LoRA of rank 16) on NF4 weights of Llama 3.1 8B, with bitsandbytes' paged optimizer."""
 
 # bytes: 6.98e9 * (0.5 + 4 / 64) + 1.05e9 * 4
 import torch
