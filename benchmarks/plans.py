@@ -1,4 +1,4 @@
-"""Run `adaptive_plan` for every config of this package except the demos, on 1, 8 and 64 ranks of three cards.
+"""Run `tune-adaptive plan` for every config of this package except the demos, on 1, 8 and 64 ranks of three cards.
 
 Each answer is saved at once, and the next run continues with the missing ones. To start over, delete the file. An
 answer takes 10 to 40 CPU seconds.
@@ -24,9 +24,9 @@ from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 NAME = "plans"
 RANKS, CARDS = (8, 1, 64), ("h100", "a100-40", "4090")
 NOTE = (
-    "rows of 4096 tokens and bytes of rank 0, from adaptive_plan; probes: rows of a probe, with a ! for each flush; "
-    "seconds are CPU time of the rehearsal. "
-    "imitated rows: the result of adaptive_plan before it used rehearsals (2026-11-23, torch 2.13.0), if recorded"
+    "rows of 4096 tokens and bytes of rank 0, from tune-adaptive plan; probes: rows of a probe, with a ! for each "
+    "flush; seconds are CPU time of the rehearsal. "
+    "imitated rows: the result of this command before it used rehearsals (2026-11-23, torch 2.13.0), if recorded"
 )
 
 

@@ -15,7 +15,7 @@ from torchtune_adaptive.rehearse_recipe.request import PlanSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig, "of adaptive_plan": PlanSettings}
+TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig, "of tune-adaptive plan": PlanSettings}
 INCREASE = (
     "| `batch_increase_function` | null | grow the batch: a function `(epoch, batch_size)` that returns the rows to "
     "add at the beginning of an epoch. Give a dotted path, or a section with a `_component_` |"

@@ -16,7 +16,8 @@ from torch.distributed.run import get_args_parser
 from torchtune_adaptive.cli.main import main, parse
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_config
-from torchtune_adaptive.config.registry import FULL, PLAN, RECIPES, config_files, our_configs, recipe_files
+from torchtune_adaptive.config.registry import FULL, RECIPES, config_files, our_configs, recipe_files
+from torchtune_adaptive.rehearse_recipe.request import PLAN_KEYS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.smoke
@@ -113,8 +114,7 @@ def test_shown_run_would_start(shown: Shown, readers_folder: Path) -> None:
     cfg = read_config(path, [*overrides, "output_dir=out"])
     named = RECIPES[FULL.name if recipe == "mine.py" else recipe]
     check_keys(cfg, named.keys, log=False)
-    if named is not PLAN:
-        assert named.read(cfg)
+    assert named.read(cfg)
 
 
 @pytest.mark.parametrize("shown", ANSWERS, ids=str)
@@ -125,6 +125,10 @@ def test_shown_command_prints_a_result(shown: Shown, readers_folder: Path, capsy
         return
     if words[0] == "rehearse":  # tests/rehearse runs those that take seconds
         assert parse(words).run
+        return
+    if words[0] == "plan" and len(words) > 1:  # tests/rehearse_recipe runs it
+        options = parse(words)
+        check_keys(read_config(config_files()[options.config], options.overrides), PLAN_KEYS, log=False)
         return
     if words[0] == "cp":
         for path in readers_folder.iterdir():

@@ -1,1 +1,1 @@
-"""Predictions of `adaptive_plan` compared with the needs of training runs."""
+"""Predictions of `tune-adaptive plan` compared with the needs of training runs."""

@@ -1,4 +1,4 @@
-"""`adaptive_plan` on the command line."""
+"""`tune-adaptive plan` on the command line."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import adaptive_plan
 import pytest
 
 from tests.null.processes import skip_without_null_device
@@ -23,6 +22,7 @@ from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.sweep import row_of
 from torchtune_adaptive.rehearse_recipe import changes as changes_module
 from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
+from torchtune_adaptive.rehearse_recipe.plan import print_plan
 from torchtune_adaptive.rehearse_recipe.request import PlanRequest, read_request
 from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
@@ -37,9 +37,9 @@ def null_device() -> None:
 
 
 def run_plan(config: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    tune = [str(Path(sys.executable).with_name("tune")), "run", "adaptive_plan", "--config", config, *words]
+    plan = [str(Path(sys.executable).with_name("tune-adaptive")), "plan", "--config", config, *words]
     return subprocess.run(
-        tune, cwd=cwd, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        plan, cwd=cwd, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
 
 
@@ -87,10 +87,10 @@ def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(
 ) -> None:
     changes = [changes_module.EVERY_SECOND_LAYER, ("enable_activation_checkpointing=True",), ("compile=True",)]
     monkeypatch.setattr(changes_module, "changes_that_save_memory", lambda *_: changes)
-    path, sizes = locate("adaptive/demo/full"), ("memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096")
+    sizes = ("memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096")
     words = [*DEMO[1:], "model.num_layers=8", *sizes, "batch_size=1", "use_maximum_batch_size=False"]
     with pytest.raises(AdaptiveError, match="the config does not fit; the settings above fit"):
-        adaptive_plan.main(read_config(path, words), path, words)
+        print_plan(DEMO[0], words)
     printed = capsys.readouterr().out
     assert "does not fit: out of memory in step 1" in printed
     rates = [float(line.split()[8].replace(",", "")) for line in printed.splitlines() if "  yes  " in line]
@@ -211,13 +211,6 @@ def test_signal_ends_all_rehearsals() -> None:
     rehearse = partial(rehearse_and_end_parent, request, changes[0][0])
     with pytest.raises(KeyboardInterrupt):
         that_fit(rehearse, (), request.gpus[0], changes)
-
-
-def test_several_processes_are_refused_with_the_option_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="but 4 were started: remove --nproc_per_node, and set world_size=4"):
-        adaptive_plan.main(read_config(locate("adaptive/demo/full"), []), Path("full.yaml"), [])
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:

@@ -21,10 +21,10 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import printing
 from torchtune_adaptive.rehearse import command as rehearse
+from torchtune_adaptive.rehearse_recipe import command as plan
 
 _COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
 """Finds the `tune run` command in the comments of a config, and the recipe in it."""
-ANY_CONFIG = "<any config for finetuning, preference training, PPO or GRPO, except images>"
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -33,7 +33,6 @@ def ls(options: argparse.Namespace) -> int:
     Words filter the list: tune-adaptive ls qwen2_5 lora
     """
     lines = [(config.recipe, config.name) for config in supported_configs()]
-    lines += [(recipe.name, ANY_CONFIG) for recipe in RECIPES.values() if recipe.stock_name is None]
     chosen = [line for line in lines if all(word in " ".join(line) for word in options.words)]
     width = max(len(recipe) for recipe, _ in lines)
     print("\n".join(f"{recipe:{width}}  {config}" for recipe, config in [("RECIPE", "CONFIG"), *chosen]))
@@ -102,6 +101,7 @@ COMMANDS = {
     "cp": Command(cp.__doc__, add_cp_arguments, cp),
     "status": Command(status.__doc__, status.add_arguments, status.run),
     "report": Command(report.__doc__, report.add_arguments, report.run),
+    "plan": Command(plan.__doc__, plan.add_arguments, plan.run),
     "rehearse": Command(rehearse.__doc__, rehearse.add_arguments, rehearse.run, rehearse.FAILED),
 }
 

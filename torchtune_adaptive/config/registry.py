@@ -34,11 +34,11 @@ class Recipe:
     """A recipe of this package."""
 
     name: str
-    stock_name: str | None
-    """The recipe of torchtune that it replaces; empty if there is none; None if the recipe does not train."""
-    saved_as: str = ""
+    stock_name: str
+    """The recipe of torchtune that it replaces; empty if there is none."""
+    saved_as: str
     """The name of the recipe in the manifest of a checkpoint."""
-    reader: str = ""
+    reader: str
     """Dotted path of the function that returns the settings: common ones, or a pair of common and specific ones."""
     own_keys: str = ""
     """Dotted path of the keys that only this recipe has."""
@@ -79,9 +79,8 @@ def _rl(kind: str) -> tuple[str, str]:
 PPO = Recipe("adaptive_ppo_full_finetune_distributed", "ppo_full_finetune_single_device", "full_ppo", *_rl("ppo"))
 GRPO = Recipe("adaptive_grpo_full_finetune_distributed", "grpo_full_finetune_distributed", "full_grpo", *_rl("grpo"))
 GRPO_LORA = Recipe("adaptive_grpo_lora_finetune_distributed", "", "lora_grpo", *_rl("grpo_lora"))
-PLAN = Recipe("adaptive_plan", None, own_keys="torchtune_adaptive.rehearse_recipe.request:PLAN_KEYS")
 RECIPES: Mapping[str, Recipe] = {
-    recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA, PLAN)
+    recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA)
 }
 
 

@@ -10,9 +10,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from torchtune_adaptive.errors import (
     RunStopped,
 )
 from torchtune_adaptive.formatting import ranks_named
-from torchtune_adaptive.lifecycle.console import log_to_stderr, printing
+from torchtune_adaptive.lifecycle.console import log_to_stderr
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
@@ -49,23 +48,6 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
     listen()
     faulthandler.enable(file=2)  # prints a traceback if a library aborts the process
     exit_with_one_message(lambda: _run(recipe_type, keys), remedies)
-
-
-def run_query(query: Callable[[DictConfig, Path, Sequence[str]], None], keys: Collection[str]) -> None:
-    """Call `query` with the config, its path and the overrides, on rank 0 only. `keys` are config keys that are allowed
-    in addition to those of recipes."""
-    if not dist.is_torchelastic_launched():
-        os.environ.pop("RANK", None)  # may be set in the shell by another program
-
-    def run() -> None:
-        path, overrides = config_and_overrides(sys.argv[1:])
-        cfg = read_config(path, overrides)
-        check_keys(cfg, keys, log=True)
-        with printing():
-            query(cfg, path, overrides)
-
-    if rank() == 0:
-        exit_with_one_message(run)
 
 
 def _run(recipe_type: type, keys: Collection[str]) -> None:

@@ -1,1 +1,1 @@
-"""`adaptive_plan`: rehearse a recipe with stand-ins for its weights, tokenizer and data."""
+"""`tune-adaptive plan`: rehearse a recipe with stand-ins for its weights, tokenizer and data."""

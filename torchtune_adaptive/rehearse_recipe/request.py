@@ -1,4 +1,4 @@
-"""A request to `adaptive_plan`: a config and its recipe, the GPUs, the numbers of ranks, and the length of samples."""
+"""A request to `tune-adaptive plan`: a config, its recipe, the GPUs, the numbers of ranks and the length of samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _overhead_bytes(value: Any, key: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """The keys that `adaptive_plan` accepts in addition to those of the recipe."""
+    """The keys that `tune-adaptive plan` accepts in addition to those of the recipe."""
 
     world_size: int | tuple[int, ...] = setting(keys.count_up_to(MOST_RANKS) | keys.counts_up_to(MOST_RANKS), 1)
     """number of ranks, or several numbers to compare, such as `[1,2,4,8]`. Only one rank is rehearsed, so any number
@@ -56,7 +56,7 @@ class PlanSettings:
 
 
 PLAN_KEYS = (*PPO_KEYS, *GRPO_KEYS, *keys.keys_of(PlanSettings))
-"""Keys that `adaptive_plan` accepts in addition to those of finetuning."""
+"""Keys that `tune-adaptive plan` accepts in addition to those of finetuning."""
 
 
 def recipe_of(cfg: DictConfig) -> Recipe:
@@ -73,7 +73,7 @@ def recipe_of(cfg: DictConfig) -> Recipe:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A config, the settings of `adaptive_plan`, and the overrides of the command line."""
+    """A config, the settings of `tune-adaptive plan`, and the overrides of the command line."""
 
     cfg: DictConfig
     plan: PlanSettings
@@ -137,13 +137,15 @@ def read_request(cfg: DictConfig, config_name: str, overrides: Sequence[str]) ->
     sections = {str(key) for key in cfg if value_at(cfg, f"{key!s}.{COMPONENT}") is not None}
     if unknown := sorted(sections - {*SECTIONS, *PLAN_KEYS}):
         raise ConfigError(
-            f"{', '.join(unknown)}: not a section of any recipe that adaptive_plan supports, so the rehearsal would be "
+            f"{', '.join(unknown)}: not a section of any recipe that this command supports, so the rehearsal would be "
             f"wrong: use tune-adaptive rehearse --ranks {request.ranks[0]} -- tune run RECIPE --config {config_name}"
         )
     if not str(cfg.get("device", "cuda")).startswith("cuda"):
-        raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not support: set device=cuda")
+        raise ConfigError(f"device is {cfg.device}, which tune-adaptive plan does not support: set device=cuda")
     if "image" in str(cfg.get("collate_fn")):
-        raise ConfigError(f"adaptive_plan has no images for {cfg.collate_fn}: train with use_maximum_batch_size=True")
+        raise ConfigError(
+            f"tune-adaptive plan has no images for {cfg.collate_fn}: train with use_maximum_batch_size=True"
+        )
     request.recipe.read(cfg)
     request.gpus  # noqa: B018
     return request

@@ -41,7 +41,7 @@ def rehearse_recipe(request: PlanRequest, overrides: Sequence[str], gpu: Gpu, ra
         try:
             found = rehearse_quietly(settings, command, gpu, ranks)
         except NullCudaError as error:
-            raise AdaptiveError(f"adaptive_plan runs the recipe on a null device: {error}") from error
+            raise AdaptiveError(f"tune-adaptive plan runs the recipe on a null device: {error}") from error
     # Rehearsed answers end at once, so the time of a step is unknown.
     return replace(found, traced={}) if request.recipe.trains_on_rollouts else found
 

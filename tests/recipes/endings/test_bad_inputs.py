@@ -12,17 +12,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import adaptive_plan
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import started
 from tests.recipes.running import load_ours
+from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.lifecycle.entry_point import run_query, run_recipe
+from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.rehearse_recipe.request import PlanSettings, read_request
 
 MOST_BYTES = 2 * 2**30
@@ -59,8 +59,9 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
     resource.setrlimit(limit, (mapped_bytes + MOST_BYTES,) * 2)
     sys.argv = [program, *arguments]
     if program == "plan":
+        sys.argv = ["tests", *sys.argv]
         multiprocessing.current_process().daemon = False  # a daemon may not start the processes of a rehearsal
-        run_query(adaptive_plan.main, keys=[field.name for field in fields(PlanSettings)])
+        main()
     else:
         run_recipe(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))
 

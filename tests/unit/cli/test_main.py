@@ -11,7 +11,7 @@ import yaml
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.cli.main import COMMANDS, main
-from torchtune_adaptive.config.registry import PLAN, RECIPES, config_files, our_configs, recipe_files
+from torchtune_adaptive.config.registry import FULL, RECIPES, config_files, our_configs, recipe_files
 from torchtune_adaptive.lifecycle.console import CLOSED_PIPE
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_every_installed_recipe_is_registered_and_has_a_config() -> None:
     assert RECIPES.keys() == {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert {each.recipe for each in our_configs()} == {name for name, recipe in RECIPES.items() if recipe is not PLAN}
+    assert {each.recipe for each in our_configs()} == {*RECIPES}
     assert all(path.is_file() for path in recipe_files().values())
 
 
@@ -47,8 +47,6 @@ def test_ls_lists_supported_configs(capsys: pytest.CaptureFixture[str]) -> None:
     assert {(full, "adaptive/demo/full"), (full, "llama3_2/1B_full")} < {*lines}
     assert ("adaptive_lora_finetune_distributed", "adaptive/demo/lora") in lines
     assert not any(recipe == "knowledge_distillation_distributed" for recipe, _ in lines)
-    any_config = "<any config for finetuning, preference training, PPO or GRPO, except images>"
-    assert lines[-1] == ("adaptive_plan", any_config)
 
 
 def test_ls_filters_by_all_words_in_any_position(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +60,8 @@ def test_cp_makes_a_file_that_runs_with_the_printed_command(tmp_path: Path, caps
     copy = tmp_path / "mine.v2.yaml"
     command = f"tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config {copy}"
     assert (code, out) == (0, f"copied to {copy}\nrun it with: {command}\n")
-    output_of(capsys, "cp", "adaptive_plan", str(tmp_path))
-    assert (tmp_path / "adaptive_plan.py").read_bytes() == (ROOT / "recipes" / "adaptive_plan.py").read_bytes()
+    output_of(capsys, "cp", FULL.name, str(tmp_path))
+    assert (tmp_path / f"{FULL.name}.py").read_bytes() == (ROOT / "recipes" / f"{FULL.name}.py").read_bytes()
 
 
 @pytest.mark.parametrize(

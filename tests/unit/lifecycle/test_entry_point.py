@@ -18,7 +18,6 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.lifecycle import entry_point, run_state
-from torchtune_adaptive.lifecycle.console import INTERRUPTED
 from torchtune_adaptive.lifecycle.torchrun import first_to_report
 
 
@@ -121,12 +120,11 @@ def test_only_an_unrecoverable_run_is_recorded_as_broken(
     monkeypatch.setattr(entry_point.THIS_RUN, "record_directory_id", None)
     entry_point.THIS_RUN.keep_record_in(tmp_path)
 
-    def query(*_: object) -> None:
+    def fail() -> None:
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     with pytest.raises(SystemExit):
-        entry_point.run_query(query, [])
+        entry_point.exit_with_one_message(fail)
     run = run_state.read_record(tmp_path)
     assert run is not None
     assert run.ended == ended
@@ -142,34 +140,6 @@ def test_end_of_a_run_is_not_recorded_in_a_directory_that_replaced_its_own(tmp_p
     record = run_state.read_record(out)
     assert record is not None
     assert record.ended is None
-
-
-def test_only_rank_0_runs_a_query(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def query(*_: object) -> None:
-        raise AssertionError("asked")
-
-    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    entry_point.run_query(query, [])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # without a launcher, RANK was left by another program
-    with pytest.raises(SystemExit):
-        entry_point.run_query(query, [])
-    assert "AssertionError: asked" in capsys.readouterr().err
-
-
-def test_interrupted_query_ends_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def query(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
-    with pytest.raises(SystemExit) as left:
-        entry_point.run_query(query, [])
-    assert left.value.code == INTERRUPTED
-    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "ended"), [(None, 1), (0, 1), (3, 3)])

@@ -1,42 +1,25 @@
-"""Rehearse a recipe without a GPU, weights or data, to predict its memory and speed.
-
-    tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
-
-Accepts the configs of torchtune and of this package for finetuning, preference training, PPO and GRPO, unchanged.
-"""
+"""Print the predicted memory and time of a recipe: the command `tune-adaptive plan`."""
 
 import json
-import os
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
-from pathlib import Path
 
-import torch.distributed as dist
-
-from torchtune_adaptive.config.command_line import name_of
-from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_query
+from torchtune_adaptive.config.checks import check_keys
+from torchtune_adaptive.config.command_line import locate, name_of, read_config
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.rehearse.remedies import ENOUGH, that_fit
-from torchtune_adaptive.rehearse.start import share_imports
 from torchtune_adaptive.rehearse.sweep import as_table, compare, ranking_of
 from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
 from torchtune_adaptive.rehearse_recipe.request import PLAN_KEYS, read_request
 from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
 
-def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
-    """Print the predicted memory and time; raise an AdaptiveError if the config does not fit."""
-    started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-    if started > 1:
-        raise ConfigError(
-            f"adaptive_plan runs in one process, but {started} were started: remove --nproc_per_node, and set "
-            f"world_size={started}"
-        )
+def print_plan(config: str, overrides: Sequence[str]) -> None:
+    """Print the prediction for a config, given its name or path; raise an AdaptiveError if the config does not fit."""
+    path = locate(config)
+    cfg = read_config(path, overrides)
+    check_keys(cfg, PLAN_KEYS, log=True)
     request = read_request(cfg, name_of(path), overrides)
-    if __name__ == "__main__":
-        recipe = Path(__file__).with_name(f"{request.recipe.name}.py")
-        share_imports(str(recipe), max(request.gpus, key=attrgetter("memory")).capability, __file__)
     plan, run = request.plan, partial(rehearse_recipe, request)
     rows = compare(run, (), request.gpus, request.ranks, plan.price or {})
     if all(row.fits is None for row in rows):
@@ -61,7 +44,3 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
             "no change of it fits: lower sequence_length, or use a larger GPU" if plan.advise else "set advise=True"
         )
         raise AdaptiveError(f"the config does not fit; {remedy if best is None else 'the settings above fit'}")
-
-
-if __name__ == "__main__":
-    run_query(main, keys=PLAN_KEYS)
