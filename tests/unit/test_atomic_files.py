@@ -91,11 +91,3 @@ def test_invalid_json_object_is_one_kind_of_error(tmp_path: Path, content: bytes
         read_json(tmp_path / "file")
     with pytest.raises(ValueError, match="Is a directory"):
         read_json(tmp_path)
-
-
-def test_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "file")
-    with pytest.raises(ValueError, match="not a regular file"):
-        read_json(tmp_path / "file")
-    replace_file(tmp_path / "file", b"{}")
-    assert read_json(tmp_path / "file") == {}

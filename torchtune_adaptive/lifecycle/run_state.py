@@ -6,7 +6,6 @@ and how it has ended. The lock ensures that only one run uses an output director
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -199,8 +198,6 @@ def lock_directory(directory: Path) -> IO[bytes]:
     path = directory / LOCK_FILE
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file() and not path.is_dir():  # to open a FIFO would block
-            raise OSError(errno.EEXIST, "it is not a regular file", str(path))
         file = path.open("a+b", buffering=0)
     except OSError as error:
         raise unwritable(directory, error) from error
@@ -230,8 +227,6 @@ def lock_directory(directory: Path) -> IO[bytes]:
 
 def lock_holder(directory: Path) -> str | None:
     """Describe the process that has locked the directory, or return None."""
-    if not os.path.isfile(directory / LOCK_FILE):
-        return None  # to open a FIFO would block
     with suppress(OSError), (directory / LOCK_FILE).open("rb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -6,7 +6,6 @@ reader uses the last one.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -115,8 +114,8 @@ class Journal:
 
 def _append_line(path: Path, line: str) -> None:
     """Append a line with a single write, so that a crash cannot damage earlier lines. Raises OSError."""
-    # Opens the file for every line, because it may have been deleted. O_NONBLOCK: it may have been replaced by a FIFO.
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    # Opens the file for every line, because it may have been deleted.
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         ends_within_a_line = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
@@ -168,9 +167,7 @@ def _remains_valid(event: Record, steps_done: int) -> bool:
 
 
 def _read(path: Path) -> Iterator[Record]:
-    if not path.is_file():
-        if path.exists():  # to read a FIFO would block
-            raise OSError(errno.EINVAL, "not a file", str(path))
+    if not path.exists():
         return
     lines = [line for line in path.read_bytes().splitlines() if line.strip()]
     records = [record for line in lines if (record := _record_in(line)) is not None]

@@ -1,6 +1,5 @@
 """The lock of an output directory: one run at a time, and a dead run never blocks the next."""
 
-import os
 import re
 import signal
 import socket
@@ -107,10 +106,3 @@ def test_unwritable_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "out" / LOCK_FILE).mkdir(parents=True)
     with pytest.raises(ConfigError, match=rf"out/{LOCK_FILE}: Is a directory; remove it"):
         lock_directory(tmp_path / "out")
-
-
-def test_pipe_in_place_of_the_lock_file_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / LOCK_FILE)
-    assert lock_holder(tmp_path) is None
-    with pytest.raises(ConfigError, match=rf"{LOCK_FILE}: it is not a regular file; remove it"):
-        lock_directory(tmp_path)

@@ -1,7 +1,6 @@
 """The journal of a run: writing never fails, and reading gives one consistent history across crashes and resumes."""
 
 import json
-import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
@@ -89,14 +88,6 @@ def test_journal_does_not_write_into_a_directory_that_replaced_its_own(
     assert len(caplog.messages) == 1
     assert f"{tmp_path / 'out'} was moved or replaced" in caplog.messages[0]
     assert steps_in(tmp_path / "moved") == [1]
-
-
-def test_named_pipe_does_not_block_a_run(tmp_path: Path) -> None:
-    for name in FILES:
-        os.mkfifo(tmp_path / name)
-    write_a_run(tmp_path, steps=500)
-    with pytest.raises(OSError, match="not a file"):
-        read_timeline(tmp_path)
 
 
 @pytest.mark.parametrize("figure", [object(), {object(): 1}, b"bytes"], ids=["object", "key", "bytes"])

@@ -1,6 +1,5 @@
 """Plots show the recorded data; a failed plot never ends a run."""
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -230,8 +229,8 @@ def test_a_run_that_cannot_be_drawn_is_one_error(
     steps.write_text("damaged\n")
     assert report(capsys, tmp_path) == (1, nothing)
     steps.unlink()
-    os.mkfifo(steps)
-    assert report(capsys, tmp_path) == (1, f"error: {steps}: not a file; correct the path\n")
+    steps.mkdir()
+    assert report(capsys, tmp_path) == (1, f"error: {steps}: Is a directory; correct the path\n")
     a_run(run := tmp_path / "run")
     (tmp_path / "file").touch()
     assert report(capsys, run, "--output", tmp_path / "file" / "a.png")[0] == 1
