@@ -1,4 +1,4 @@
-"""Finds, publishes and prunes the checkpoints of an output directory. Only rank 0 calls these functions.
+"""Finds, publishes and prunes the checkpoints of an output directory. In a run, only rank 0 calls these functions.
 
 Each checkpoint is a directory, which is renamed when it is complete and before it is deleted:
 
@@ -35,8 +35,7 @@ MARKER_FILE = "run"
 """Name of the file that marks a run's staging directory. If the directory is removed, the next save recreates it
 without this file, and `OutputDirectory.check` notices."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
-"""torchtune writes `recipe_state/recipe_state.pt` next to its checkpoints. This package writes `recipe_state.pt` into
-each checkpoint."""
+"""torchtune writes `recipe_state/recipe_state.pt` next to its checkpoints; here, each one has a `recipe_state.pt`."""
 ADAPTER_FILE = "adapter_model.pt"
 RANDOM_FILE = "adaptive_random.pt"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(bin|safetensors)")
@@ -318,8 +317,8 @@ def _check_types(record: Any) -> None:
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Return size and checksum of every file in a directory, except of an old manifest. torchtune copies all
-    files next to the initial weights, so if these are a checkpoint of this package, its manifest is copied, too."""
+    """Return size and checksum of every file in a directory, except of an old manifest. torchtune copies all files
+    of the folder of the initial weights. If this folder is a checkpoint of this package, they include a manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)

@@ -1,7 +1,7 @@
 """Issues the remaining collectives of a rank that ran out of memory, so that its peers can finish the step.
 
 If a rank stops in the middle of a step, its peers wait in a collective until they time out. The ledger therefore counts
-FSDP2's collectives and records those of the first microbatch. After a failure, it issues the remaining ones: gathers
+FSDP2's collectives and records those of complete microbatches. After a failure, it issues the remaining ones: gathers
 with the parameters of this rank, others with zeros. If ranks exchange activations, ghost passes (`engine/ghost.py`) do
 this instead. Any other communication outside FSDP2 is detected, but cannot be completed.
 """
@@ -107,13 +107,14 @@ class PlaceInStep(Enum):
     """Place of a microbatch in its step. If there are replicas, or if gradients are reduced once per step, the
     collectives of a microbatch depend on its place.
 
-    Only the last microbatch of a step then reduces gradients: the all-reduce over replicas, or also the reduce-scatter.
-    The first one differs from the others if a module runs several times in a microbatch, for example a head that is
-    applied in chunks: such a module issues more collectives if there are gradients of earlier microbatches.
+    With replicas, only the last microbatch of a step all-reduces gradients. If gradients are reduced once per step,
+    only the last one reduce-scatters them. The first one differs from the others if a module runs several times in a
+    microbatch, for example a head that is applied in chunks: such a module issues more collectives if there are
+    gradients of earlier microbatches.
     """
 
     ONLY = auto()
-    """The only microbatch of a step; every microbatch if they all reduce gradients."""
+    """The only microbatch of a step, or any microbatch of a step in which all of them reduce gradients."""
     FIRST = auto()
     MIDDLE = auto()
     LAST = auto()
@@ -169,9 +170,9 @@ class CollectiveLedger:
     def __init__(self, *roots: object, counts: bool = True, exchanges_activations: bool = False) -> None:
         """Count the collectives of those models in `roots` that FSDP2 shards; whole models do not communicate.
 
-        If `counts` is False, recovery is off. The ledger then does two things only: it lets FSDP all-reduce over
-        replicas in the last microbatch alone, and it reshards after a forward without a backward. If ranks exchange
-        activations, ghost passes replace records.
+        If `counts` is False, recovery is off. The ledger then still limits FSDP's reductions to the last microbatch
+        (see `PlaceInStep`), and reshards after a forward without a backward. If ranks exchange activations, ghost
+        passes replace records.
         """
         self.position = 0
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
@@ -317,8 +318,8 @@ class CollectiveLedger:
         )
 
     def listening(self) -> AbstractContextManager[object]:
-        """Return a context for a microbatch. In the first one after messages outside FSDP were counted, it finds their
-        operations with a Listener, which makes compiled code run eagerly. All other microbatches run without one."""
+        """Return the context of a microbatch: a Listener, if messages outside FSDP were counted and no microbatch has
+        had a Listener yet; otherwise, none. A Listener finds the operations, and makes compiled code run eagerly."""
         if not self._record.non_fsdp_messages or self._record.searched_operations:
             return nullcontext()
         self._record.searched_operations = True

@@ -5,13 +5,14 @@ earlier microbatch does not show which collectives the peers expect. A rank that
 failed microbatch again, and all later ones, under FakeTensorMode. Each of these passes is called a ghost pass:
 
 - It skips the collectives that this rank issued before it failed, and issues all later ones. FSDP's all-gathers carry
-  this rank's parameters, so peers that gather a layer again compute the same as before. Other floats are sent as zeros.
-- Floating-point tensors are fake: they have a size, but neither memory nor values.
-- Integers (token ids, tokens per expert) and masks computed from them are real, because they determine sizes. Integers
-  that depend on fake values are made up: a router's choices are spread evenly. Masks that depend on them are fake.
-- Collectives of integers carry real values. Those that are skipped return the results of the failed pass.
+  this rank's parameters, so peers that gather a layer again get the same weights. Other floats are sent as zeros.
+- Floating-point tensors are fake: they have a size, but neither memory nor values. (Small ones that are computed from
+  integers alone are real.) Masks that are computed from fake tensors are fake, too.
+- Integers (token ids, tokens per expert) are real, because they determine sizes. If an operation computes integers from
+  fake tensors, they are made up; for example, a router's choices are spread evenly.
+- Collectives of integers send the integers of the ghost pass. If skipped, they return the results of the failed pass.
 
-This works only if the collectives do not depend on computed values. (The sizes of all-to-alls may.) Therefore a dry run
+This works only if collectives, except for the sizes of all-to-alls, do not depend on computed values. So a dry run
 precedes the first ghost pass. If it uses made-up values, a second one uses others, and their collectives are compared.
 """
 
@@ -74,7 +75,7 @@ _RENAMED = {"all_gather_single", "all_to_all_single", "reduce_scatter_single"} &
 _SUPPORTED = {*_FUNCTIONAL, *(f"{name}_" for name in _METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
 """Collectives that a process group counts as one message."""
 _OF_ANY_SIZE = {"all_to_all_single", "alltoall_base_"}
-"""Collectives whose sizes may differ between ranks."""
+"""Collectives whose sizes may depend on computed values, so that they may differ between two dry runs."""
 _OVERWRITING = {"allreduce_", "all_reduce_", "broadcast_"}
 """Collectives that overwrite their input."""
 _CHOICES = {"argmax", "argmin", "argsort", "kthvalue", "max", "min", "multinomial", "sort", "topk"}
@@ -130,7 +131,7 @@ class SeenCollective(NamedTuple):
     name: str
     group: str
     sizes: tuple[torch.Size, ...] | None
-    """None for collectives whose sizes may differ between ranks."""
+    """None for the collectives in `_OF_ANY_SIZE`."""
     where: str
 
     def __str__(self) -> str:

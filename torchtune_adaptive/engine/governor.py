@@ -69,8 +69,8 @@ class Governor:
     """Holds the current limit, which never exceeds `allowed`.
 
     After `regrow_after` steps without OOM errors or allocator retries, the limit grows by one size. The larger limit is
-    on probation for another `regrow_after` steps. If it fails, the previous limit returns, and the wait until the next
-    growth doubles. With `regrow_after=0`, the limit never grows.
+    on probation for another `regrow_after` steps. If it fails, the limit returns to the previous one or a smaller one,
+    and the wait until the next growth doubles. With `regrow_after=0`, the limit never grows.
     """
 
     def __init__(self, allowed: Limit, *, regrow_after: int, stage: str = "") -> None:
@@ -112,14 +112,14 @@ class Governor:
 
         Returns a change of kind EXHAUSTED at the smallest limit. A single row may fail because larger microbatches have
         fragmented the memory, or because of another process on the device. So the first time that only single rows fail
-        in a step, the limit stays. On probation, the previous limit returns. The limit also stays if gradients were
-        reduced only once in the step (`reduced_once`), because the repeated step needs less memory.
+        in a step, the limit stays or, on probation, returns to the previous one. The limit also stays if the step
+        reduced gradients only once (`reduced_once`), because it needs less memory if every microbatch reduces them.
         """
         before, after = self.limit, _shrunk(self.limit, failed)
         longest = max(microbatch.length for microbatch in failed.values())
         event = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
         if reduced_once:
-            wait_text, reaction = "", f"gradients are reduced in every microbatch from now on, at most {before}"
+            wait_text, reaction = "", f"gradients are reduced in every microbatch from now on, limit stays at {before}"
         elif not self._retried_single_row and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._retried_single_row = True
             wait_text = self._step_down(self._size)  # keeps the current size, unless on probation
@@ -232,8 +232,8 @@ class Governor:
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
-    """Return a limit that excludes every microbatch with several rows, or None if there is none. If all are single
-    rows, it excludes only the first: the others may exceed the limit, because they run alone under any limit."""
+    """Return a smaller limit that excludes all these microbatches of several rows; None if no limit is smaller. A
+    single row runs alone under any limit. So if all are single rows, shrink the limit once, for the first of them."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):

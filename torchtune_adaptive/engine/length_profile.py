@@ -2,14 +2,14 @@
 
 1. Measure the longest sample alone. If it fits, every shorter sample fits alone.
 2. Measure shorter and shorter samples, with as many rows as earlier probes prove to fit. Fit a surface to each phase.
-3. Two of these probes are held out of the first fit and measure its error. That share of the budget stays free.
+3. Hold two of these probes out of the first fit to measure its relative error. Keep this share of the budget free.
 4. If the surfaces allow far more rows than were measured, measure more rows. This is necessary because a constant part,
    such as a gathered layer, can hide how memory grows. An out-of-memory error here costs a probe, not a training step.
 
-If tokens beyond some length need a different amount of memory, for example in rollouts longer than the longest answer,
-the surfaces have a knee at that length. If samples are concatenated instead of padded, each sample may need memory in
-addition to that of its tokens. Therefore many very short samples are measured, too. Probes of longer samples do not
-prove that these fit, so a quarter of that number is measured first.
+Tokens beyond some length may need a different amount of memory. Example: if rollouts of probes get longer, first their
+answers grow, up to the longest answer, and then their prompts. The surfaces then have a knee at that length. If samples
+are concatenated instead of padded, each may need memory in addition to that of its tokens. So many very short ones are
+measured, too. Probes of longer samples do not prove that they fit, so a quarter of them is measured first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _PADDED = ((1, 1.0, False), (4, 1.0, False), (16, 1.0, False), (16, 0.25, False)
 _CONCATENATED = ((1, 1.0, False), (4, 0.8, False), (64, 0.25, False), (64, 1.0, False), (2, 0.5, True), (8, 0.8, True))
 MOST_POINTS = 1 + len(_PADDED)
 MOST_CHECKS = 6
-"""Maximum number of checks. A check is a probe with more rows than are proven to fit. `restricted_profile` may add
-one."""
+"""Maximum number of checks: probes with more rows than are proven to fit. `restricted_profile` may add one."""
 
 _TRUSTED, _TRUSTED_AFTER_SURPRISE = 1.3, 1.1
 """Surfaces are trusted up to this multiple of the rows that are proven to fit."""
@@ -40,7 +39,7 @@ _FILL = 0.95
 """Share of a predicted number of rows that a probe uses, as a safety margin."""
 _LEAST_LENGTH = 2
 BEYOND = "beyond what was measured"
-"""Name of the surface that restricts the limit to sizes that are proven to fit, if checks failed or were surprises."""
+"""Name of the surface that restricts the limit to sizes that are proven to fit, if there is no checked profile."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Profile:
     held_out_error: float
     """The largest error of the first fit at a held-out probe, relative to the measured peak."""
     limit_bytes: int
-    """The bytes that surfaces may predict: the budget minus the error, or less if a probe was rejected."""
+    """Maximum of predicted bytes: budget minus error; more if the longest sample needs more; less if a probe failed."""
 
     @property
     def limit(self) -> SurfaceLimit:
@@ -105,14 +104,14 @@ class _Measurements:
     def add_point(self, part: int, share: float, held_out: bool) -> None:
         """Measure `share` of the extrapolated rows with 1/`part` of the longest length, unless that is measured."""
         length = max(self.lengths.shortest, self.lengths.longest // part)
-        # With a knee, fewer rows may be proven, but the fit needs a second row to separate fixed from growing memory.
+        # With a knee, maybe only one row is proven to fit. Measure two: one cannot separate fixed from growing memory.
         least = min(2, self.most_rows) if self.lengths.knee and part > 1 and share == 1 else 1
         rows = max(least, int(share * self._extrapolated_rows(length)))
         if self.measured(rows, length) is None:
             self.points.append(self.probe(rows, length, held_out))
 
     def checked_profile(self) -> Profile | None:
-        """Check sizes that the surfaces allow. Return None if a check failed or was a surprise."""
+        """Check sizes that surfaces allow. Return None if a check failed or was a surprise, or after MOST_CHECKS."""
         profile, trusted = self.fit(), _TRUSTED
         while (size := self._next_check(profile.limit, trusted)) is not None:
             if len(self.checks) == MOST_CHECKS:

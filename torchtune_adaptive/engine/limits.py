@@ -45,7 +45,7 @@ _PAIR_TERM_THRESHOLD = 0.01
 bytes. The range, maximum minus minimum, does not contain resident memory, which would make any error seem small."""
 
 _HALF_A_BYTE = 0.5
-"""Tolerance for rounding errors of a prediction. Real needs are whole bytes, so this admits no larger microbatch."""
+"""Tolerance for rounding errors of predictions. Memory that exceeds a budget exceeds it by at least a whole byte."""
 
 _FIXED, _ROW, _TOKEN, _PAIR, _LATE = range(5)
 """Terms of a surface, in the order of its fields."""

@@ -174,9 +174,9 @@ class ProbeReport(NamedTuple):
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """Return one peak for all ranks, to be compared with the budget of the tightest rank (with the least free memory).
 
-    Ranks have different peaks and budgets. Each peak takes a share of the free memory of its rank. The result is
-    the largest of these shares, in bytes of the tightest rank. So it is within the budget of that rank if and only if
-    every rank is within its own. Like each rank's peak, it is a maximum of affine functions of the rows.
+    On each rank, the part of the peak above resident memory is a share of the rank's free memory. The result is the
+    peak at which the tightest rank would have the largest of these shares. So it is within the budget of that rank if
+    and only if every rank is within its own. Like each rank's peak, it is a maximum of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 
@@ -419,8 +419,7 @@ def profile_memory(
 ) -> Profile:
     """Collective: measure how memory depends on the rows and their length, up to the length of the step's sample.
 
-    Arguments and side effects are those of `find_max_batch_size`. `step.cut` is required. Microbatches have at most
-    `most_rows` rows.
+    Arguments and side effects are as for `find_max_batch_size`. `step.cut` is required. `most_rows` is an upper bound.
     """
     lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
     with probing(step, memory, progress) as (prober, budget):

@@ -117,7 +117,7 @@ def fit_line(points: Mapping[int, int]) -> Surface:
     """Fit a line to the measured bytes of two or more numbers of rows.
 
     The line passes through the point with the most rows. Its slope is the steepest between that point and any other.
-    The rows that it predicts are an upper bound. Reason: a peak is a maximum of affine functions of the rows, one for
+    No more rows fit than the line predicts. Reason: a peak is a maximum of affine functions of the rows, one for
     each moment of the phase. Beyond that point, memory therefore grows at least as steeply as the line. The measurement
     of one row is ignored if there are two larger ones, because kernels may treat a single row differently. If the fixed
     part would be negative, the line through the origin is returned.
@@ -139,7 +139,7 @@ def fit_lines(probes: Sequence[Probe]) -> dict[str, Surface]:
 _JUMP = 4  # a line through two probes is trusted up to 4 times the rows of the larger one
 _ROUNDED_JUMP = 8  # the same if rows are rounded to powers of two, which hides small errors
 _BEND = 0.01  # if a probe exceeds the line through smaller ones by this share, the slope has increased
-_CLOSE = 0.95  # end the search at this share of the rows that may still fit
+_CLOSE = 0.95  # end the search once this share of the rows that may still fit was accepted
 _CLOSE_WITH_CACHE = 0.8  # the same with a cache, from the fourth probe on
 _LEAST_USABLE = 0.8  # `usable_bytes` is at least this share of the budget while at most two rows were measured
 # After a rejected probe, the next one has fewer rows, by this share. Each further rejection doubles the share.
@@ -295,7 +295,7 @@ def _trusted_rows_of_phase(points: Mapping[int, int], history: History) -> float
     Because a peak is a maximum of affine functions, k times the rows need at most k times the non-resident bytes. This
     bound is always trusted. A line through two points is also trusted up to `trusted_jump` times the larger number of
     rows. A line through more points is trusted everywhere, unless the largest point is above the line through the
-    others. (If it is below, a single row was a special case. With three points, `fit_line` ignores it.)
+    others. (It is below only if a single row was a special case, which `fit_line` ignores from three points on.)
     """
     most = max(points)
     resident_bytes = history.resident_bytes

@@ -84,7 +84,7 @@ class SampleKind(Generic[Sample]):
     """Returns the number of tokens of a sample, for limits by length."""
     filler: Callable[[Sample], Sample]
     """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank with
-    fewer microbatches than its peers runs it. So does a drain, if no microbatch has been recorded yet."""
+    fewer microbatches than its peers runs it. So does a drain, for a microbatch whose collectives are not recorded."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
     """Returns the number of tokens of each sequence, for samples of several sequences, such as pairs of answers.
     `length_of` must then return the number for the longest sequence. Such a sample is one row of a RowLimit."""
@@ -593,8 +593,7 @@ class StepRunner(Generic[Sample]):
     def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> AbstractContextManager[None]:
         """Return a context for the update after `run`: scaling, clipping and the optimizer's step.
 
-        An out-of-memory error in it may leave weights partly updated, so it raises UnrecoverableError. `what` names the
-        update in the message.
+        An out-of-memory error may leave weights partly updated, so it raises UnrecoverableError, which names `what`.
         """
         saved = "no checkpoint yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
         return fatal_on_oom(

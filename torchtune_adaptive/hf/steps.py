@@ -56,10 +56,10 @@ from torchtune_adaptive.report.tables import search_table
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 CANDIDATES = 4
-"""The loss check compares this many samples with another one: one of each class, then the shortest."""
+"""The loss check pairs this many samples with one other: the shortest of each class label, then the next shortest."""
 NOT_SPLIT = (
-    "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, without terms that compare "
-    "samples, batch normalization or random numbers for each row"
+    "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, and that compares no samples, "
+    "uses no batch normalization and draws no random numbers for each row"
 )
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
@@ -84,9 +84,9 @@ class OptimizerSteps:
         self._outside = {*trained, *_parameters_of(trainer)}.difference(self.model.parameters())
         """Parameters outside the model that compute_loss may train; the engine does not reset their gradients."""
         self._media = {*chain(*from_all_ranks([name for batch in batches for name in media_in(batch.inputs)]))}
-        """The names of the images and audio in the first step of any rank."""
+        """The keys of inputs with images or audio, such as `pixel_values`, in the first step of any rank."""
         self._donor: Any = None
-        """A sample with all of them; None if microbatches may lack them."""
+        """A sample whose inputs have all of these keys; None if microbatches may lack some."""
         self._first_and_others: tuple[Any, Any] = (None, None)
         """Samples of a probe: the first one, and all others."""
         self._begin(batches, num_items)
@@ -208,7 +208,7 @@ class OptimizerSteps:
         return self._with_all_media(CollatedBatch.of(samples, self.trainer.keeps_samples))
 
     def _with_all_media(self, batch: CollatedBatch) -> CollatedBatch:
-        """Return the batch. If it has no image, but other batches have, add a sample with an image and no labels.
+        """Return the batch. If it lacks a key of `_media`, add a sample that has all of them, without labels.
 
         Under FSDP2, all ranks must use the same layers, and a batch without images would not use the vision tower.
         """
@@ -219,7 +219,7 @@ class OptimizerSteps:
         return replace(batch, inputs=inputs)
 
     def _find_donor(self) -> None:
-        """Collective: find a sample with all images and audio that a microbatch must have, if it can be added."""
+        """Collective: find a sample that has all keys of `_media`, and that can be added to other microbatches."""
         is_complete = [self._media <= media_in(self._collated([sample]).inputs) for sample in self._samples]
         own = self._samples[is_complete.index(True)] if any(is_complete) else None
         donors = [own] if all(from_all_ranks(any(is_complete))) else from_all_ranks(own)
@@ -241,7 +241,7 @@ class OptimizerSteps:
         if not all(from_all_ranks(batch.is_reproducible(self.trainer.keeps_samples))):
             raise ConfigError(
                 "collating the same samples twice gives different batches, so a step cannot be split: the data "
-                "collator is random, or other code changes the batch; do this in the dataset"
+                "collator is random, or other code changes the batch; move such code into the dataset"
             )
 
     def _find_reduction(self) -> None:
@@ -355,7 +355,7 @@ class OptimizerSteps:
             largest = [loader.collate_fn([item])[SAMPLES_KEY].samples[0] for item in items]
         else:  # the sizes of a streamed dataset are unknown: use the first step
             largest = [max(from_all_ranks(max(samples, key=length)), key=length)]
-        # The worst microbatch has the longest sample, to which the others are padded, or only the largest images.
+        # Measure two candidates: the longest sample with copies of that with the largest images, and only such copies.
         found = min((self._find_rows(first, largest[-1]) for first in largest), key=attrgetter("unrounded_rows"))
         self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if rank() == 0:
@@ -366,7 +366,7 @@ class OptimizerSteps:
         return TokenLimit(int(found.unrounded_rows * largest[0].length) * rows_per_sample, rows_per_sample)
 
     def _find_rows(self, first: RawSample, others: RawSample) -> SearchResult:
-        """Collective: search for the most rows of a microbatch of one sample, and copies of another one."""
+        """Collective: search for the most rows of a microbatch that consists of `first` and copies of `others`."""
         first = copy.copy(first.with_targets())
         self._first_and_others = first, others.with_targets()
         return find_max_batch_size(
@@ -469,7 +469,7 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
             for name in restored(vars(owner)) | restored(attributes):
                 if name in attributes:
                     vars(owner)[name] = attributes[name]
-                elif vars(owner)[name] is not True:  # otherwise a flag, for example that hooks are installed
+                elif vars(owner)[name] is not True:  # a new True stays: it may mean that hooks are installed
                     del vars(owner)[name]
             vars(owner).get("_buffers", {}).update(buffers)
         for tensor, content in contents:

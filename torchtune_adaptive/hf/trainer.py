@@ -127,7 +127,7 @@ class AdaptiveMixin(Base):
         )
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return Trainer's data loader, whose collator adds the samples to a batch. ms-swift passes `skip_batches`."""
+        """Return Trainer's data loader, whose collator adds the samples to a batch. ms-swift passes some arguments."""
         self.keeps_samples = KeepSamples(self.data_collator)
         with override_attributes(self, data_collator=self.keeps_samples):
             loader = super().get_train_dataloader(*args, **kwargs)
@@ -141,18 +141,18 @@ class AdaptiveMixin(Base):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the batches of one optimizer step; at the end of a streamed dataset, fewer than `num_batches`."""
         if self._batches is not None:
-            self._refuse_training_step("does not call Trainer's by super() for every batch of a step")
+            self._refuse_training_step("does not call super().training_step for every batch of a step")
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._batches = [] if batches else None
         self._expected, self._stream_ended = len(batches), len(batches) < num_batches
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Collective: run the training_step of the subclass, and check that it calls Trainer's by `super()`."""
+        """Collective: run the training_step of the subclass, and check that it calls `super().training_step`."""
         before = len(self._batches or ())
         loss = super().training_step(*args, **kwargs)
         if self._batches is not None and len(self._batches) == before:
-            self._refuse_training_step("does not call Trainer's by super() for every batch of a step")
+            self._refuse_training_step("does not call super().training_step for every batch of a step")
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -165,13 +165,13 @@ class AdaptiveMixin(Base):
 
     def _refuse_training_step(self, fact: str) -> NoReturn:
         raise ConfigError(
-            f"training_step of {type(self).__name__} {fact}, so a step cannot be split: call it once for every batch"
+            f"training_step of {type(self).__name__} {fact}; without exactly one call per batch, a step cannot be split"
         )
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Collective: see Trainer.evaluation_loop."""
         loop = super().evaluation_loop
-        # An overridden loop may not call prediction_step.
+        # An overridden loop does not have to call prediction_step.
         is_overridden = getattr(loop, "__func__", None) is not Trainer.evaluation_loop
         with self._explaining_errors(), nullcontext() if is_overridden else self._evaluator.keeping_samples(dataloader):
             return loop(dataloader, *args, **kwargs)
@@ -185,7 +185,7 @@ class AdaptiveMixin(Base):
         """Collect a batch. With the last batch of a step, run the step (which is collective) and return its loss."""
         if isinstance(inputs, MutableMapping) and SAMPLES_KEY in inputs:
             if len(collected) == self._expected:
-                self._refuse_training_step("calls Trainer's by super() more than once for a batch")
+                self._refuse_training_step("calls super().training_step more than once for a batch")
             collected.append(replace(inputs.pop(SAMPLES_KEY), inputs=inputs))
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # a trainer that generates
             model.train()
@@ -215,7 +215,7 @@ class AdaptiveMixin(Base):
         if any(parameter.grad is not None for parameter in model.parameters()):
             raise ConfigError(
                 f"the model has gradients before the step: training_step of {type(self).__name__} or a callback calls "
-                "backward, which a repeated step would not do; add its loss in compute_loss"
+                "backward, which a repeated step would not call again; add the loss of this call in compute_loss"
             )
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, collected, num_items, self._training_stack)
@@ -234,7 +234,7 @@ class AdaptiveMixin(Base):
         from_all_ranks(None)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Collective for a training loss: log the number of recoveries and the microbatch limit with it."""
+        """Log. If `logs` contain a training loss, this is collective, and adds recoveries and the microbatch limit."""
         if self._steps is not None and "loss" in logs:
             logs |= self._steps.metrics()
         super().log(logs, *args, **kwargs)

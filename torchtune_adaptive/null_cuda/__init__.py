@@ -27,8 +27,7 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment variables that give a child process null devices, and build the library if needed.
 
-    Without arguments, a process has one device of 80 GiB and compute capability 9.0. Each process has device memory of
-    its own.
+    Without arguments, a process has one device of 80 GiB and compute capability 9.0. Processes do not share memory.
     """
     size = parse_amount(memory, "memory") if isinstance(memory, str) else memory
     options = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability}

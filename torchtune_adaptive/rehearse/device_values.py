@@ -74,9 +74,10 @@ class DeviceValues:
     """Replaces the functions that read values from the device.
 
     Values are correct if they are integers, masks or single floats that come from the host, or integers and masks that
-    are computed from these (`_RETURN_INTEGERS`). All other values are guessed: numbers are 0, masks select everything,
-    checks for NaN are false, and `all` and assertions are true. But `all` is false in a condition that ends a loop, so
-    that the loop runs to its limit. Indices of `topk` are spread evenly, so that all experts get equally many tokens.
+    are computed from these (by `_RETURN_INTEGERS`, below `LARGE`). All other values are guessed: numbers are 0, masks
+    select everything, checks for NaN are false, and `all` and assertions are true. But `all` is false in a condition
+    that ends a loop or returns from a function, so that generation runs to its limit. Indices of `topk` are spread
+    evenly, so that all experts get equally many tokens.
     """
 
     def __init__(self) -> None:
@@ -168,7 +169,7 @@ class DeviceValues:
             result = kernel.call_boxed(keys, *args)
             for each in written if known and reduction == dist.ReduceOp.SUM else ():
                 _on_host(each).mul_(group.size())
-            if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same equal parts
+            if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same data, in equal parts
                 part = _on_host(sent[0]).view(group.size(), -1)[group.rank()]
                 _on_host(written[0]).view(group.size(), -1).copy_(part)
         for each in written if known else ():

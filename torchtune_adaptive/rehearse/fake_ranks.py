@@ -59,8 +59,8 @@ StartRanks = Callable[[int], tuple[int, Sequence[int]]]
 class FakeRanks:
     """Replaces process groups and launchers.
 
-    A group whose ranks all run as processes exchanges tensors of the host, and small ones of the device
-    (`device_values`). In other groups, a collective returns as if all ranks had sent the data of this one.
+    If all ranks of a group run as processes, they exchange tensors of the host, and small tensors of the device (see
+    `device_values.py`). In other groups, a collective returns as if all ranks had sent the data of this one.
     """
 
     def __init__(self, run: Callable[[Sequence[str]], None]) -> None:
@@ -89,8 +89,8 @@ class FakeRanks:
     def begin(self, rank: int, ranks: int | None, start_ranks: StartRanks, store: Path) -> None:
         """Start the ranks, or let the launcher do it if `ranks` is None.
 
-        `start_ranks` is called with the number of ranks, and returns the rank of this process and those that run. They
-        meet in the file `store`.
+        `start_ranks` is called with the number of ranks, and returns the rank of this process and the list of ranks
+        that run as processes. These meet in the file `store`.
         """
         self._rank, self._ranks, self._given = rank, ranks or 1, ranks
         self._start_ranks, self._store = start_ranks, store
@@ -182,7 +182,7 @@ def _skip_reductions_of_ddp() -> None:
 
 
 def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return DDP's bucket unchanged, in place of an all-reduce, for which a fake group returns no tensor."""
+    """Return DDP's bucket unchanged. This replaces an all-reduce, because that of a fake group returns no tensor."""
     RECORDER.add_bucket(bucket.buffer().nbytes)
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())

@@ -278,7 +278,7 @@ class StepRecorder:
         )
 
     def guessed(self, what: str, frame: FrameType) -> None:
-        """Record the place where the script reads a guessed value, unless it is known or only printed."""
+        """Record a place where the script reads a guessed value: once, and not if torch reads it to print a tensor."""
         file, line = innermost(frame)
         if (what, file, line) not in self._guesses and frame.f_code.co_filename != torch._tensor_str.__file__:
             self._guesses.add((what, file, line))
@@ -289,7 +289,7 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
-            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # else saved before
+            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # by_memory: saved at the error
                 fullest = max(self._run, key=lambda device: self._run[device].reserved_bytes, default=0)
                 self._history.save(figures.get("device", fullest))
 

@@ -42,7 +42,7 @@ class RolloutStage:
 
     run_microbatch: Generate | Score | TrainPolicy | TrainValue
     samples: int
-    """Number of rollouts that a rank runs in this stage: of an iteration or, if the stage trains, of one update."""
+    """Number of rollouts that a rank runs in this stage: per iteration or, if the stage trains, per update."""
     rows: int
     """Configured rows per microbatch."""
     trains: str | None = None

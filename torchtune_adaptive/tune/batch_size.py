@@ -1,7 +1,7 @@
 """Search for the largest microbatch if the config requests it, and compute the batch size of every epoch.
 
-1. Search for the largest number of rows of the stage that trains, if the config sets `use_maximum_batch_size` or a
-   batch size that grows (`engine/probes.py` measures, `engine/search.py` chooses what to measure).
+1. Search for the largest number of rows of the stage that trains, if the config sets `use_maximum_batch_size`, or a
+   batch size that grows but no `adaptive.max_batch_size`. `engine/probes.py` runs what `engine/search.py` chooses.
 2. Compute the batch size of every epoch (`schedule.py`). It grows at most to the number of rows found.
 3. Search for the limits of the other stages. Under `adaptive.token_budget`, 1 is skipped, and 3 sets the limits of all
    stages: by length or, if the dataset is packed, by rows.
@@ -111,8 +111,8 @@ def _measure_limits(
 ) -> dict[str, Limit]:
     """Collective: return the limits that hold for the whole run, by stage, for steps of up to `most_samples` samples.
 
-    Under a token budget, all stages have such a limit. If `rows_that_fit` comes from a search, the stages that do not
-    train have one. Otherwise, the result is empty.
+    Under a token budget, all stages have such a limit, unless it would have to be measured on a CPU without a memory
+    limit. If `rows_that_fit` comes from a search, the stages that do not train have one.
     """
     data, stages, adaptive = loop.data, loop.stages, loop.run.settings.adaptive
     *stages_without_backward, _ = stages
@@ -185,7 +185,7 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
     """Collective: return a sample of the greatest possible length in which every token is a target.
 
     The length is the smallest of `sequence_length`, the tokenizer's limit and the model's limit. If neither of the
-    first two is set, it is that of the longest sample in the dataset. With images, the sample has the most.
+    first two is set, it is the length of the longest sample in the dataset. `with_most_images` may add images.
     """
     sample: Sample = data.dataset[0]
     if data.packed:

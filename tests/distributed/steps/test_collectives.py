@@ -124,7 +124,7 @@ def gradients_of_steps(room_for_gradients: float | None) -> tuple[list[int], lis
             for same, plain in zip(same_as, plain_loops, strict=True):
                 same.append(gradients_equal(gradients_of(model), plain))
     if dist.get_rank() == 0:
-        in_every_microbatch = "gradients are reduced in every microbatch from now on, at most 2 rows"
+        in_every_microbatch = "gradients are reduced in every microbatch from now on, limit stays at 2 rows"
         assert any(in_every_microbatch in line for line in log) == (room_for_gradients != 0.99)
     return scatters, *same_as
 

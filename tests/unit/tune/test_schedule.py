@@ -176,10 +176,10 @@ class Callable_:
         (partial(plans_of, milestones({2: 8}), samples=15), "epoch 2: a step takes 16 samples, but a rank has only 15"),
         (
             partial(plans_of, Callable_()),
-            "at epoch 0 and batch size 2, returned True; allowed",
+            "at epoch 0 and batch size 2, returned True; it must return an int",
         ),
-        (partial(plans_of, add_every(1, -1)), "at epoch 2 and batch size 1, returned -1; allowed: a function"),
-        (partial(plans_of, add_every(1, "2")), "at epoch 1 and batch size 2, returned '2'; allowed: a function"),
+        (partial(plans_of, add_every(1, -1)), "at epoch 2 and batch size 1, returned -1; it must return an int"),
+        (partial(plans_of, add_every(1, "2")), "at epoch 1 and batch size 2, returned '2'; it must return an int"),
         (partial(plans_of, double_every(0)), "at epoch 1 and batch size 2, raised ZeroDivisionError: "),
         (partial(plans_of, math.pi), "at epoch 0 and batch size 2, raised TypeError: 'float' object is not callable"),
         (partial(plans_of, double_every), "allowed: a function (epoch, batch_size) -> rows to add, or a section"),
