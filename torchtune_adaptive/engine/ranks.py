@@ -28,7 +28,7 @@ LATE_S = 2.0
 UNCHANGED = "as before"
 """A rank whose step equals its previous one announces nothing. Errors show this text for it."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
-"""Maps a training group to the gloo group that communicates tensors on the host; None if it does this itself."""
+"""Maps a training group to the gloo group that communicates tensors on the host; None if the group does so itself."""
 
 
 def rank() -> int:
@@ -144,8 +144,8 @@ class EqualSteps:
 
     If the numbers differ, ranks wait for each other in different collectives until the group's timeout. Therefore a
     rank writes its numbers to the group's store when they change, before the first collective of the step. It reads
-    those of its peers before the first collective of the run, and in later steps after the first one, because a peer
-    may have announced nothing. Steps without a change cost nothing.
+    those of its peers before the first collective of the run. In later steps, it reads them after the first collective
+    of the step, because a peer may have announced nothing. Steps without a change cost nothing.
     """
 
     _instances = 0

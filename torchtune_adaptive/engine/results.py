@@ -159,7 +159,7 @@ class AttemptReports(tuple[AttemptReport, ...]):
         return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
 
     def have_room_for(self, additional_bytes: float) -> bool:
-        """Return True if every rank has this much memory beyond its peak, or if memory is not measured."""
+        """Return True if no rank flushed its cache, and each has this much memory beyond its peak, or measures none."""
         if self.flushed_cache or math.isinf(additional_bytes):
             return False
         readings = [report.reading for report in self if report.reading.budget_bytes]

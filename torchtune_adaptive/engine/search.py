@@ -307,11 +307,11 @@ def _trusted_rows_of_phase(points: Mapping[int, int], history: History) -> float
 
 
 def _narrow(history: History) -> int | None:
-    """Return the next rows after a probe was rejected, or None if those that fit are close enough to those that do not.
+    """Return the next rows after a probe was rejected, or None if the accepted rows are close enough to them.
 
     If the last probe was rejected without an OOM error or a retry, the lines now include it, so their prediction is
     used. Otherwise the prediction was probably only a little too high. The next probe has slightly fewer rows. This
-    distance doubles after each failure, up to half of the interval, where the search becomes a bisection.
+    reduction doubles after each rejection, up to half of the interval, where the search becomes a bisection.
     """
     low, high, last = history.accepted_rows, history.too_many, history.probes[-1]
     if history.is_close(history.candidate_at_most(high - 1)):

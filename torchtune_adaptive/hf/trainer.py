@@ -2,7 +2,7 @@
 
 Trainer's loop is unchanged and calls `training_step` for each batch. `CollectsBatches` overrides Trainer's
 `training_step`: it collects the samples of each batch, and runs the whole step when it gets the last batch. The data
-collator adds the samples to the batch. For trainers that generate, they come from `_prepare_inputs` instead.
+collator adds the samples to the batch. If a trainer generates, samples come from `_prepare_inputs`.
 """
 
 from __future__ import annotations

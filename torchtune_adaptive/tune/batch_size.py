@@ -2,7 +2,7 @@
 
 1. Search for the largest number of rows of the stage that trains, if the config sets `use_maximum_batch_size`, or a
    batch size that grows but no `adaptive.max_batch_size`. `engine/probes.py` runs what `engine/search.py` chooses.
-2. Compute the batch size of every epoch (`schedule.py`). It grows at most to the number of rows found.
+2. Compute the batch size of every epoch (`schedule.py`). It grows at most to the rows found, or `max_batch_size`.
 3. Search for the limits of the other stages. Under `adaptive.token_budget`, 1 is skipped, and 3 sets the limits of all
    stages: by length or, if the dataset is packed, by rows.
 """

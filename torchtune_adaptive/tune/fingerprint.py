@@ -59,7 +59,7 @@ def check_same_data(samples: CheckedDataset, now: Fingerprint | None, progress: 
     """Collective: raise ConfigError if the data have changed since the checkpoint was saved.
 
     If max_seq_len has changed, equal data give different samples and, if packed, another number of them. Then only the
-    number is compared, and only within an epoch.
+    number is compared, and only if the checkpoint is from within an epoch.
     """
     saved, had = progress.dataset_fingerprint, progress.dataset_samples
     cut = now is not None and saved is not None and now["max_seq_len"] != saved["max_seq_len"]

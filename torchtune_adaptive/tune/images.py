@@ -59,7 +59,7 @@ def collate_images(rows: list[Sample], **options: int) -> Batch:
 
 @log_if_slow("counted images")
 def with_most_images(text: Sample, dataset: CheckedDataset, max_tiles: int | None) -> Sample:
-    """Collective: add the most images of any counted sample, each with `max_tiles` tiles; if None, the most found."""
+    """Collective: add as many images as the counted sample with the most, with `max_tiles` tiles or the most found."""
     first = dataset[0]
     if not tiles_of(first):
         raise ConfigError(

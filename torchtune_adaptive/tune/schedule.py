@@ -114,7 +114,7 @@ def size_epochs(
 ) -> tuple[EpochSizes, ...]:
     """Compute the sizes of all epochs in order; epochs that have begun keep theirs.
 
-    With an increase function, the batch size starts at the configured one and grows up to `rows_that_fit`.
+    With an increase function, the batch size starts at the configured one and grows up to the bound.
     """
     epochs = [*progress.epochs_started][: progress.total_epochs]
     for epoch in range(len(epochs), progress.total_epochs):
