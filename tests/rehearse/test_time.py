@@ -114,6 +114,26 @@ def test_ranks_of_a_mesh_dimension_share_samples_and_wait_for_its_collectives(
     assert time["parts"]["communication"] == pytest.approx(seconds, rel=0.01)
 
 
+@pytest.mark.parametrize("slices", ["", '["cp"]'], ids=["a mesh", "a dimension of a mesh"])
+def test_all_ranks_may_share_samples(slices: str, rehearse: Rehearse) -> None:
+    """torch uses the default group for a mesh dimension that contains all ranks."""
+    shape = '(1, 4), mesh_dim_names=("dp", "cp")' if slices else '(4,), mesh_dim_names=("cp",)'
+    script = f"""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cuda", {shape}){slices}
+    assert mesh.get_group() is torch.distributed.group.WORLD
+    words = torch.nn.Embedding(1000, 64, device="cuda")
+    optimizer = torch.optim.SGD(words.parameters())
+    for _ in range(2):
+        words(torch.zeros(1, 64, dtype=torch.long, device="cuda")).sum().backward()
+        optimizer.step()
+"""
+    time = rehearse(script, "--ranks", "4").found["time"]
+    assert (time["tokens_per_step"], time["samples_per_step"]) == (4 * 64, 1)
+
+
 def test_bytes_are_those_of_the_dtype(rehearse: Rehearse) -> None:
     found = [
         rehearse(script).found["time"] for script in (PLAIN, PLAIN.replace("bfloat16", "float32"))

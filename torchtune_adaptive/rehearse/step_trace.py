@@ -7,6 +7,7 @@ Only the innermost entry is counted, which has the shapes of this rank.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
 from torchtune_adaptive.rehearse.step_time import BF16, FP8, FP32, HOST, MEMORY, TF32, Operation, Transfer, Work
@@ -117,7 +119,7 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = 
     """Return the work in a trace. The trace lists inner operations before the operation that calls them."""
     trace = _Trace()
     if torch.distributed.is_initialized():
-        trace.know_groups(torch.distributed.distributed_c10d._world.pg_config_info)
+        trace.know_groups([*torch.distributed.distributed_c10d._world.pg_config_info, *_dimensions_of_all_ranks()])
     identity, name, parent, text = 0, "", 0, dict[str, str]()
     for line in lines:
         key = line.lstrip()[:4]
@@ -134,6 +136,14 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = 
     operations = [(each, times) for each, times in counted.items() if isinstance(each, Operation)]
     collectives = [(each, times) for each, times in counted.items() if isinstance(each, Transfer)]
     return Work(operations, collectives, trace.tokens, trace.samples, math.prod(trace.sharing.values()))
+
+
+def _dimensions_of_all_ranks() -> Iterator[dict[str, Any]]:
+    """Yield the dimensions of meshes that contain all ranks, because torch uses the default group for them."""
+    for mesh in (each for each in gc.get_objects() if type(each) is DeviceMesh):
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+            if size == torch.distributed.get_world_size():
+                yield {"pg_name": f"mesh_{name}", "pg_desc": f"mesh_{name}", "ranks": None, "group_size": size}
 
 
 class _Trace:
