@@ -89,6 +89,22 @@ def test_libraries_request_no_workspace(on_null: OnNull) -> None:
     assert all(0 < each < 2**20 for each in requested.values()), requested
 
 
+def fused_by_torchscript() -> bool:
+    scripted = torch.jit.script(gelu)
+    rows = torch.zeros(64, 64, device="cuda", requires_grad=True)
+    for _ in range(3):  # the third call runs the fused kernel
+        scripted(rows).sum().backward()
+    return rows.grad is not None
+
+
+def gelu(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 0.5 * (1.0 + torch.erf(rows / 1.41421))
+
+
+def test_torchscript_fuses_kernels(on_null: OnNull) -> None:
+    assert on_null(fused_by_torchscript)
+
+
 def recurrent() -> None:
     nn.LSTM(64, 64, device="cuda")
 

@@ -134,6 +134,23 @@ def test_all_ranks_may_share_samples(slices: str, rehearse: Rehearse) -> None:
     assert (time["tokens_per_step"], time["samples_per_step"]) == (4 * 64, 1)
 
 
+@pytest.mark.parametrize(("backend", "rate"), [("FLASH_ATTENTION", 335e12), ("CUDNN_ATTENTION", 0.45 * 989e12)])
+def test_attention_has_the_rate_of_its_kernel(backend: str, rate: float, rehearse: Rehearse) -> None:
+    time = rehearse(f"""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    rows = torch.nn.Parameter(torch.zeros(1, 8, 8192, 128, device="cuda", dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([rows])
+    for _ in range(2):
+        with sdpa_kernel(SDPBackend.{backend}):
+            torch.nn.functional.scaled_dot_product_attention(rows, rows, rows).sum().backward()
+        optimizer.step()
+    """).found["time"]
+    assert time["flops"] == 3.5 * 4 * 8 * 8192 * 8192 * 128
+    assert time["parts"]["compute"] == pytest.approx(time["flops"] / rate)
+
+
 def test_bytes_are_those_of_the_dtype(rehearse: Rehearse) -> None:
     found = [
         rehearse(script).found["time"] for script in (PLAIN, PLAIN.replace("bfloat16", "float32"))
@@ -161,14 +178,16 @@ def test_ddp_reduces_every_gradient_once(rehearse: Rehearse) -> None:
     assert time["collective_bytes"] == pytest.approx(4 * DIM * DIM * 2, rel=1e-4)  # DDP compares its buckets, too
 
 
-@pytest.mark.parametrize("call", ["embed", "torch.compile(embed)"])
+@pytest.mark.parametrize("call", ["embed", "torch.compile(embed)", "torch.compile(in_two_graphs)"])
 def test_tokens_are_counted_by_the_largest_embedding(call: str, rehearse: Rehearse) -> None:
     script = f"""
     import torch
+    from torch._dynamo import graph_break
 
     words, positions = torch.nn.Embedding(1000, 64).cuda(), torch.nn.Embedding(128, 64).cuda()
     optimizer = torch.optim.SGD([*words.parameters(), *positions.parameters()])
     def embed(tokens, places): return words(tokens) + positions(places)
+    def in_two_graphs(tokens, places): return words(tokens) + (graph_break() or positions(places + 0 * tokens))
     embed_here = {call}
     for _ in range(3):
         for _ in range(3):

@@ -23,11 +23,8 @@ class Rates(NamedTuple):
     """To other machines, per GPU and in one direction."""
     matmul_efficiency: float
     """The fraction of the peak that matrix multiplications reach."""
-    memory_efficiency: float = 0.9
-    kernel_s: float = 2e-6
-    """The time of the shortest kernel."""
-    launch_s: float = 8e-6
-    """The time of the host to launch a kernel from Python."""
+    flash_efficiency: float | None = None
+    """The same for FlashAttention 2; None: as for matrix multiplications."""
 
 
 class Gpu(NamedTuple):
@@ -40,9 +37,8 @@ class Gpu(NamedTuple):
     rates: Rates | None = None
 
 
-H100 = Rates(989, 1979, 495, 67, 3350, 450, 64, 50, 0.45)
+H100 = Rates(989, 1979, 495, 67, 3350, 450, 64, 50, 0.45, flash_efficiency=335 / 989)
 A100 = Rates(312, 624, 156, 19.5, 2039, 300, 32, 25, 0.65)
-
 
 _CARDS: dict[str, tuple[float, str, Rates]] = {
     "a10": (22.0, "8.6", Rates(125, 250, 62.5, 31.2, 600, 32, 32, 1.6, 0.65)),

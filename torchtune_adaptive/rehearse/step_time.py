@@ -20,6 +20,8 @@ class Operation(NamedTuple):
     bytes: int
     update: bool = False
     """True for kernels of the optimizer's update, whose time does not depend on the batch."""
+    flash: bool = False
+    """True for FlashAttention 2."""
 
 
 class Transfer(NamedTuple):
@@ -73,6 +75,8 @@ class Work(NamedTuple):
 
 LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 20e-6
 """The fraction of the bandwidth that collectives reach, and their latency."""
+MEMORY_EFFICIENCY, KERNEL_S, LAUNCH_S = 0.9, 2e-6, 8e-6
+"""The fraction of the bandwidth that kernels reach, the shortest kernel, and the host's time to launch a kernel."""
 UNCERTAINTY = 0.8, 1.35
 """Measured times are between these multiples of the estimate (see docs/rehearsing.md and docs/published.md)."""
 
@@ -99,9 +103,8 @@ class StepTime(NamedTuple):
         return {**self._asdict(), "range": self.range}
 
 
-COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES = (
-    "compute", "memory bandwidth", "communication", "copies between host and GPU", "kernel launches",
-)  # fmt: skip
+COMPUTE, BANDWIDTH, COMMUNICATION = "compute", "memory bandwidth", "communication"
+COPIES, LAUNCHES = "copies between host and GPU", "kernel launches"
 
 
 def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
@@ -110,15 +113,15 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
     least = hidden = 0.0
     for operation, times in work.operations:
         count = times if operation.update else times * scale
-        parts[LAUNCHES] += times * rates.launch_s
+        parts[LAUNCHES] += times * LAUNCH_S
         if operation.kind == HOST:
-            parts[COPIES] += count * (operation.bytes / (rates.pcie * 1e9 * LINK_EFFICIENCY) + rates.kernel_s)
+            parts[COPIES] += count * (operation.bytes / (rates.pcie * 1e9 * LINK_EFFICIENCY) + KERNEL_S)
             continue
         computing = operation.flops / (getattr(rates, operation.kind) * 1e12) if operation.flops else 0.0
         moving = operation.bytes / (rates.memory * 1e9)
         least += count * max(computing, moving)
-        computing /= rates.matmul_efficiency
-        moving = max(moving / rates.memory_efficiency, rates.kernel_s)
+        computing /= (operation.flash and rates.flash_efficiency) or rates.matmul_efficiency
+        moving = max(moving / MEMORY_EFFICIENCY, KERNEL_S)
         parts[COMPUTE if computing > moving else BANDWIDTH] += count * max(computing, moving)
     for collective, times in work.collectives:
         seconds = times * _communicates(collective, rates)
@@ -127,9 +130,8 @@ def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
     busy = parts[COMPUTE] + parts[BANDWIDTH] + parts[COMMUNICATION]
     alternatives = {COMMUNICATION: hidden, COPIES: parts[COPIES], LAUNCHES: parts[LAUNCHES]}
     most = max(alternatives, key=lambda name: alternatives[name])
-    limit = (
-        most if alternatives[most] > busy else max((COMPUTE, BANDWIDTH, COMMUNICATION), key=lambda name: parts[name])
-    )
+    largest = max((COMPUTE, BANDWIDTH, COMMUNICATION), key=lambda name: parts[name])
+    limit = most if alternatives[most] > busy else largest
     parts[COMMUNICATION] += hidden
     return StepTime(max(busy, alternatives[most]), parts, limit, least)
 

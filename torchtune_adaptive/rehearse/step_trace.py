@@ -156,7 +156,7 @@ class _Trace:
         self._groups: dict[str, list[int]] = {}
         self.sharing: dict[str, int] = {}  # the number of ranks by mesh dimension, if they share samples
         self._looked_up: Counter[tuple[int, ...]] = Counter()
-        """The number of tokens, by the shape of the embedding that looks them up."""
+        """The number of tokens, by the shape of the embedding that looks them up. A compiled graph has (0, inputs)."""
         self._rows: Counter[tuple[int, ...]] = Counter()
         """The number of rows, by the shape of the weight of the embedding or the convolution."""
 
@@ -200,21 +200,25 @@ class _Trace:
     @property
     def tokens(self) -> int:
         parts = math.prod(self.sharing.get(name, 1) for name in ("cp", "sp", "context"))  # each has its own tokens
-        return self._looked_up[max(self._looked_up)] * parts if self._looked_up else 0
+        return self._looked_up[self._weight] * parts
 
     @property
     def samples(self) -> int:
-        """The number of samples: the rows of the largest embedding or, without one, of the first convolution."""
-        weight = max(self._looked_up, default=next(iter(self._rows), ()))
-        return self._rows[weight]
+        return self._rows[self._weight]
+
+    @property
+    def _weight(self) -> tuple[int, ...]:
+        """The largest embedding, or else the compiled graph with the most tokens, or else the first convolution."""
+        counts = self._looked_up
+        return max(counts, key=lambda each: (each if each[0] else (), counts[each]), default=next(iter(self._rows), ()))
 
     def _know_inputs(self, given: _Side) -> None:
         """Count the tokens of a model that is compiled with its embedding."""
         shapes = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if kind == "Tensor(long int)"]
         if longest := max(shapes, key=math.prod, default=None):
-            # () is the smallest key, so these numbers are only used if there is no embedding.
-            self._looked_up[()] += math.prod(longest)
-            self._rows[()] += longest[0]
+            graph = 0, len(given.shapes)  # graphs of one model may each take integers, for example tokens and labels
+            self._looked_up[graph] += math.prod(longest)
+            self._rows[graph] += longest[0]
 
     def know_groups(self, groups: Iterable[Any]) -> None:
         """Remember the process groups of this rank."""
@@ -247,7 +251,7 @@ class _Trace:
             self._rows[tuple(given.shapes[1])] += given.shapes[0][0]
         kind = given.types[_FIRST_MATRIX.get(name, 0)].removeprefix("Tensor(").removesuffix(")")
         rate = _RATES.get(kind) or (TF32 if _takes_tf32(name in _CONVOLUTIONS) else FP32)
-        return [Operation(rate, _flops(name, about, given, returned), moved)]
+        return [Operation(rate, _flops(name, about, given, returned), moved, flash="flash" in name)]
 
     def _collective(self, name: str, text: dict[str, str]) -> _Items:
         kind = _COLLECTIVE.match(name.removeprefix("_"))
